@@ -1,4 +1,4 @@
-"""The library as a careless caller uses it: every wrong argument is a typed error, and the process lives."""
+"""Wrong arguments to the library. Each of them raises a typed error, and the process goes on."""
 
 import ctypes as c
 import subprocess

@@ -1,5 +1,7 @@
-"""Experts computed as they arrive by ggml's own MUL_MAT_ID: over a pool whose matrices are still being read, and
-through fewer slots than a prompt's layer has experts."""
+"""Tests products that ggml's own MUL_MAT_ID computes while experts arrive.
+
+The matrices of the pool are still being read, or a prompt's layer has more experts than there are slots.
+"""
 
 import threading
 import time
@@ -81,7 +83,7 @@ ROUTED = {"slots": (8, 1, [[3, 4]], 2), "streamed": (3, 2, IDS, 5)}  # slots, re
 def test_failed_read_aborts_the_pass_and_the_kernel_returns(
     fake: FakeModel, open_store: Open, products: list[Product], how: str, asks: bool
 ) -> None:
-    """Fails a read with and without a later node that asks whether to abort."""
+    """Fails a read. In one case, no later node asks the store whether to abort."""
     n_slots, readers, ids, nth = ROUTED[how]
     store, context = open_store(fake, n_slots, readers=readers)
     products.append(Product(store, context, fake, ids))
@@ -175,7 +177,7 @@ def test_kernel_does_not_wait_for_slot_ids_of_a_failed_pass(
     if prefetching:
         arm_fault("slow_read", 1, sticky=True)
         store.prefetch([2], [0])
-    products.append(Product(store, context, fake, [[3, 99]]))  # no such expert: every slot id is 0, which nobody pins
+    products.append(Product(store, context, fake, [[3, 99]]))  # no expert 99: slot ids are 0 and not pinned
     products[-1].acquire()
     products[-1].compute()
     assert not prefetching or store.counters()["queue_wanted"] > 0, "these reads take six seconds"
@@ -254,7 +256,7 @@ def test_repeated_prompt_hits_experts_kept_in_slots_that_are_not_streamed(tmp_pa
 
 @pytest.mark.parametrize("n_slots", [2, 40])
 def test_streaming_reads_the_first_expert_of_the_next_layer_ahead(n_slots: int) -> None:
-    """Streams the experts of a prompt, with no other fetching ahead (DuoServe-MoE, section 5.2)."""
+    """Streams the experts of a prompt without other prefetches (DuoServe-MoE, section 5.2)."""
     shape = MoeShape(n_layer=3, n_expert=8, n_expert_used=2, layers=(0, 1, 2), expert_bytes=3000)
     prompt = np.random.default_rng(0).permuted(np.tile(np.arange(8, dtype=np.int32), (32, 1)), axis=1)[:, :2]
     for stream in (False, True):

@@ -1,4 +1,4 @@
-"""The store's predictors on the papers' examples and on traces with structure, asked one layer at a time."""
+"""Tests the store's predictors on the papers' examples and on traces with structure, one layer at a time."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def hits_by_request(predictor: Predictor, kinds: tuple[int, ...]) -> npt.NDArray
 
 
 def test_eamc_below_capacity_recovers_within_50_requests_of_another_text_kind() -> None:
-    """Compares hit rates of requests 25 to 50 after the change with a predictor that never saw the old kind."""
+    """Compares hit rates of requests 25 to 50 after the change with a predictor without requests of the old kind."""
     shape = random_trace(n_sequences=1).shape
 
     def rates(*kinds: int) -> npt.NDArray[np.float64]:

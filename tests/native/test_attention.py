@@ -14,7 +14,7 @@ import pytest
 from tools.width_check import Array, Ggml
 
 ROOT = Path(__file__).resolve().parents[2]
-N_ROWS, N_CELLS = 70, 1100  # more than one tile of rows, two whole parts of the keys and the begin of a third
+N_ROWS, N_CELLS = 70, 1100  # more than one tile of rows, two whole parts of the keys and the beginning of a third
 SOME_ROWS = ([0], [37], [69], [3, 4], range(5, 10), range(10, 18), range(30, 39), range(20, 53))
 
 
@@ -88,7 +88,7 @@ class Attention:
 
 
 def stored(ggml: Ggml, cache: str, values: Array) -> Array:
-    """float64 [n_head, n, d] as a cache of that type gives them back."""
+    """Returns the values, float64 [n_head, n, d], after rounding to the type of the cache."""
     if cache == "f32":
         return values.astype(np.float32).astype(np.float64)
     if cache == "f16":

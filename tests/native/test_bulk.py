@@ -1,4 +1,4 @@
-"""Calls that do much at once or need no store: bulk replay, sizes of slots, names of policies."""
+"""Tests bulk replay, and calls of the library that need no store: sizes of slots and names of policies."""
 
 import ctypes as c
 import math

@@ -1,4 +1,4 @@
-"""The slot of every chosen expert holds the file's bytes after each gate, whatever else goes on meanwhile."""
+"""Tests that the slot of every chosen expert holds the file's bytes after each routing event, beside other calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The check of the store's bookkeeping accepts a store at work, and names each rule that is broken with its values."""
+"""Tests the check of the store's bookkeeping. Its error names the broken rule and the values."""
 
 import pytest
 from fake_model import FakeModel, Open

@@ -57,7 +57,7 @@ def test_sweep_evicts_the_layer_that_was_just_computed_first(fake: FakeModel, op
 
 
 def test_routing_drops_unneeded_prefetches_of_its_layer(layer: FakeModel, open_store: Open) -> None:
-    """Uses the modelled link, where nothing moves before the gate."""
+    """Uses the modelled link, on which nothing moves before the routing event."""
     store, context = open_store(layer, 8, simulate=True, fill=False)
     store.resize(7)
     context.acquire(0, [0, 1])
@@ -72,7 +72,7 @@ def test_started_prefetch_that_is_not_needed_frees_its_slot(fake: FakeModel, ope
     store, context = open_store(fake, 8, simulate=True, link_bytes_per_s=1e9)
     store.prefetch([1], [4])
     store.advance(10)
-    context.acquire(0, [0, 1])  # goes before the rest of it
+    context.acquire(0, [0, 1])  # this read precedes the rest of the prefetch
     assert store.residency()[1, 4] == 1
     context.acquire(1, [5])
     assert store.residency()[1, 4] == 0
@@ -143,7 +143,7 @@ def test_awaits_tokens_is_true_only_while_a_listener_or_predictor_uses_tokens(
     assert not context.awaits_tokens(8, Phase.DECODE)
     store.listen(on_routing=seen.append, on_tokens=seen.append)
     assert context.awaits_tokens(8, Phase.DECODE)
-    context.acquire(0, [1, 4])  # not announced
+    context.acquire(0, [1, 4])  # this pass was not announced
     store.listen()
     (event,) = seen
     assert isinstance(event, RoutingEvent)

@@ -1,4 +1,4 @@
-"""The scheduler's callback as llama.cpp calls it, on a layer's nodes with the ids and before its down matrices."""
+"""Tests the scheduler's callback with llama.cpp's calls: on the node of expert ids and before the down matrices."""
 
 from fake_model import FakeModel, Open
 from product import Product, aborts, check_failure

@@ -57,7 +57,7 @@ def take_state(address: int, tensor: int, block: int) -> list[bytes]:
         heads.append(head.raw)
         assert lib.moegguf_state_put(tensor, offset, address + HEAD_BYTES, n_bytes)
         address, offset = address + HEAD_BYTES + n_bytes, offset + n_bytes
-    assert not lib.moegguf_state_read(head, address, 1)  # the state has ended
+    assert not lib.moegguf_state_read(head, address, 1)  # no byte of the state is left
     return heads
 
 

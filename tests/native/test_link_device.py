@@ -1,4 +1,4 @@
-"""A device behind a link in real time: whose memory is whose, what waits for what, and the least time that copies take.
+"""Tests a simulated device behind a link in real time: its memory, the order of its work, and the least time of copies.
 
 Times are only bounded from below: a copy may be late on a busy machine, and is never early.
 """
@@ -133,16 +133,16 @@ def test_link_device_is_a_gpu_with_memory_of_its_own() -> None:
 
 
 def asynchronous_copies(pinned: bool, link: Link, strict_seed: int = 0) -> tuple[str, bool, bool, bool]:
-    """Copies bytes to a device. Returns the type of the host's memory and three times whether the bytes were there.
+    """Copies bytes to a device. Returns the type of the host's memory and if the bytes arrived, at three moments.
 
-    The times are: when the call returned; after a wait for an event that an earlier use has left recorded; and after
+    The moments are: the return of the call; after a wait for an event that an earlier use has recorded; and after
     another stream has waited for the event.
     """
     n_bytes = 1 << 20
     rig = Rig(link, pinned=pinned, strict_seed=strict_seed)
     memory, buffer_type = rig.host_memory(n_bytes)
     tensor, event, first, second = rig.tensor(n_bytes), rig.event(), rig.backend(), rig.backend()
-    rig.call("event_synchronize", event)  # never recorded: nothing to wait for
+    rig.call("event_synchronize", event)  # this event was never recorded, so the call returns at once
     rig.call("event_record", event, second)
     rig.call("tensor_set_async", first, tensor, memory, 0, n_bytes)
     at_once = rig.there(tensor, n_bytes)
@@ -166,7 +166,7 @@ def test_copies_are_asynchronous_only_from_pinned_memory() -> None:
 def launches(n: int) -> tuple[list[bool], LinkFigures]:
     """Launches a graph n times behind a copy of 0.2 s, then waits.
 
-    Returns whether the result was there after each launch and after the wait, and the device's figures.
+    Returns True for each launch and for the wait if the result was there afterwards, and the device's figures.
     """
     n_bytes = 1 << 20
     rig = Rig(Link(n_bytes / 0.2), strict_seed=1)
@@ -225,7 +225,7 @@ def test_strict_device_reports_changed_copy_sources_and_freed_memory() -> None:
 
 
 def copy_times() -> list[float]:
-    """Returns the seconds of one copy, two at once, one there and one back at once, and two in one stream."""
+    """Returns the seconds of one copy, of two at once, of two in opposite directions, and of two in one stream."""
     n_bytes, link = 1 << 20, Link((1 << 20) / 0.05, 0.02)  # 50 ms and 20 ms
     rig = Rig(link)
     memory, _ = rig.host_memory(n_bytes)
@@ -313,7 +313,7 @@ def test_device_pool_is_capped_so_that_32_bit_offsets_reach_every_slot(tmp_path:
 
 
 def slot_tokens_of_a_device() -> int:
-    """Returns up to how many tokens slots of a simulated device are exact."""
+    """Returns the largest pass, in tokens, for which slots of a simulated device are exact."""
     return slot_tokens(link_device(FREE))
 
 

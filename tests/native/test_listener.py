@@ -1,5 +1,8 @@
-"""Callbacks: on the event thread, in order, never in the way of an event; announcements of several sequences: events
-tell them apart, ubatch by ubatch, also in the last layer."""
+"""Tests callbacks of the store.
+
+Callbacks run in order on the event thread and delay no event. Events of a pass with several sequences name the
+sequence of each token, in each ubatch and in the last layer.
+"""
 
 import ctypes as c
 import threading
@@ -23,7 +26,7 @@ from moegguf.trace.simulate import Simulation
 from predictors.study.arrange import grouped, used_experts
 from predictors.study.synthesize import shape_of, synthesize
 
-CAPACITY = 4096  # events of the ring, native/events.h
+CAPACITY = 4096  # events that the ring of native/events.h holds
 
 
 def test_routing_callbacks_come_in_order_on_a_thread_of_their_own(fake: FakeModel, open_store: Open) -> None:
@@ -198,7 +201,7 @@ def test_close_delivers_queued_events_to_callbacks_that_use_the_store(fake: Fake
 
     def on_routing(event: RoutingEvent) -> None:
         nonlocal done
-        library.load().moegguf_store_set_scores(handle, None, 0)  # a C program may call so, past the closed object
+        library.load().moegguf_store_set_scores(handle, None, 0)  # C code may call after close()
         done += 1
 
     store.listen(on_routing=on_routing)
@@ -276,10 +279,10 @@ def test_simulation_counts_prompt_tokens_of_mixed_passes_apart_from_decoding(nam
 
 
 def test_next_use_misses_less_than_lru_with_eight_interleaved_sequences() -> None:
-    """Eight topics pass through the pool between two uses of an expert, which recency cannot bridge."""
+    """Eight topics pass through the pool between two uses of an expert, so LRU has evicted the expert by then."""
     shape = shape_of("qwen3-30b", 4, 60, 4)
     trace = synthesize("qwen3-30b", shape, 128, 0, 8)
-    trace = replace(trace, tokens=np.zeros(trace.n_tokens, np.int32))  # known, so that passes are announced
+    trace = replace(trace, tokens=np.zeros(trace.n_tokens, np.int32))  # passes with known tokens are announced
     trace = grouped(trace, [np.arange(8) * 128 + at for at in range(128)])
     misses = {
         name: Simulation(trace, native_policies()[name], NoPrediction(shape), 89).run().counters["misses"]

@@ -1,4 +1,4 @@
-"""Copies of the model's files on several drives: all of them are read, and a drive that fails costs nothing."""
+"""Tests copies of the model's files on several drives. The store reads all copies, and drops a drive that fails."""
 
 from __future__ import annotations
 

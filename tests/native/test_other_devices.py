@@ -1,4 +1,4 @@
-"""Slots outside the host's memory: on one or two devices behind links and RPC servers, with and without staging."""
+"""Tests slots outside the host's memory: on one or two devices behind links or RPC servers, also with staging."""
 
 from collections.abc import Sequence
 from pathlib import Path

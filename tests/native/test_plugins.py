@@ -1,4 +1,4 @@
-"""Backends of ggml that are packages of their own are found, checked and loaded; one stands in for CUDA."""
+"""Tests that the library finds, checks and loads backends of ggml from separate packages. A stand-in replaces CUDA."""
 
 import json
 import os

@@ -57,7 +57,7 @@ def skip(gating: Gating = Gating.SOFTMAX, n_group: int = 1) -> Predictor:
         bias = random.standard_normal((2, SHAPE.n_expert)).astype(np.float32) * 0.1
         return Router(SHAPE.n_expert_used, matrix, bias[0], bias[1])
 
-    routers = {il: router() for il in SHAPE.layers if il != 5}  # one layer is chosen by a token's id alone
+    routers = {il: router() for il in SHAPE.layers if il != 5}  # one layer routes by token id and has no router
     return networks.skip(SHAPE, Routers(gating, routers, n_group, max(1, n_group // 2)))
 
 
@@ -159,7 +159,7 @@ MADE: dict[str, Callable[[], Predictor]] = {
     "eamc": eamc,
     "eamc-full": lambda: eamc(1000),
 }
-ALIKE = {"routing-path": 0.03}  # values are rounded twenty times here; other predictors have 0.01
+ALIKE = {"routing-path": 0.03}  # this predictor rounds values twenty times; the tolerance of others is 0.01
 
 
 def choice(random: np.random.Generator, n_tokens: int) -> np.ndarray[Any, Any]:
@@ -443,7 +443,7 @@ def test_predicted_experts_are_prefetched_up_to_the_limit_and_reduce_stall() -> 
 
 
 def test_likely_expert_is_prefetched_although_its_score_is_lowest() -> None:
-    """The expert has the lowest score by next-use. A miss would evict another expert for it all the same."""
+    """The expert has the lowest score by next-use. A miss would evict another expert for this one anyway."""
     often, rarely = [[0, 1, 2]], [[3, 4, 5]]
     table = always(*often, *rarely)
     with simulated(SHAPE.n_expert_used * N, fill=False, **LINK) as (store, context):
@@ -499,7 +499,7 @@ def test_prefetching_stops_if_waste_is_costly_or_the_link_is_busy() -> None:
 
 
 def test_calibration_of_a_predictor_survives_a_pause_but_not_a_replacement() -> None:
-    """Uses tables that are always wrong, with a pause as between two trials of prefetching."""
+    """Uses tables that are always wrong. Prefetching pauses like between two trials."""
     matrix = np.zeros((N - 1, SHAPE.n_expert, SHAPE.n_expert), np.float32)
     matrix[..., :3] = 1 / 3
     wrong, other = always([0, 1, 2]), affinity(matrix)
@@ -585,7 +585,7 @@ def test_store_threads_inherit_the_scheduling_policy_of_the_process(fake: FakeMo
     finally:
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     fake.token(store, context, [3, 4])
-    # The new threads are readers, the thread that predicts, and an idle team, which starts meanwhile.
+    # The new threads are readers, the thread of the predictor, and an idle OpenMP team.
     new = threads() - before
     assert len(threads()) > n_without
     assert {os.sched_getscheduler(thread) for thread in new} == {os.SCHED_BATCH}

@@ -1,4 +1,7 @@
-"""Compute threads spin shortly while experts can be absent: an idle OpenMP thread more than there are processors."""
+"""Tests that compute threads spin only shortly while experts can be absent.
+
+For this, a store starts an idle OpenMP team, so that there are more OpenMP threads than processors.
+"""
 
 import os
 import time

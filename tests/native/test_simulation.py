@@ -1,4 +1,4 @@
-"""The modelled link: the same counters as the file-backed store, and times that can be worked out by hand.
+"""Tests the modelled link: its counters equal the counters of a store with files, and times are computed by hand.
 
 The link moves 1 byte per ns, so bytes are nanoseconds.
 """
@@ -50,7 +50,7 @@ def test_simulated_counters_equal_the_counters_of_a_store_with_files(
         store.drain(10)
         if Tier.RAM in store.tiers:
             check_tiers(store)
-        names = FIGURES[:5] if staging else FIGURES  # early arrival of bytes depends on time
+        names = FIGURES[:5] if staging else FIGURES  # the number of bytes that arrive early depends on time
         of_tiers = [{name: of[name] for name in names} for of in figures(store)]
         found.append((of_tiers, [store.residency(tier).tolist() for tier in store.tiers], store.counters()["reads"]))
     assert found[0] == found[1]

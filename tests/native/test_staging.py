@@ -1,4 +1,4 @@
-"""Prompts on a device: experts in tensors of a layer's full shape, by the router's own ids, and slots left alone."""
+"""Tests prompts on a device: staging tensors have a layer's full shape and the router's own ids, and slots stay."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ def check_staged(fake: FakeModel, store: Store, il: int, ids: Any, slot_ids: Any
 
 
 def events(fake: FakeModel, store: Store, context: StoreContext, n_passes: int, seed: int = 0) -> int:
-    """Makes passes of prompts and of one token, and checks the bytes of each event. Returns the staged look-ups."""
+    """Makes passes of prompts and of one token, and checks their bytes. Returns the number of staged look-ups."""
     rng, staged = np.random.default_rng(seed), 0
     for n in range(n_passes):
         n_tokens = int(rng.choice(N_TOKENS)) if n % 2 else 1
@@ -77,7 +77,8 @@ def test_staged_prompt_fills_slots_only_in_its_last_pass(fake: FakeModel, open_s
 @pytest.mark.parametrize("n_layer", [4, 5])
 def test_staging_copies_the_next_layer_while_a_layer_computes(tmp_path: Path, open_store: Open, n_layer: int) -> None:
     """Uses the modelled clock. A prompt's copies take as long as its layers, and only the first layer waits. The last
-    of five layers is left out, as in a pass without logits."""
+    of five layers is left out, as in a pass without logits.
+    """
     fake = make_model(tmp_path, n_layer=n_layer)
     options = {"simulate": True, "link_bytes_per_s": 1e12, "copy_bytes_per_s": 1e9, "fill": False}
     store, context = open_store(fake, 8, n_ram_slots=8 * n_layer, staging=2, **options)

@@ -1,4 +1,4 @@
-"""Cancelling, closing, and children made by fork."""
+"""Tests cancelling and closing a store, and calls from a forked child."""
 
 import os
 import threading

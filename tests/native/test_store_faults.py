@@ -1,4 +1,7 @@
-"""Makes every operation fail, once and permanently. The result is equal bytes or a typed error, never a hang."""
+"""Makes every operation of the store fail, once and permanently.
+
+The store then returns equal bytes or raises a typed error, and never hangs.
+"""
 
 import errno
 import gc

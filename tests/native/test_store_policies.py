@@ -55,7 +55,7 @@ def test_next_use_starts_counting_when_a_resident_pool_shrinks(two: FakeModel, o
     store, context = open_store(two, 16, fill=False)
     store.set_policy(*HALVING)
     for _ in range(9):
-        two.acquire(store, context, 1, [1])  # does not count
+        two.acquire(store, context, 1, [1])  # a resident pool does not count uses
     store.resize(3)
     for il, expert in [*STORY, (0, 2)]:
         two.acquire(store, context, il, [expert])
@@ -65,7 +65,7 @@ def test_next_use_starts_counting_when_a_resident_pool_shrinks(two: FakeModel, o
 def test_forecast_of_a_layer_ends_when_that_layer_is_routed(told: Told) -> None:
     store, event = told()
     store.set_forecast([[0] * 8, [0, 1, *[0] * 6]], [1])
-    event(1, 0)  # and not (1, 1), which is rare
+    event(1, 0)  # the victim is not (1, 1), which is rarely used
     event(0, 2)
     assert there(store) == {(0, 0), (1, 0), (0, 2)}
 
@@ -174,7 +174,7 @@ class Pool:
         self.context = self.store.context
 
     def route(self, il: int, *experts: int) -> set[Expert]:
-        """The router of layer `il` chooses these; returns the experts that lost their slots for them."""
+        """Routes layer `il` to these experts. Returns the experts that were evicted for them."""
         before = self.there()
         self.context.acquire(il, [list(experts)])
         return before - self.there()
@@ -215,7 +215,7 @@ def foretell(pool: Pool) -> None:
 
 def test_locality_evicts_a_mispredicted_expert_first(pool: Pool) -> None:
     foretell(pool)
-    assert pool.route(1, 0, 2) == {(1, 1)}  # predicted and not chosen: before completed ones and those to come
+    assert pool.route(1, 0, 2) == {(1, 1)}  # predicted and not chosen: evicted before experts of other layers
 
 
 def test_locality_evicts_completed_layers_next_and_then_the_farthest_prediction(pool: Pool) -> None:
@@ -276,7 +276,7 @@ def test_locality_without_forecasts_evicts_by_decayed_frequency(pool: Pool) -> N
 
 
 def test_sparsity_reproduces_figure_6_of_moe_infinity() -> None:
-    """Uses a share until its layer is predicted anew. Prompts and experts without a prediction go by recency."""
+    """A predicted share counts until its layer is predicted again. Otherwise the least recently used expert goes."""
     shape = MoeShape(n_layer=3, n_expert=3, n_expert_used=1, layers=(0, 1, 2))
     store = Store(layout_of(shape), 3, StoreOptions(repack=False, fill=False, simulate=True, sweep=False))
     context = store.context

@@ -1,5 +1,6 @@
 """Two tiers and several devices. Layers compute with the slots of the upper tier, which are filled from slots in RAM.
-Each device has slots for its own layers, and all devices are filled from the same slots in RAM."""
+Each device has slots for its own layers, and all devices are filled from the same slots in RAM.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,7 +30,7 @@ def skewed(n_events: int, seed: int = 0, n_layer: int = 4, n_expert: int = 8, n_
 
 
 def check_tiers(store: Store) -> None:
-    """Asserts that the counters of two tiers agree. Nothing may be on its way."""
+    """Asserts that the counters of two tiers agree. No transfer may be running."""
     upper, lower = store.tier(), store.tier(Tier.RAM)
     counters = store.counters()
     assert lower["lookups"] == lower["hits_ready"] + lower["hits_late"] + lower["misses"]

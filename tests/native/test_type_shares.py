@@ -1,4 +1,4 @@
-"""Types of tensors in widely used files: what the pinned quantiser chooses, and what headers list."""
+"""Tests the types of tensors in widely used files: the choices of the pinned quantiser and the lists in headers."""
 
 import math
 

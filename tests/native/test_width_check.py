@@ -1,4 +1,4 @@
-"""Results of the CPU whose bits do not depend on the number of rows at once, and the tool that checks them."""
+"""Tests that results of the CPU do not depend on the number of rows computed at once, and the tool that checks this."""
 
 import os
 import subprocess
@@ -58,8 +58,10 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_operations_have_equal_rows_at_any_width() -> None:
-    """Products with weights of many types, plain and interleaved, attention, norms, rope, softmax, gates, sums, and the
-    operations with a recurrent state, each for three sequences."""
+    """Checks products with weights of many types, attention, norms, rope, softmax, gates and sums.
+
+    Other cases are operations with a recurrent state, each for three sequences.
+    """
     cases = {case.name: case for case in width_check.cases(N_IN, N_OUT, N_ROWS, left_out=SLOW)}
     assert len(cases) > 100
     assert sum(isinstance(case, StateCase) for case in cases.values()) == 9
@@ -190,7 +192,7 @@ def test_case_finds_a_row_that_depends_on_the_width() -> None:
 
 @pytest.mark.parametrize("changes", ["output", "state", "earlier state"])
 def test_state_case_finds_a_state_that_depends_on_the_width(changes: str) -> None:
-    """The state is a sum, and wrong for the second sequence behind the second pass of three tokens."""
+    """The state is a sum. It is wrong for the second sequence after the second pass of three tokens."""
     values = np.arange(3 * 6, dtype=np.float32).reshape(3, 6)
 
     def advance(states: Array, sequences: Sequence[int], begin: int, end: int) -> tuple[Array, Array]:

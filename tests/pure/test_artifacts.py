@@ -1,4 +1,4 @@
-"""Tests where artifacts of a model are found and saved, files replaced as a whole, and leftovers of killed writers."""
+"""Tests the folders where artifacts of a model are found and saved, atomic writes, and leftovers of killed writers."""
 
 import errno
 import fcntl
@@ -72,7 +72,7 @@ def test_find_searches_the_given_folder_the_models_folder_and_the_users_folder(
     first, second = put(tmp_path / "with_folder", "x"), put(artifacts.model_folder, "x")
     assert list(with_folder.find("x")) == [first, second, last]
     assert list(artifacts.find("x")) == [second, last]
-    (artifacts.user_folder / "y").mkdir()  # no file
+    (artifacts.user_folder / "y").mkdir()  # a folder is not a file
     assert list(artifacts.find("y")) == []
 
 

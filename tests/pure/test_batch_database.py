@@ -43,7 +43,7 @@ def batches_in(folder: Path, endpoint: Endpoint) -> Batches:
 
 
 def old_folder(tmp_path: Path) -> Path:
-    """Returns a copy of the old folder, with the mode that it had; git keeps no empty files' modes."""
+    """Returns a copy of the old folder with its original mode. git does not keep this mode."""
     return shutil.copytree(OLD / "batches", tmp_path / "batches")
 
 
@@ -205,7 +205,7 @@ asyncio.run(main())
 
 
 def test_kill_of_the_server_neither_loses_nor_repeats_an_answer(tmp_path: Path) -> None:
-    """Kills a server at random moments of many batches; then every batch has each answer once."""
+    """Kills a server at random moments of many batches. Afterwards every batch has each answer once."""
     folder, dice = tmp_path / "batches", random.Random(1)
     command = [sys.executable, "-c", KILLED % N_REQUESTS, folder, tmp_path / "log"]
     acknowledged: set[str] = set()

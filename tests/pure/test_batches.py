@@ -47,7 +47,7 @@ async def ended(found: Batches, batch: Batch) -> Batch:
 
 
 def left_in(found: Batches) -> list[Any]:
-    """Returns what is needed only until a batch has ended: answers, and contents of deleted files."""
+    """Returns rows that are needed only until a batch has ended: answers, and contents of deleted files."""
     contents = {path.stem for path in (found.folder / "files").iterdir()}
     return found.files.database.execute("SELECT * FROM answer") + sorted(
         contents - {file.id for file in found.files.all()}
@@ -55,7 +55,7 @@ def left_in(found: Batches) -> list[Any]:
 
 
 def fill_disk(database: Database) -> int:
-    """Lets the database grow no more. Returns the limit that it had."""
+    """Stops the database from growing. Returns its former limit."""
     ((most,),) = database.execute("PRAGMA max_page_count")
     ((n_pages,),) = database.execute("PRAGMA page_count")
     database.execute(f"PRAGMA max_page_count = {n_pages}")
@@ -70,7 +70,7 @@ async def test_batch_runs_from_creation_to_output_and_error_files(tmp_path: Path
         assert batch.status == "validating" and batch.expires_at == batch.created_at + 86400
         await until(lambda: batch.counts.done == 2)
         assert (batch.status, batch.total, batch.counts.failed, batch.model) == ("in_progress", 3, 1, "demo")
-        found.files.delete(input_id)  # it goes on with what it was given
+        found.files.delete(input_id)  # the batch keeps its requests
         endpoint.released.set()
         assert (await ended(found, batch)).status == "completed"
         assert (batch.counts.completed, batch.counts.failed, batch.counts.output_tokens) == (2, 1, 6)
@@ -133,8 +133,8 @@ async def test_batch_expires_after_its_window_and_keeps_its_answers(tmp_path: Pa
 
 
 async def test_restarted_server_continues_batches_of_their_owner(tmp_path: Path) -> None:
+    """Restarts the server for another owner. The batches still belong to the first owner."""
     lines = [request("a", "first"), *(request(f"h{i}", "hold") for i in range(3)), request("z", "last")]
-    """For the owner that it had."""
     before, endpoint = Endpoint(), Endpoint()
     async with batches_in(tmp_path, before, n_parallel=2) as found:
         current_owner.set("ann")
@@ -199,7 +199,7 @@ async def test_storage_limit_counts_answers_of_a_running_batch(tmp_path: Path, m
         await until(lambda: batch.counts.completed == 2)
         taken = 60_000 - found.files.room()
         assert taken > sum(map(len, ask)) + 2 * 8000, "the requests, and two of the answers"
-    async with batches_in(tmp_path, endpoint, max_bytes=60_000) as found:  # another server knows it, too
+    async with batches_in(tmp_path, endpoint, max_bytes=60_000) as found:  # another server reads the sizes
         assert 60_000 - found.files.room() == taken
         found.cancel(found.get(batch.id))
         await ended(found, found.get(batch.id))
@@ -299,7 +299,7 @@ async def test_deleted_file_counts_as_storage_while_used_by_a_batch(tmp_path: Pa
         found.files.delete(input_id)
         with pytest.raises(StorageError, match="MOEGGUF_STORAGE_LIMIT"):
             stored(found, [b"y" * 10_000])
-    async with batches_in(tmp_path, endpoint, max_bytes=40_000) as found:  # another server knows it, too
+    async with batches_in(tmp_path, endpoint, max_bytes=40_000) as found:  # another server reads the sizes
         with pytest.raises(StorageError, match="MOEGGUF_STORAGE_LIMIT"):
             stored(found, [b"y" * 10_000])
         for batch in batches_of_it:
@@ -326,7 +326,7 @@ async def test_event_loop_is_not_blocked_while_a_journal_is_read(
     async with batches_in(tmp_path, endpoint) as found:
         batch = found.create(CHAT, stored(found, [request("a"), request("b", "hold")]))
         await reading.wait()
-        found.cancel(batch)  # while it is read: what was opened is closed, so that the next step can open it
+        found.cancel(batch)  # the journal is closed, so that the next step can open it
         await asyncio.sleep(0)
         assert batch.status == "cancelling"
         read_on.set()

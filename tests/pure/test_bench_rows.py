@@ -92,7 +92,7 @@ OUTCOMES = [
 ]
 
 
-# --- specs and options
+# Specs and options
 
 
 def test_spec_survives_json_and_imitated_routing_reads_the_locality_field() -> None:
@@ -143,7 +143,7 @@ def test_parse_tests_orders_like_llama_bench_and_combinations_are_complete() -> 
     assert [(spec.n_ubatch, spec.n_threads) for spec in found] == [(64, 1), (64, 2), (128, 1), (128, 2)]
 
 
-# --- rivals and turns
+# Compared systems and turns
 
 
 def test_mmap_system_does_not_repack_if_a_copy_does_not_fit(tiny: Any) -> None:
@@ -194,7 +194,7 @@ def test_run_series_skips_a_system_that_was_killed() -> None:
     assert "  killed by the memory limit" in said
 
 
-# --- rows and formats
+# Rows and formats
 
 
 def test_markdown_names_synthetic_routing_and_policies_once() -> None:
@@ -321,7 +321,7 @@ def test_make_group_removes_groups_of_dead_processes(tmp_path: Path) -> None:
 def test_group_reads_peak_bytes_and_oom_kills(tmp_path: Path, make, peak: str, events: tuple[str, str]) -> None:  # noqa: ANN001
     make(tmp_path)
     group = make_group(GIB, tmp_path)
-    assert (group.peak_bytes, group.oom_kills) == (0, 0)  # an old kernel says nothing
+    assert (group.peak_bytes, group.oom_kills) == (0, 0)  # an old kernel has no such files
     write(group.folder / peak, "123456789\n")
     write(group.folder / events[0], events[1])
     assert (group.peak_bytes, group.oom_kills) == (123456789, 2)

@@ -1,4 +1,4 @@
-"""Request bodies: what is accepted, what is refused and how fast, and the messages of refusals."""
+"""Tests request bodies: which are accepted or refused, the time that a refusal takes, and its message."""
 
 import asyncio
 import contextlib

@@ -30,7 +30,7 @@ Test.__test__ = False  # type: ignore[attr-defined]
 
 
 def lookups_of(events: list[list[int]], n_expert: int = 4) -> Lookups:
-    """Events of one layer, as a routing of one token each, or of passes of several tokens with an expert each."""
+    """Returns the look-ups of events of one layer. Each event is a pass of one or several tokens."""
     widest = max(map(len, events))
     shape = MoeShape(1, n_expert, widest, (0,))
     trace = hand_made(shape, [[[event + [-1] * (widest - len(event))] for event in events]])
@@ -58,7 +58,7 @@ def test_least_misses_accepts_passes_with_more_experts_than_slots() -> None:
 
 
 def fewest(events: list[set[int]], n_slots: int, resident: set[int]) -> int:
-    """The fewest reads, by trying every content of the slots after each event."""
+    """Returns the fewest reads, by trying every content of the slots after each event."""
     best = {frozenset(resident): 0}
     for event in events:
         after: dict[frozenset[int], int] = {}

@@ -28,7 +28,7 @@ from tools.vendor import VENDOR
 FOLDER = VENDOR / "llama.cpp" / "models" / "templates"
 TEMPLATES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.jinja"))}
 WITH_TOOLS = [name for name, text in TEMPLATES.items() if "tools" in capabilities_of(text)]
-NO_CALLS = {  # templates that take tools and leave the calls of an answer out of the conversation
+NO_CALLS = {  # templates that list tools and do not render calls
     "ibm-granite-granite-3.3-2B-Instruct",
     "LFM2-8B-A1B",
     "LFM2.5-Instruct",
@@ -112,12 +112,12 @@ def mark_end(text: str, at: int) -> int:
 
 
 def written(name: str, message: Mapping[str, Any]) -> tuple[str, str]:
-    """The end of the prompt, and the answer as the template renders it, up to where the model would end."""
+    """Returns the end of the prompt, and the rendered answer up to the place where the model would end."""
     prompt, whole = rendered(name), rendered(name, message)
     other = rendered(name, message_of([], "ϰ"))
     begin = mark_begin(whole, len(os.path.commonprefix([prompt, whole])))
     calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
-    if calls and calls[0] not in whole[begin:]:  # rendered once there is a result
+    if calls and calls[0] not in whole[begin:]:  # the template renders a call only if a result follows
         whole = rendered(name, message, {"role": "tool", "tool_call_id": "call00000", "content": "ϰresult"})
         other = rendered(name, message_of([], "ϰ"), QUESTION)
         begin = mark_begin(whole, len(os.path.commonprefix([prompt, whole])))
@@ -183,7 +183,7 @@ def forced(name: str, tools: Sequence[Mapping[str, Any]], prompt_end: str = "") 
 
 
 def accepted(matcher: Matcher, text: str) -> str:
-    """The beginning of a text that a forced call may have."""
+    """Returns the longest beginning of a text that the matcher accepts."""
     data = text.encode()
     for n, byte in enumerate(data):
         if not matcher.allows(byte):
@@ -267,7 +267,7 @@ MARKS = [
 
 
 def random_answers(name: str, n: int) -> list[str]:
-    """Answers of marks in any order, and whole calls that are cut or have something in their midst."""
+    """Returns answers of random marks, and whole calls that are cut or have other text inside."""
     form, rng = answer_format(TEMPLATES[name]), random.Random(name)
     marks = [form.text_open, form.text_close, *form.endings, *MARKS]
     marks += [form.think.open, form.think.close] if form.think else []

@@ -1,4 +1,4 @@
-"""A card that does not compute is described in one sentence; machines are made of files."""
+"""Tests the sentence about a card that cannot compute. Machines are folders of files."""
 
 from pathlib import Path
 

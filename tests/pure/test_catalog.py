@@ -77,7 +77,7 @@ def test_catalog_without_paths_puts_no_path_or_command_into_errors(
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """MOEGGUF_MODELS with a model, a split one, and one in a folder of its own."""
+    """MOEGGUF_MODELS with a model, a split model, and a model in a subfolder."""
     big = [f"Big-Q8_0-0000{n}-of-00002.gguf" for n in (1, 2)]
     for name in ("Qwen-Q4_0.gguf", *big, "mix/mix.gguf", "two words.gguf", "notes.txt"):
         path = tmp_path / "models" / name
@@ -156,7 +156,7 @@ def test_hub_cache_prefers_the_newest_commit_and_falls_back_to_older_ones(catalo
     assert catalog.find("u/r:q4_0").path.read_bytes() == b"new"
     assert catalog.find("u/r:q8_0").path.read_bytes() == b"old 8"
     assert sorted(names("hf.co")) == ["hf.co/u/r:Q4_0", "hf.co/u/r:Q8_0"]
-    for blob in (repository / "blobs").iterdir():  # links to nothing are no models
+    for blob in (repository / "blobs").iterdir():  # broken links are not models
         blob.unlink()
     assert names("hf.co") == []
 
@@ -230,7 +230,7 @@ def test_draft_method_replaces_the_draft_model_of_the_base(catalog: Catalog, how
     assert f'PARAMETER draft "{how}"' in catalog.modelfile(made)
 
 
-# The places of others
+# Folders of the hub
 
 
 def test_hub_cache_reads_the_environment_at_each_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +247,7 @@ def test_remove_keeps_the_name_of_a_file_that_cannot_be_deleted(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = cache("u/r", {"x-Q4_0.gguf": b"4"})
-    (folder / "refs" / "other").write_text("f" * 40)  # a damage that does not matter
+    (folder / "refs" / "other").write_text("f" * 40)  # this damaged reference must not matter
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", Mock(side_effect=PermissionError(1, "not permitted")))

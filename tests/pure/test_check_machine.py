@@ -12,7 +12,7 @@ from tools import check_machine
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The last words of the commands that were run, by root, on a machine with apt-get and without a browser."""
+    """The last word of each command that root runs on a machine with apt-get and without a browser."""
     ran: list[str] = []
     there = {"apt-get"}
 

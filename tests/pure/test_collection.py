@@ -1,4 +1,4 @@
-"""The EAM collection: what is kept, what is replaced, and what is saved."""
+"""Tests the EAM collection: entries that stay, replaced entries, and saved files."""
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +45,7 @@ def test_collection_arrays_contain_a_replaced_entry() -> None:
 
 
 def test_collection_add_rejects_negative_infinite_and_misshapen_counts() -> None:
-    eamc, others = collection(P1), (np.zeros((3, 2), np.float32), np.ones((2, 3), np.float32))  # empty; another model's
+    eamc, others = collection(P1), (np.zeros((3, 2), np.float32), np.ones((2, 3), np.float32))  # empty; another shape
     for bad in (*others, *(np.where(P2 > 0, value, 0) for value in (np.nan, np.inf, -np.inf, -1.0, 3e38))):
         assert not eamc.add(bad.astype(np.float32))
         assert eamc.n_entries == 1

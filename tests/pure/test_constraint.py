@@ -1,4 +1,4 @@
-"""Constraints are made only where they are needed, and no schema costs more than a little time."""
+"""Tests that constraints are made only if needed, and that any schema is compiled and followed in limited time."""
 
 import contextlib
 import functools

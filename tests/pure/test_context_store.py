@@ -1,4 +1,4 @@
-"""The folder of kept contexts: what is written is read again or missing, within a limit, by several processes."""
+"""Tests the folder of kept contexts. A written block is read back or missing, and processes share a limit."""
 
 import errno
 import os
@@ -130,8 +130,8 @@ def test_store_deletes_least_recently_used_blocks_first(folder: Path) -> None:
     assert {NAMES[0], NAMES[1], *NAMES[9:14]} <= left
     assert not set(NAMES[2:6]) & left
     used_s = {block.path.name: block.used_s for block in stored_blocks(folder)}
-    assert used_s[NAMES[1]] > used_s[NAMES[0]]  # a prefix leaves after what goes on from it
-    assert not store.write(NAMES[20], ABOUT, [bytes(11 * MIB)])  # more than there may be at all
+    assert used_s[NAMES[1]] > used_s[NAMES[0]]  # a prefix is deleted after the blocks that continue it
+    assert not store.write(NAMES[20], ABOUT, [bytes(11 * MIB)])  # larger than the limit of the whole store
     assert {block.path.name for block in stored_blocks(folder)} == left
 
 
@@ -140,7 +140,7 @@ def test_two_stores_together_stay_below_the_limit(folder: Path) -> None:
     for i, name in enumerate(NAMES):
         stores[i % 2].write(name, ABOUT, [part])
     left = list(stored_blocks(folder))
-    assert sum(block.n_bytes for block in left) <= 22 * MIB  # each counts the other's blocks once in a while
+    assert sum(block.n_bytes for block in left) <= 22 * MIB  # a store rarely counts the blocks of another
     for block in left:  # one store deletes a block before the other one reads it
         stores[0].delete(block.path.name)
         assert stores[1].read(block.path.name) is None

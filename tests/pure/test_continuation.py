@@ -106,7 +106,7 @@ def test_constraint_continues_a_format_and_rejects_a_forced_call() -> None:
 
 
 def messages(roles: str) -> list[dict[str, Any]]:
-    """One for each letter: s(ystem), u(ser), a(ssistant), t(ool)."""
+    """Returns a message for each letter: s(ystem), u(ser), a(ssistant), t(ool)."""
     names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
     return [{"role": names[letter], "content": f"{letter}{i}"} for i, letter in enumerate(roles)]
 
@@ -122,7 +122,7 @@ def test_cut_middle_frees_half_of_the_tokens_beyond_n_keep(n_keep: int, left: in
     kept = cut_middle(range(2000), 512, n_keep)
     n_first = min(max(n_keep, 0), 511)
     assert kept == [*range(n_first), *range(2000 - left + n_first, 2000)]
-    for n in (3, 400, 501):  # all stay where they are few
+    for n in (3, 400, 501):  # a short context loses no token
         assert cut_middle(range(n), 1000, 4) == [*range(n)]
 
 

@@ -1,4 +1,4 @@
-"""The actions of a controller on its store, their order, and what it does about parts of it that fail."""
+"""Tests the actions of a controller on its store, their order, and failing policies and predictors."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_watchdog_periods_without_prefetching_still_predict() -> None:
     assert seen[True] - seen[False] == {"prefetch", "forecast"}
     assert set(predicted[True]) == set(predicted[False])
     assert controller.watchdog.resting and store.named("predict") == []
-    assert store.named("forecast") == []  # cleared once, when the period ended
+    assert store.named("forecast") == []  # the forecast was cleared when the period ended
     assert controller.history.clock == 18 * 3
 
 
@@ -246,7 +246,7 @@ def test_bad_policy_is_dropped_with_one_warning_and_lru_takes_over(kind: str) ->
     assert policy.calls == 3
     assert store.named("scores") == [1.0, 2.0, None]
     assert controller.policy is None
-    assert len(store.named("prefetch")) > 3  # the predictor is not to blame
+    assert len(store.named("prefetch")) > 3  # the predictor stays
 
 
 BAD_CALLS: dict[str, tuple[str, Callable[[], Any], str]] = {

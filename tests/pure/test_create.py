@@ -247,7 +247,7 @@ def test_modelfile_recreates_a_model_whose_base_name_is_gone(catalog: Catalog, f
     text = catalog.modelfile(made)
     assert parse(text).from_ == base
     catalog.remove("step")
-    if kind == "hub":  # the name of the base has gone, too, so the file is named
+    if kind == "hub":  # the base has no name any more, so the Modelfile names its file
         catalog.remove("u/r")
         assert parse(catalog.modelfile(made)).from_ == str(made.path)
         assert catalog.create("again", parse(catalog.modelfile(made))).files == made.files

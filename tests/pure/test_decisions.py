@@ -1,4 +1,4 @@
-"""The log of decisions: its table, its cost when it is off, its records, and a worker's records in the server's log."""
+"""Tests the log of decisions: its documented table, its records, and a worker's records in the server's log."""
 
 import ast
 import json
@@ -64,7 +64,7 @@ def test_log_decision_with_debug_writes_a_line_on_stderr_and_json_fields(
 ) -> None:
     monkeypatch.setenv("MOEGGUF_LOG", "debug")
     start_log()
-    start_log()  # once is enough
+    start_log()  # a second call changes nothing
     log_decision("model_unloaded", name="a", for_model="b", short_bytes={"RAM": 5})
     assert capsys.readouterr().err == "model_unloaded name=a for_model=b short_bytes={'RAM': 5}\n"
     records: list[logging.LogRecord] = []

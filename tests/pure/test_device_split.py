@@ -96,7 +96,7 @@ def test_plan_without_a_tensor_split_divides_layers_by_memory(layout: ExpertLayo
 
 def test_single_vram_budget_is_shared_and_a_list_is_kept_per_device(layout: ExpertLayout) -> None:
     shared, split = plan(layout, "25%")
-    assert [len(part.layers) for part in shared.devices] == [7, 5]  # and the output
+    assert [len(part.layers) for part in shared.devices] == [7, 5]  # the output lies on the second device
     assert [part.n_slots for part in shared.devices] == [28, 20]
     assert device_of_layers(12, split) == [0] * 7 + [1] * 5
     assert (shared.n_slots, shared.n_ram_slots, shared.device) == (48, 96, "GPU0, GPU1")

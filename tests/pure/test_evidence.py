@@ -285,7 +285,7 @@ def test_starters_are_taught_with_one_answer_and_conversations_use_answers() -> 
         (question, entry["answer"]) for entry in questions.lines(questions.TAUGHT) for question in entry.get("ask", ())
     ]
     assert len(dict(asked)) == len(set(asked))
-    # Or of their first sentences, where a system message asks for one.
+    # An answer may be the first sentence alone, if a system message asks for one sentence.
     for entry in questions.lines(questions.TAUGHT):
         for message in entry.get("messages", ()):
             assert message["role"] != "assistant" or any(one.startswith(message["content"]) for one in ANSWERS), message

@@ -1,4 +1,4 @@
-"""The layout of experts: byte ranges checked against the file, and every inconsistency refused."""
+"""Tests the layout of experts. Byte ranges are checked against the file, and every inconsistency is refused."""
 
 import dataclasses
 import os
@@ -173,7 +173,7 @@ def test_mutants_depend_only_on_the_seed_and_raise_only_typed_errors(tiny: Calla
 
 
 def shards(folder: Path, name: str = "m", n: int = 3, **kwargs: Any) -> list[Path]:
-    """A model of 3 layers in `n` = 3 shards: 2 tensors and a layer, then a layer each."""
+    """Writes a model of 3 layers in `n` shards: 2 tensors and a layer, then a layer each."""
     total = 2 + 3 * 4
     paths = []
     for i in range(n):

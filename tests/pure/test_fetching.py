@@ -1,4 +1,4 @@
-"""FETCHRATE by hand, for what an oracle names: by distance, by link, and without what the cache has."""
+"""Tests FETCHRATE against values computed by hand: by distance, by link, and without experts in the cache."""
 
 import pytest
 from oracles import Oracle, hand_made
@@ -13,7 +13,7 @@ EXPERT_US = 1000.0
 
 
 def moving(n_tokens: int = 8) -> Trace:
-    """Each token uses two experts of each layer that no token before it has used."""
+    """Returns a trace in which each token uses two new experts of each layer."""
     return hand_made(SHAPE, [[[[2 * t, 2 * t + 1]] * 4 for t in range(n_tokens)]], prefill=1)
 
 
@@ -33,7 +33,7 @@ def test_fetch_rate_on_a_saturated_link_is_equal_for_all_distances() -> None:
 
 
 def test_fetch_rate_of_a_farther_prediction_can_be_higher() -> None:
-    # The layers between have what they always use; only the last one needs other experts for each token.
+    # Layers 0 to 2 always use the same experts. Only the last layer needs other experts for each token.
     trace = hand_made(SHAPE, [[[[0, 1]] * 3 + [[2 * t, 2 * t + 1]] for t in range(8)]], prefill=1)
     found = rates(trace, 800, 1, 3)
     assert found[1] == pytest.approx(0.4) and found[3] == 1

@@ -1,4 +1,4 @@
-"""Digests of a model's files: contexts are of one file as it is on this disk, what was learned of any copy of it."""
+"""Tests digests of a model's files. Kept contexts belong to one file on this disk, learned files to any copy."""
 
 from __future__ import annotations
 

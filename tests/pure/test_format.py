@@ -165,7 +165,7 @@ def test_read_rejects_a_header_that_breaks_a_rule(
 
 
 def changed(name: str, change: Callable[[Any], Any]) -> Callable[[Members], Members]:
-    """Replaces one array; the change may also work in place."""
+    """Returns a function that replaces one array. `change` may also change the array in place."""
 
     def apply(members: Members) -> Members:
         array = np.load(io.BytesIO(members[f"{name}.000000.npy"]))

@@ -1,4 +1,4 @@
-"""Grammars in GBNF accept the texts that they describe, however these may be divided."""
+"""Tests that grammars in GBNF accept the described texts, and no others."""
 
 from __future__ import annotations
 

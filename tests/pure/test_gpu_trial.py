@@ -1,4 +1,4 @@
-"""tools/gpu_trial.py: what it packs is enough, calls go on where the last stopped, the table says what was measured."""
+"""Tests tools/gpu_trial.py: the packed files, calls that continue the last call, and the table of results."""
 
 import subprocess
 import sys
@@ -77,7 +77,7 @@ def test_unpack_runs_once_and_pack_overwrites_no_foreign_folder(
 
 
 class Clock:
-    """Steps take as long as they say."""
+    """A clock that steps move forward by their own seconds."""
 
     def __init__(self) -> None:
         self.now, self.ran, self.said = 0.0, list[str](), list[str]()

@@ -1,4 +1,4 @@
-"""Image files are checked by their headers, and stand where they were in a message."""
+"""Tests image files: checks of their headers, and their places in a message."""
 
 import struct
 from pathlib import Path

@@ -1,5 +1,8 @@
-"""Routing of other programs becomes a trace: arrays and tables, with facts from files, options or a
-GGUF. Wrong files are errors that name the file and the rule."""
+"""Tests traces from the routing of other programs.
+
+Arrays and tables are imported with facts from files, options or a GGUF. The error of a wrong file names the file and
+the rule.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ def npz(path: Path, **arrays: Any) -> Path:
 
 
 def table(n_tokens: int = 4, requests: tuple[str, ...] = ("a", "b")) -> list[dict[str, Any]]:
-    """Rows of some requests, the first token of each a prompt."""
+    """Returns the rows of some requests. The first token of each request is its prompt."""
     return [
         {
             "request": request, "position": position, "layer": layer + 1,

@@ -1,4 +1,4 @@
-"""Paired intervals: exact for what does not vary, the same for the same requests, narrower than unpaired ones."""
+"""Tests paired intervals: without width for constant ratios, equal for equal seeds, and narrower than unpaired ones."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A grammar accepts what the JSON schema allows, and nothing else."""
+"""Tests that a grammar accepts exactly the values that the JSON schema allows."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_unsupported_keyword_is_ignored_unless_the_schema_is_strict(keyword: str
         grammar_of(schema, strict=True)
 
 
-# Schemas by chance, of few types and values, so that some values follow them
+# Random schemas of few types and values, so that some random values are valid
 
 NAMES = ("a", "b", "c")
 COUNTS = st.integers(0, 3)
@@ -197,7 +197,7 @@ VALUES = st.recursive(
 
 
 def some_of(keywords: dict[str, st.SearchStrategy[Any]], **always: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Schemas with `always`, and any choice of the other keywords."""
+    """Makes schemas with the keywords in `always`, and any choice of the others."""
     return st.fixed_dictionaries(always, optional=keywords)
 
 
@@ -274,7 +274,7 @@ def orders(value: Any) -> list[str]:
 @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(SCHEMAS, st.lists(VALUES, min_size=6, max_size=12))
 def test_strict_grammar_accepts_a_random_value_if_the_validator_does(schema: Any, values: list[Any]) -> None:
-    """Strict schemas; one that no grammar follows is refused."""
+    """Uses strict schemas. A schema that allows no value is refused."""
     is_valid = Draft202012Validator(schema).is_valid
     try:
         grammar = grammar_of(schema, strict=True)

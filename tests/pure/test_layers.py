@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     },
 }  # fmt: skip
 
-# Packages within `server` that must not know each other: what both need lies in `server.common`.
+# Packages within `server` that must not import each other. Shared code lies in `server.common`.
 DIALECTS = {"openai", "ollama", "anthropic"}
 APART = {name: DIALECTS - {name} for name in (*DIALECTS, "common")} | {"llama_server": {"ollama", "anthropic"}}
 
@@ -81,7 +81,7 @@ NAMES = {name_of(path) for path in MODULES}
 
 
 def imports_of(path: Path, *, types: bool = False) -> Iterator[str]:
-    """Everything the module imports, also inside functions; with `types` what only type checkers see, too."""
+    """Yields the imports of a module, also inside functions. With `types`, imports for type checkers are included."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree if types else without_type_checking(tree)):
         if isinstance(node, ast.Import):
@@ -155,7 +155,7 @@ def test_package_docstring_states_its_promises_and_limits(package: str) -> None:
 
 
 def public(node: ast.Module | ast.ClassDef) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Public classes, functions, methods and properties; setters share their property's docstring."""
+    """Yields public classes, functions, methods and properties. Setters share their property's docstring."""
     for inner in node.body:
         if not isinstance(inner, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or inner.name.startswith("_"):
             continue

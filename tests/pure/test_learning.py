@@ -43,7 +43,7 @@ SMALL = {
 
 @pytest.fixture
 def artifacts(tmp_path: Path) -> Artifacts:
-    """The files of a model in a folder of the test's own."""
+    """The files of a model in the folder of the test."""
     g: Gguf = moe(n_layer=N_LAYER, n_expert=N_EXPERT, n_embd=N_EMBD, vocab=64)
     for il in range(N_LAYER):
         g.tensor(f"blk.{il}.ffn_gate_inp.weight", N_EMBD, N_EXPERT)

@@ -174,7 +174,7 @@ def test_memory_read_speed_takes_the_fastest_of_five_turns(monkeypatch: pytest.M
 
     def read(buffer: np.ndarray[Any, Any]) -> None:
         nonlocal now_s
-        now_s += next(turns_s)  # the others wait for a processor
+        now_s += next(turns_s)  # other processes hold the processor in a slow turn
         read_bytes.append(buffer.nbytes)
 
     monkeypatch.setattr(machine.time, "perf_counter", lambda: now_s)
@@ -245,7 +245,7 @@ def test_governor_keeps_every_thread_on_a_quiet_machine() -> None:
 def test_governor_yields_one_thread_to_a_busy_process_and_reclaims_the_thread() -> None:
     machine = Governed(2)
     machine.steps(4, 0.0, QUIET)
-    assert machine.steps(200, 0.7, BUSY) == [1] * 200  # and no probing in between
+    assert machine.steps(200, 0.7, BUSY) == [1] * 200  # the governor does not try two threads in between
     assert machine.steps(3, 0.05, QUIET) == [2, 2, 2]
 
 
@@ -260,7 +260,7 @@ def test_governor_keeps_all_threads_if_fewer_are_slower() -> None:
     harmless, machine = {1: 0.020, 2: 0.012}, Governed(2)
     n_steps = int(10 * MEMORY_S / 0.25)
     n_fewer = machine.steps(n_steps, 0.6, harmless).count(1)
-    assert 1 <= n_fewer <= 12  # asked again every MEMORY_S
+    assert 1 <= n_fewer <= 12  # the governor tries fewer threads again every MEMORY_S
 
 
 @pytest.mark.parametrize(("others", "expected"), [(0.1, 8), (1.0, 7), (3.0, 5), (7.9, 1), (8.0, 1)])

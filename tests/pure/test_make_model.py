@@ -1,4 +1,4 @@
-"""Random models: well-formed files, the same for the same seed, split or not, with weights of mean zero."""
+"""Tests random models: well-formed files that depend only on the seed, and weights of mean zero."""
 
 import subprocess
 import sys

@@ -155,7 +155,7 @@ GPU = Device("GPU0", 0, 32 * GIB, 64 * GIB)
 
 @pytest.fixture(autouse=True)
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A build that sees a GPU, which nobody measures."""
+    """Replaces the devices of this machine by one GPU whose speed is not measured."""
     monkeypatch.setattr(load_spec, "has_gpu", lambda: True)
     monkeypatch.setattr(KnownSpeeds, "speeds_apart", lambda *_: STOPS_ARE_SLOW)
 
@@ -177,7 +177,7 @@ def measure_on_gpu(path: Path, **loading: Any) -> ModelSize:
 
 
 def sent(found: ModelSize, plan: Plan) -> Plan | None:
-    """The plan that a worker receives."""
+    """Returns the plan that a worker receives."""
     return build(LoadConfig, json.loads(encode(vars(found.load_config(plan))))).plan
 
 

@@ -1,4 +1,4 @@
-"""The option `mirror`: in a Modelfile, in commands, and in what a worker gets; and the figures of each copy."""
+"""Tests the option `mirror` in Modelfiles, commands and options of workers, and the figures of each copy."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Order of requests, limits, cancelling, crashes, load options, leases of lower priority. The workers are scripted, the
-processes real."""
+"""Tests the model manager: order of requests, limits, cancelling, crashes, load options and background leases.
+
+Workers are scripted, and their processes are real.
+"""
 
 import asyncio
 import contextlib
@@ -443,7 +445,7 @@ async def test_unload_during_a_failing_load_raises_no_error(catalog: FakeCatalog
     async with manager_of(catalog) as manager:
         loading = asyncio.create_task(generate(manager, "d", "say x"))
         await until(lambda: catalog.loads("d"))
-        unloading = asyncio.create_task(manager.unload("d:latest"))  # a name as it is waits for nothing
+        unloading = asyncio.create_task(manager.unload("d:latest"))  # a canonical name needs no look-up
         await asyncio.sleep(0)
         (tmp_path / "go").touch()
         with pytest.raises(ModelFormatError):

@@ -1,4 +1,4 @@
-"""Modelfiles read and written, and what a recipe may hold."""
+"""Tests reading and writing of Modelfiles, and the fields that a recipe may have."""
 
 import warnings
 from contextlib import suppress

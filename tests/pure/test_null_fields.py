@@ -74,14 +74,14 @@ BODIES = [kind for kind in dict.fromkeys(bodies()) if not inspect.isabstract(kin
 
 
 def names_of(kind: type[Body], name: str) -> list[str]:
-    """The names of a field that clients write."""
+    """Returns the names of a field that clients may write."""
     field = kind.model_fields[name]
     alias = field.validation_alias or name
     return [str(choice) for choice in getattr(alias, "choices", [alias])]
 
 
 def least(kind: type[Body]) -> dict[str, Any]:
-    """The required fields with values."""
+    """Returns the required fields with values."""
     names = [names_of(kind, name)[0] for name, field in kind.model_fields.items() if field.is_required()]
     return {name: TYPES.get(kind.__name__, "enabled") if name == "type" else REQUIRED[name] for name in names}
 
@@ -118,7 +118,7 @@ def test_whole_number_fields_accept_a_fraction_of_zero(kind: type[Body]) -> None
 
 
 def read(kind: type[Body], given: Any) -> Any:
-    """The body, or None where it is refused."""
+    """Returns the body, or None if the body is refused."""
     try:
         return kind.model_validate(given).model_dump()
     except ValidationError:
@@ -126,7 +126,7 @@ def read(kind: type[Body], given: Any) -> Any:
 
 
 def objects(value: Any, data: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The objects in a body whose keys are fields."""
+    """Yields the objects in a body whose keys are fields."""
     if isinstance(value, list):
         for each in value:
             yield from objects(each, data)
@@ -181,7 +181,7 @@ RAW = [
 
 
 def recorded() -> Iterator[tuple[str, dict[str, Any]]]:
-    """The bodies of bodies.txt that name a kind and repeat nothing."""
+    """Yields the bodies of bodies.txt that name a kind and are not repeated."""
     for line in recorded_lines("bodies", "/"):
         path, body = line.split(" ", 1)
         if " times" not in body and "every field" not in body:

@@ -1,4 +1,4 @@
-"""An Ollama store on this machine: read, never written, and never left."""
+"""Tests reading an Ollama store. moegguf never writes into it and follows no link out of it."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ GO = "{{ if .System }}{{ .System }}{{ end }}{{ .Prompt }}"
 
 
 class Store:
-    """Writes what Ollama would."""
+    """Writes blobs and manifests like Ollama."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""Files that are named like models and are something else: not listed, and not fetched to the end."""
+"""Tests files with names of models and other contents. They are not listed, and their downloads stop early."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""A policy or predictor of the user, FILE.py:CLASS: made with the model's shape, simulated, and
-refused with the rule that it breaks. Only a command line, the environment and Python name one."""
+"""Tests policies and predictors of the user, named FILE.py:CLASS.
+
+A class is constructed with the model's shape and simulated, or refused with the broken rule. Only a command line, the
+environment and Python can name a class.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ WEATHER = {"city": "Paris", "days": 3}
 
 
 def split(template: str, chunks: list[str], **options: Any) -> tuple[str, str, list[tuple[str, dict[str, Any]]]]:
-    """Text, thinking and calls of the whole answer."""
+    """Returns text, thinking and calls of the whole answer."""
     parser = answer_parser(template, **{"tools": [{}], **options})
     deltas = [*(parser.feed(chunk) for chunk in chunks), parser.end()]
     calls = [(call.name, dict(call.arguments)) for delta in deltas for call in delta.tool_calls]
@@ -140,7 +140,7 @@ def test_parser_result_does_not_depend_on_chunks(template: str, answer: str, siz
 @given(st.sampled_from(ALL[:-1]), anything)
 def test_parser_loses_no_text(template: str, answer: str) -> None:
     text, thinking, calls = split(template, [answer])
-    if not calls:  # all but the thinking marks and blanks beside them is kept
+    if not calls:  # only the thinking marks and blanks next to them may be missing
         assert "".join((thinking + text).split()) in ("".join(answer.split()), unmarked(answer))
 
 
@@ -204,7 +204,7 @@ TEXT = st.text("ab<>|", max_size=40)
 
 
 def fed(stops: list[str], text: str, cuts: list[int]) -> tuple[str, StopStrings]:
-    """The output for `text` cut at `cuts`, and the filter after it."""
+    """Returns the output for `text` cut at `cuts`, and the filter afterwards."""
     filtered, out, begin = StopStrings(stops), "", 0
     for end in [*sorted(cut % (len(text) + 1) for cut in cuts), len(text)]:
         out += filtered.feed(text[begin:end])

@@ -1,4 +1,4 @@
-"""The cost model of placements against published figures, and the choice between them."""
+"""Tests the cost model of placements against published figures, and the choice of a placement."""
 
 from dataclasses import replace
 from typing import Any

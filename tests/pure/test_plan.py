@@ -1,4 +1,4 @@
-"""Plans: slot sizes by hand, minimum and maximum budgets, free memory, and the reasons given."""
+"""Tests plans: slot sizes computed by hand, minimum and maximum budgets, free memory, and stated reasons."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -84,7 +84,7 @@ def test_plan_without_streaming_limits_n_ubatch_to_the_slots(layout: ExpertLayou
 
 
 def long_context(layout: ExpertLayout, budget: str = "25%", **options: Any) -> Plan:
-    """A plan with fused attention and a context of 8,192 tokens."""
+    """Returns a plan with fused attention and a context of 8,192 tokens."""
     return plan(layout, budget, **{"n_ctx": 8192, "n_batch": None, "flash_attn": None, **options})
 
 

@@ -1,4 +1,4 @@
-"""Wheels with one of ggml's GPU backends: their needs, where they look for them, their files."""
+"""Tests wheels with one of ggml's GPU backends: their requirements, library paths and files."""
 
 import shutil
 import subprocess
@@ -21,7 +21,7 @@ Toolkit = Callable[[int], None]
 
 @pytest.fixture
 def toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toolkit:
-    """Makes an nvcc of a version the one that is found, in a toolkit that has cublas."""
+    """Returns a function that installs a fake nvcc of a version, in a toolkit with cublas."""
 
     def make(version: int) -> None:
         compiler = tmp_path / "cuda/bin/nvcc"

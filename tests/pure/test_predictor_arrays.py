@@ -243,7 +243,7 @@ def test_load_rejects_arrays_of_another_shape(path: Path) -> None:
 
 
 class Payload:
-    """Would write a file if anything unpickled it."""
+    """An object that writes a file when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark

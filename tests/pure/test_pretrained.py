@@ -1,4 +1,4 @@
-"""`Llama.from_pretrained`: which files a pattern means, and that they come by the download of `pull`."""
+"""Tests `Llama.from_pretrained`: the files that a pattern selects, and their download by the code of `pull`."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The lint of sentences: which docstrings and comments break a rule, and that packages in order stay so."""
+"""Tests the lint of sentences: docstrings and comments that break a rule, and packages without findings."""
 
 from __future__ import annotations
 

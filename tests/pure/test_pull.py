@@ -1,4 +1,4 @@
-"""Fetching models from a hub on loopback: names, shards, progress, sharing, stopping and being killed."""
+"""Tests fetching models from a hub on loopback: names, shards, progress, shared downloads, cancelling and kills."""
 
 import errno
 import os
@@ -127,7 +127,7 @@ def test_concurrent_pulls_share_one_download_although_the_first_leaves(repo: Fak
     assert gate.reached.wait(20)
     for thread in others:
         thread.start()
-    left.set()  # the one who began it leaves; the others stay
+    left.set()  # the first pull is cancelled, and the others continue
     first.join(20)
     assert isinstance(results[0], PullError)
     # The second request belongs to the pull of the other name.
@@ -353,7 +353,7 @@ def test_pull_explains_private_gated_and_unknown_repositories(
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     with pytest.raises(PullError, match="401"):
         fetch("u/private")
-    monkeypatch.delenv("HF_TOKEN")  # the stored one is used, and no other one
+    monkeypatch.delenv("HF_TOKEN")  # only the stored token is used from here on
     hub.tokens.clear()
     (tmp_path / "hf" / "token").write_text(f"{hub.TOKEN}\n")
     assert fetch("u/private")[0].size_bytes == 1

@@ -1,4 +1,4 @@
-"""Ray Serve: which replica a request prefers; the args of the application: typed, checked, errors name the key."""
+"""Tests the replica that a request prefers in Ray Serve, and the checks of the application's arguments."""
 
 import subprocess
 import sys

@@ -1,7 +1,7 @@
-"""The GGUF reader against files that break one rule each, cut files, and random damage.
+"""Tests the GGUF reader with files that break one rule each, cut files, and hostile files.
 
-The rule: ModelFormatError that names the key or tensor and an offset, or success; never another exception,
-never much memory, never slow.
+The reader succeeds, or raises a ModelFormatError that names the key or tensor and an offset. It raises no other
+exception, and needs little memory and time.
 """
 
 import io
@@ -26,7 +26,7 @@ def small() -> Gguf:
 
 
 def refuse(tmp_path: Path, data: bytes) -> str:
-    """Writes `data` and returns the message of the ModelFormatError it must cause."""
+    """Writes `data` and returns the message of the expected ModelFormatError."""
     path = tmp_path / "bad.gguf"
     path.write_bytes(data)
     with pytest.raises(ModelFormatError) as caught:

@@ -1,4 +1,4 @@
-"""The recorder: the trace read is what was observed, for passes of any form."""
+"""Tests that the recorder writes the observed events, for passes of any form."""
 
 import errno
 from dataclasses import replace
@@ -24,7 +24,7 @@ HEADER = TraceHeader("tiny", "ab", {}, {"threads": 2})
 def routed(
     pass_: int, il: int, ids: list[list[int]], *, sequence: int = 0, first: int = 0, **more: object
 ) -> RoutingEvent:
-    """An event at 10 ns per pass."""
+    """Returns an event. Each pass takes 10 ns."""
     fields = {"pass_": pass_, "time_ns": 10 * pass_, "sequence": sequence, "phase": Phase.DECODE}
     return RoutingEvent(**{**fields, "first_token": first, "il": il, "expert_ids": np.array(ids, np.int32), **more})  # type: ignore[arg-type]
 

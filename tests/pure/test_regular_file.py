@@ -1,4 +1,4 @@
-"""Files that moegguf opens by itself: what is no regular file there is an error or missing, and never a wait."""
+"""Tests files that moegguf opens by itself. A pipe, folder or device there is an error or counts as missing."""
 
 from __future__ import annotations
 

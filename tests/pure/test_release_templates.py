@@ -1,5 +1,8 @@
-"""The chat templates that the pinned llama.cpp ships: each renders every kind of conversation, no text of a message is
-lost, and the arguments of calls are JSON. Where a template itself leaves something out, a table names it."""
+"""Tests the chat templates that the pinned llama.cpp ships.
+
+Each template renders every kind of conversation. No text of a message is lost, and the arguments of calls are JSON.
+Tables name the templates that leave something out by themselves.
+"""
 
 import re
 from typing import Any
@@ -70,7 +73,7 @@ def template(name: str) -> str:
 
 
 def expected_texts(name: str, messages: list[Message], tools: list[dict[str, Any]]) -> set[str]:
-    """The texts that a prompt has to have."""
+    """Returns the texts that a prompt must contain."""
     texts = {message["content"] for message in messages if message["content"]}
     has_calls = any("tool_calls" in message for message in messages)
     if tools and name not in WITHOUT_TOOLS:

@@ -1,4 +1,4 @@
-"""Figures of the trace that ships are replayed exactly, so that results recorded with this version of the code hold."""
+"""Tests that the shipped trace replays to its recorded figures, so that recorded results hold for this code."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Tests where a request begins, and which of its evaluations belong to the prompt."""
+"""Tests the beginning of a request, and the evaluations that belong to its prompt."""
 
 from collections.abc import Generator
 
@@ -11,7 +11,7 @@ PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
 
 
 class Context:
-    """Evaluates as `Llama` does, noting (sequence, phase)."""
+    """Evaluates like `Llama`, and records (sequence, phase)."""
 
     def __init__(self) -> None:
         self.requests = Requests()
@@ -66,7 +66,7 @@ def test_prompt_of_any_length_starts_a_request_and_an_unstarted_generator_none()
         (0, (4, 1, 1), (1, 1, 3),
          [(0, PREFILL), (0, DECODE), (0, DECODE), (1, PREFILL), (1, DECODE), (1, PREFILL)]),
         (10, (1,), (), [(0, PREFILL)]),  # a state that was loaded
-        (0, (4,), (4,), [(0, PREFILL), (1, PREFILL)]),  # a pass that failed left nothing, and is tried again
+        (0, (4,), (4,), [(0, PREFILL), (1, PREFILL)]),  # a failed pass left no tokens, and is repeated
     ],
 )  # fmt: skip
 def test_eval_on_an_empty_context_starts_a_request(

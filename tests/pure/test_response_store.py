@@ -1,4 +1,4 @@
-"""Stored responses: what they hold, whose they are, and when they go."""
+"""Tests stored responses: their contents, owners and age limit."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Tokens that sequences with a recurrent state can lose: those whose snapshots no other ubatch has made stale."""
+"""Tests the number of tokens that a recurrent state can lose. Another ubatch makes its snapshots stale."""
 
 from __future__ import annotations
 

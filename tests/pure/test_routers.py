@@ -1,5 +1,8 @@
-"""Routers read from GGUF files choose as llama.cpp does: gating, biases, groups, quantised matrices, bad files; their
-fingerprint is another for any other router or shape."""
+"""Tests routers that are read from GGUF files.
+
+They choose like llama.cpp, with gating, biases, groups and quantised matrices. The fingerprint of a model changes with
+its routers and its shape.
+"""
 
 import struct
 from pathlib import Path
@@ -23,7 +26,7 @@ INPUTS = RNG.standard_normal((5, N_EMBD)).astype(np.float32)
 
 
 def write(path: Path, g: Gguf, values: dict[str, bytes]) -> ExpertLayout:
-    """The file with these tensors' bytes, read as a layout."""
+    """Writes a file with these bytes of tensors, and returns its layout."""
     out = bytearray(pad(g.header(), g.alignment))
     for tensor in g.tensors:
         data = values.get(str(tensor.name), bytes(tensor.size()))
@@ -48,7 +51,7 @@ def model(arch: str = "qwen2moe", ggml_type: int = F32_T) -> tuple[Gguf, dict[st
 @pytest.mark.parametrize(("ggml_type", "error"), [(F32_T, 0), (F16_T, 1e-3), (30, 1e-2), (Q8_0_T, 2e-2)])
 def test_read_routers_dequantizes_matrices_of_any_type(tmp_path: Path, ggml_type: int, error: float) -> None:
     g, values = model(ggml_type=F32_T if ggml_type == 30 else ggml_type)
-    if ggml_type == 30:  # the builder has no BF16 of its own
+    if ggml_type == 30:  # the builder of GGUF files has no BF16
         for tensor in g.tensors:
             if "gate_inp" in str(tensor.name):
                 tensor.ggml_type, tensor.n_bytes = 30, 2 * N_EMBD * N_EXPERT
@@ -169,7 +172,7 @@ def with_routers(g: Gguf, layers: range = range(2), n_expert: int = N_EXPERT) ->
 
 
 def with_other_bytes(path: Path, g: Gguf) -> Path:
-    """The model with routers of other bytes than the rest."""
+    """Writes a model whose routers have other bytes than its other tensors."""
     g.write(path)
     for tensor in read_gguf(path).tensors:
         if "ffn_gate_inp" in tensor.name:

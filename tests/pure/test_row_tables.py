@@ -1,4 +1,4 @@
-"""Tables that are read by row stay in the file: layouts, plans and the pages that remain in memory."""
+"""Tests tables that are read by row and stay in the file: layouts, plans, and pages that remain in memory."""
 
 import mmap
 import os
@@ -78,7 +78,7 @@ def test_loader_advice_leaves_out_the_row_table(layout: ExpertLayout, monkeypatc
 
 
 def mapped_bytes(path: Path) -> int:
-    """Bytes of a file that are in this process's memory."""
+    """Returns the bytes of a file that are in this process's memory."""
     found = re.findall(rf"{re.escape(str(path))}\n(?:.*\n)*?Rss: +(\d+) kB", Path("/proc/self/smaps").read_text())
     return sum(int(kib) for kib in found) * 1024
 

@@ -1,5 +1,8 @@
-"""Scores: a predictor of known accuracy has exactly the figures that follow from the definitions, and formula 7 of
-ExpertFlow: intersection over union of a batch's experts, predicted and true. Reuse, counted by hand."""
+"""Tests scores of predictors.
+
+A predictor of known accuracy has exactly the figures that follow from the definitions. The accuracy of a batch is
+formula 7 of ExpertFlow: the intersection over the union of predicted and true experts. Reuse is counted by hand.
+"""
 
 import math
 
@@ -22,7 +25,7 @@ SHAPE = MoeShape(n_layer=5, n_expert=8, n_expert_used=2, layers=(1, 2, 3, 4), ex
 
 
 def cyclic(n_sequences: int = 1, n_tokens: int = 6) -> Trace:
-    """Token t uses the experts t and t + 1 (mod 8) in every layer."""
+    """Returns a trace in which token t uses the experts t and t + 1 (mod 8) in every layer."""
     path = [[[t % 8, (t + 1) % 8]] * 4 for t in range(n_tokens)]
     return hand_made(SHAPE, [path] * n_sequences, prefill=2)
 
@@ -57,7 +60,7 @@ def test_missing_prediction_lowers_only_the_coverage(answer: np.ndarray | None) 
 def test_score_counts_distances_out_of_reach_as_missing() -> None:
     trace = cyclic()
     table = score(trace, [Oracle(trace, reach=2)], [3]).scores[0]
-    # Three layers before layer 2 or 3 there is no event: those are predicted after layer 1, one and two layers ahead.
+    # No event is three layers before layer 2 or 3. They are predicted after layer 1, one and two layers ahead.
     assert {il: figures.coverage for il, figures in table.layers[3].items()} == {1: 1, 2: 1, 3: 1, 4: 0}
     assert table.means[3].coverage == pytest.approx(2 / 3)
     assert table.means[3].accuracy == 1
@@ -69,7 +72,7 @@ def test_score_counts_distances_out_of_reach_as_missing() -> None:
 def test_score_with_a_cache_counts_only_absent_experts_as_moved() -> None:
     # Token t uses t and t + 1: at two resident experts a layer, one of them is still resident from the token before.
     table = score(cyclic(), [Oracle(cyclic(), n_wrong=1)], [1], lru_share=0.25).scores[0].means[1]
-    # The right one it names is t (resident), the wrong one is not: everything it moves is useless.
+    # The right prediction is t, which is resident. The wrong one is absent, so all moved bytes are useless.
     assert table.moved_per_useful[1] is None
     right = score(cyclic(), [Oracle(cyclic())], [1], lru_share=0.25).scores[0].means[1]
     assert right.moved_per_useful[1] == 1
@@ -159,7 +162,7 @@ def test_judge_ignores_invalid_events_and_aborted_passes() -> None:
 
     class InFirstPass(Oracle):
         def observe(self, event: RoutingEvent) -> None:
-            """Follows no pass."""
+            """Ignores the event."""
 
     judge = Judge(InFirstPass(trace), [1])
     judge.predictor.announce(Announcement(0, Phase.DECODE, trace.tokens[:1]))

@@ -1,4 +1,4 @@
-"""Names of the same files share one process: its use, its end, its context and what is reported of it."""
+"""Tests names of the same files, which share one process: its use, end, context and statistics."""
 
 import asyncio
 from dataclasses import replace

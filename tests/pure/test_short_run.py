@@ -1,4 +1,4 @@
-"""tools/gpu/short_run.py: steps end in time, every outcome is kept at once, and the table has predictions beside it."""
+"""Tests tools/gpu/short_run.py: time limits of steps, outcomes that are written at once, and the table of results."""
 
 import json
 import time
@@ -30,7 +30,7 @@ def answered(tokens_per_s: float, **more: Any) -> dict[str, Any]:
 
 
 class Scripted(Runner):
-    """Parts take as long as they say, and no process runs."""
+    """A runner without processes. Each part takes its scripted seconds."""
 
     def __init__(self, seconds: dict[str, float], fail: str = "", switches: int = 0) -> None:
         self.now, self.ran, self.switches = 0.0, list[tuple[str, float]](), 0

@@ -1,4 +1,4 @@
-"""The meter of size counts code and nothing else."""
+"""Tests that the meter of size counts only code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The distance between kept states follows from what they cost and what computing tokens again takes."""
+"""Tests the distance between kept states, which follows from the times to write a state and to compute tokens again."""
 
 import pytest
 

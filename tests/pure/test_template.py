@@ -125,7 +125,7 @@ ROLES = ("system", "user", "assistant", "tool")
 @pytest.mark.parametrize("roles", [ROLES, *((role,) for role in ROLES)], ids="+".join)
 @pytest.mark.parametrize("kind", PARTS)
 def test_render_passes_texts_to_a_template_that_reads_lists_of_parts(kind: str, roles: tuple[str, ...]) -> None:
-    """Also one that reads the content of some roles as a text."""
+    """A template may read the content of the other roles as text."""
     template = (
         f"{{% for m in messages %}}{{{{ m.role }}}}:{{% if m.role in {roles} %}}{PARTS[kind]}"
         "{% else %}{{ '' + m.content }}{% endif %};{% endfor %}"
@@ -166,7 +166,7 @@ def test_render_writes_parts_of_arguments_as_json_and_keeps_their_types() -> Non
 
 @pytest.mark.parametrize("kind", RENDERED)
 def test_render_passes_conversation_and_options_to_the_template(kind: str) -> None:
-    """`^` and `$` in what is expected are the prompt's ends."""
+    """The marks `^` and `$` in expected texts are the ends of the prompt."""
     template, messages, options, expected = RENDERED[kind]
     assert expected in f"^{render(template, messages, **options)}$"
 
@@ -343,7 +343,7 @@ def test_render_starts_another_sandbox_beside_a_slow_template(monkeypatch: pytes
 
 
 def test_sandbox_process_gets_the_module_path_of_its_parent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Also packages in folders that this process has added to its path, and where Python is embedded."""
+    """Uses a folder that this process has added to its path, and a Python without sys.executable."""
     (tmp_path / "elsewhere.py").write_text("from moegguf.generate.sandbox import main\nmain()\n")
     monkeypatch.syspath_prepend(tmp_path)
     sys.path.append(Path("of-another-type"))  # type: ignore[arg-type]  # a mistake that Python leaves out

@@ -1,4 +1,4 @@
-"""Text in the encodings of other programs: byte order marks, bytes that are not UTF-8, halves of surrogate pairs."""
+"""Tests text in other encodings: byte order marks, bytes that are not UTF-8, and halves of surrogate pairs."""
 
 from io import BytesIO
 

@@ -1,4 +1,4 @@
-"""Plans of two tiers: what goes to a GPU, what to RAM, and which budgets are refused."""
+"""Tests plans of two tiers: slots on a GPU, slots in RAM, and refused budgets."""
 
 import math
 import re
@@ -40,7 +40,7 @@ def plan(
     return make_plan(layout, machine, LoadSpec(**{"n_ctx": 4096, **sizes}, **budgets, placement="slots", store=store))
 
 
-budgets = st.just("auto") | st.integers(1, 100).map(lambda n: f"{n}%") | st.integers(1, 110)  # numbers are of slots
+budgets = st.just("auto") | st.integers(1, 100).map(lambda n: f"{n}%") | st.integers(1, 110)  # a number counts slots
 
 
 @settings(max_examples=150, deadline=None)

@@ -1,4 +1,4 @@
-"""The token scheduler: tokens with similar routing paths end up in the same batch, and batches stay equal."""
+"""Tests the token scheduler. Tokens with similar routing paths are in one batch, and batches have equal sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from predictors.study.token_scheduler import PredictedPaths, RecentPaths, Routin
 
 
 def path(*experts: int, n_expert: int = 8) -> np.ndarray:
-    """One layer's experts per argument."""
+    """Returns a path. Each argument is the expert of one layer."""
     return np.arange(n_expert) == np.array(experts)[:, np.newaxis]
 
 

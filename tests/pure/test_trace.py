@@ -1,5 +1,7 @@
-"""A trace in memory: events in live order, selections by request, shuffling, passes with tokens of several requests;
-Belady's bound on it, by hand and against every choice of victims."""
+"""Tests a trace in memory: events in live order, selections, shuffling, and passes with tokens of several requests.
+
+Belady's bound is computed by hand, and compared with every choice of victims.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ LAYER_3 = [[-1, -1], [-1, -1], [3, -1], [0, -1], [1, -1], [2, -1]]
 
 
 def tiny(**changes: Any) -> Trace:
-    """Request 5: three tokens announced together, in passes of two and one; then request 6, in between one of 5."""
+    """Returns a trace of two requests. The prompt of request 5 is announced once and computed in two passes."""
     trace = Trace(
         shape=TINY,
         header=TraceHeader("tiny", "ab", {5: "code", 6: "prose"}, {"threads": 2}),
@@ -135,13 +137,13 @@ def test_shuffled_keeps_the_experts_of_each_request_in_another_order() -> None:
 
 
 def reuse(trace: Trace) -> float:
-    """The share of experts that the token before used as well."""
+    """Returns the share of experts that the previous token also used."""
     ids = trace.decode().expert_ids[0]
     return float(np.mean([np.isin(now, before).mean() for before, now in pairwise(ids)]))
 
 
 def trace_of(passes: Sequence[Sequence[Sequence[int]]], n_expert: int = 4) -> Trace:
-    """passes[p][row]: the experts of one token in each layer."""
+    """Returns a trace. passes[p][row] has the experts of one token in a layer."""
     n_row, k = len(passes[0]), len(passes[0][0])
     path = [[list(layer) for layer in token] for token in passes]
     return hand_made(MoeShape(n_row, n_expert, k, tuple(range(n_row))), [path])
@@ -164,7 +166,7 @@ def test_lookups_are_distinct_experts_in_order_of_first_choice() -> None:
 
 
 def optimum(trace: Trace, n_slots: int) -> int:
-    """The most hits, by trying every choice of victims."""
+    """Returns the most hits, by trying every choice of victims."""
     lookups = Lookups.of(trace)
     best: dict[frozenset[int], int] = {frozenset(): 0}
     for start, end in zip(lookups.start[:-1], lookups.start[1:], strict=True):

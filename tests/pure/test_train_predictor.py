@@ -1,4 +1,4 @@
-"""predictors/train/predictor.py: requests are held out whole, options are checked, and what it writes can be loaded."""
+"""Tests predictors/train/predictor.py: held-out requests, checks of options, and loading of the written files."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""The pinned source distribution comes from any index that pip can read, unbuilt, and only the pinned bytes; patches
-are listed, explained, and apply to it; applying twice is harmless."""
+"""Tests the pinned source distribution and the patches.
+
+The distribution comes from any index that pip can read, is not built, and has the pinned digest. Patches are listed,
+explained, and can be applied twice.
+"""
 
 import hashlib
 import io
@@ -63,7 +66,7 @@ def pin(index: str, tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty cache, and no index other than what a test names."""
+    """Sets an empty cache, and removes all variables of package indexes."""
     for name in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_NO_INDEX", "MOEGGUF_LLAMA_SDIST"):
         monkeypatch.delenv(name, raising=False)
     for others in vendor.UV_VARIABLES.values():

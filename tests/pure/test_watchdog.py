@@ -1,4 +1,8 @@
-"""Trials of prefetching against the stall: kept when it pays, stopped when it does not, tried again later and later."""
+"""Tests the watchdog of prefetching.
+
+A trial compares stalls with and without prefetching. The watchdog stops prefetching that does not pay, and tries again
+after growing pauses.
+"""
 
 from dataclasses import replace
 
@@ -61,7 +65,7 @@ def test_clear_difference_ends_a_trial_early(on: float, stays: bool) -> None:
 
 def test_equal_stalls_rarely_end_a_trial_early() -> None:
     whole, early = DEFAULT.periods * (DEFAULT.off_tokens + DEFAULT.on_tokens), 0
-    for seed in range(100):  # prefetching saves just what it has to
+    for seed in range(100):  # prefetching saves just the required share
         run = Run(1e6, 0.97e6, noise=0.3, seed=seed, options=replace(DEFAULT, warm_tokens=0))
         run.tokens(whole - 1)
         early += run.dog.trials
@@ -134,7 +138,7 @@ def test_watchdog_rests_between_trials_double_up_to_a_limit() -> None:
 
 
 class Watched(Run):
-    """Tokens during which a link is busy for a share of the time, `busy`, and between which there are prompts."""
+    """Tokens with prompts between them. A link is busy for the share `busy` of the time of tokens."""
 
     def __init__(self, busy: float) -> None:
         super().__init__(1000, 500)
