@@ -188,7 +188,7 @@ def sent(texts_and_waits: list[tuple[str, float]], *, stream: bool = True) -> tu
     return before, "".join(found[len(before) :])
 
 
-def test_delta_sender_sends_the_first_at_once_and_joins_frequent_ones() -> None:
+def test_events_send_the_first_delta_at_once_and_join_frequent_ones() -> None:
     often, seldom = DELTA_S * 0.4, DELTA_S * 1.1
     assert sent([(letter, often) for letter in "abcde"]) == (["a", "bcd"], "e")
     assert sent([(letter, seldom) for letter in "abc"]) == (["a", "b", "c"], "")
@@ -196,7 +196,7 @@ def test_delta_sender_sends_the_first_at_once_and_joins_frequent_ones() -> None:
 
 
 @given(st.lists(st.tuples(st.text(max_size=3), st.floats(0, 0.1))))
-def test_deltas_sent_contain_all_text(steps: list[tuple[str, float]]) -> None:
+def test_events_lose_no_text(steps: list[tuple[str, float]]) -> None:
     before, rest = sent(steps)
     assert "".join(before) + rest == "".join(text for text, _ in steps)
 
