@@ -1,4 +1,4 @@
-"""Fixtures of the native room: a fake model on disk, and stores that are closed again with no fault left armed."""
+"""Fixtures of the native tests: a fake model on disk, and stores that are closed after each test, with no fault."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ settings.register_profile("no-shrinking", phases=[Phase.explicit, Phase.generate
 
 @pytest.fixture(autouse=True)
 def no_faults() -> Iterator[None]:
-    """Every test ends with every fault disarmed."""
+    """Disarms every fault after each test."""
     yield
     for kind in FAULT:
         arm_fault(kind, 0)

@@ -1,4 +1,4 @@
-"""A model for the store alone: files of random bytes, and the layout that says where its experts lie in them."""
+"""A model for tests of the store: files of random bytes, and the layout with the places of its experts."""
 
 import ctypes as c
 import functools
@@ -75,7 +75,7 @@ class FakeModel:
             self.check_slot(store, il, expert, slot, len(np.atleast_2d(expert_ids)))
 
     def check_slot(self, store: Store, il: int, expert: int, slot: int, n_tokens: int = 1) -> None:
-        """Asserts that a pass of n_tokens multiplies with this expert's bytes by this slot id, in plain slots."""
+        """Asserts that this slot id leads a pass of n_tokens to this expert's bytes, in plain slots."""
         for index, m in enumerate(self.layout.matrices):
             if m.il == il:
                 found = _slot_bytes(store, m, slot, n_tokens)

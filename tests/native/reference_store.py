@@ -18,7 +18,7 @@ Float32s = npt.NDArray[np.float32]
 ZERO, ONE, LEAST = np.float32(0), np.float32(1), np.float32(1e-4)
 POLICIES = ("lru", "lfu-decay", "next-use")
 VALUES = {"next-use": (1.0, 1.0), "lfu-decay": (1.0,)}
-BETWEEN_PASSES = 1 << 30  # a layer after this one starts a pass, whatever its number
+BETWEEN_PASSES = 1 << 30  # any layer after this one starts a pass
 
 
 @dataclass
@@ -57,7 +57,7 @@ class ReferenceStore:
             self.forecast = {} if table is None else {il: table[il] for il in known}
 
     def unpin(self) -> None:
-        """Drops all pins: the pass was cancelled, has failed, has ended, or comes to its next layer."""
+        """Drops all pins. The store does so when a pass is cancelled, fails, ends, or reaches its next layer."""
         released, self.pinned = self.pinned, set()
         for s in released:
             slot = self.slots[s]
@@ -69,7 +69,7 @@ class ReferenceStore:
         self.unpin()
 
     def begin(self, il: int, n_tokens: int) -> None:
-        """Begins a routing event, also one of a pass that has failed."""
+        """Begins a routing event. The pass may have failed before."""
         if il <= self.il:
             self.pass_tokens = n_tokens
         self.il = il
@@ -130,7 +130,7 @@ class ReferenceStore:
             self._evict(s)
 
     def residency(self) -> npt.NDArray[np.uint8]:
-        """Returns (n_layer, n_expert): 2 for an expert that is there, 0 for any other."""
+        """Returns (n_layer, n_expert): 2 for an expert in a slot, 0 for any other."""
         there = np.zeros(self.shape.table, np.uint8)
         for slot in self.slots:
             if slot is not None and not slot.broken:

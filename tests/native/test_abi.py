@@ -1,4 +1,4 @@
-"""The library as a careless caller uses it: every wrong argument is a typed error, and the process lives."""
+"""Wrong arguments to the library. Each of them raises a typed error, and the process goes on."""
 
 import ctypes as c
 import subprocess
@@ -27,7 +27,7 @@ def with_matrix(layout: ExpertLayout, **changes: Any) -> ExpertLayout:
     return replace(layout, layers=(replace(first, matrices=matrices), *layout.layers[1:]))
 
 
-def test_what_was_built_here_runs_on_this_processor_and_another_abi_is_refused() -> None:
+def test_library_runs_on_this_processor_and_store_open_rejects_another_abi() -> None:
     needed = (library.find_library() / "CPU_FEATURES").read_text().split()
     assert needed and set(needed) <= read_processor().flags
     handle = c.c_void_p()
@@ -36,7 +36,7 @@ def test_what_was_built_here_runs_on_this_processor_and_another_abi_is_refused()
     assert handle.value is None
 
 
-def test_null_pointers_are_refused(fake: FakeModel, open_store: Open) -> None:
+def test_library_calls_reject_null_pointers(fake: FakeModel, open_store: Open) -> None:
     lib = library.load()
     store, context = open_store(fake, 4)
     ids = np.zeros(2, np.int32).ctypes.data
@@ -72,7 +72,7 @@ def test_null_pointers_are_refused(fake: FakeModel, open_store: Open) -> None:
     ],
     ids=lambda change: next(iter(change)),
 )  # fmt: skip
-def test_a_config_that_lacks_something_is_refused(fake: FakeModel, change: dict[str, Any]) -> None:
+def test_store_open_rejects_a_config_with_one_invalid_field(fake: FakeModel, change: dict[str, Any]) -> None:
     matrices = (abi.Matrix * 1)(abi.Matrix(b"m", 0, 0, 0, 8, 4, 4, 0, 0, 0, 64))
     paths = (c.c_char_p * 1)(str(fake.paths[0]).encode())
     devices = (abi.Device * 2)(abi.Device(None, 4), abi.Device(None, 4))  # no layer is on the second
@@ -99,12 +99,12 @@ def test_a_config_that_lacks_something_is_refused(fake: FakeModel, change: dict[
     ],
     ids=str,
 )  # fmt: skip
-def test_matrices_that_cannot_be_are_refused(fake: FakeModel, change: dict[str, Any]) -> None:
+def test_store_rejects_matrices_with_impossible_fields(fake: FakeModel, change: dict[str, Any]) -> None:
     with pytest.raises(OptionError):
         Store(with_matrix(fake.layout, **change), 4, QUIET)
 
 
-def test_an_offset_beyond_the_file_is_an_error_of_the_event_that_reads_there(fake: FakeModel) -> None:
+def test_offset_beyond_the_file_fails_only_the_event_of_its_layer(fake: FakeModel) -> None:
     store = Store(with_matrix(fake.layout, offset=1 << 40), 4, QUIET)
     context = store.context
     with pytest.raises(MoeggufError):
@@ -123,7 +123,7 @@ def test_an_offset_beyond_the_file_is_an_error_of_the_event_that_reads_there(fak
         (4, 2, {"device": "NPU7"}, "NPU7"),
     ],
 )
-def test_a_store_that_cannot_be_is_refused(
+def test_store_rejects_impossible_slots_experts_readers_and_devices(
     tmp_path: Path, n_slots: int, n_used: int, options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(OptionError, match=words):
@@ -132,7 +132,7 @@ def test_a_store_that_cannot_be_is_refused(
 
 @pytest.mark.parametrize("il", [-1, 1, 4, 1 << 30])
 @pytest.mark.parametrize("n_slots", [4, 24], ids=["shared", "resident"])
-def test_a_layer_without_experts_ends_the_pass_and_the_next_one_works(
+def test_acquire_of_a_layer_without_experts_fails_and_the_next_pass_works(
     tmp_path: Path, open_store: Open, n_slots: int, il: int
 ) -> None:
     fake = make_model(tmp_path, dense_layers=[1])
@@ -145,7 +145,9 @@ def test_a_layer_without_experts_ends_the_pass_and_the_next_one_works(
 
 
 @pytest.mark.parametrize(("n_used", "n_tokens"), [(0, 1), (2, 0), (-1, 1), (2, -1), (1 << 30, 1 << 30)])
-def test_events_of_impossible_sizes_are_refused(fake: FakeModel, open_store: Open, n_used: int, n_tokens: int) -> None:
+def test_acquire_rejects_impossible_numbers_of_tokens_and_experts(
+    fake: FakeModel, open_store: Open, n_used: int, n_tokens: int
+) -> None:
     store, context = open_store(fake, 4)
     ids = np.zeros(2, np.int32)
     event = library.load().moegguf_context_acquire
@@ -154,7 +156,7 @@ def test_events_of_impossible_sizes_are_refused(fake: FakeModel, open_store: Ope
     fake.token(store, context, [0, 1])
 
 
-def test_tables_of_the_wrong_size_are_refused(fake: FakeModel, open_store: Open) -> None:
+def test_scores_forecasts_and_residency_reject_arrays_of_the_wrong_size(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 4)
     with pytest.raises(OptionError, match="32 entries"):
         store.set_scores(np.zeros(31))
@@ -167,7 +169,7 @@ def test_tables_of_the_wrong_size_are_refused(fake: FakeModel, open_store: Open)
     fake.token(store, context, [0, 1])
 
 
-def test_draining_without_end_or_time_and_an_empty_prefetch_are_harmless(fake: FakeModel, open_store: Open) -> None:
+def test_drain_accepts_any_timeout_and_prefetch_accepts_empty_lists(fake: FakeModel, open_store: Open) -> None:
     store, _ = open_store(fake, 4)
     for timeout_s in (0.0, -1.0, float("inf"), 1e300):
         store.drain(timeout_s)
@@ -185,7 +187,7 @@ for level in (1, 2, 3, 4):  # from DEBUG to ERROR
 """
 
 
-def test_a_folder_without_the_library_is_named_and_errors_alone_are_written(
+def test_ggml_logs_only_errors_and_find_library_names_a_folder_without_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = subprocess.run([sys.executable, "-c", LOGGED], capture_output=True, text=True, check=True)

@@ -1,5 +1,7 @@
-"""Experts computed as they arrive by ggml's own MUL_MAT_ID: over a pool whose matrices are still being read, and
-through fewer slots than a prompt's layer has experts."""
+"""Tests products that ggml's own MUL_MAT_ID computes while experts arrive.
+
+The matrices of the pool are still being read, or a prompt's layer has more experts than there are slots.
+"""
 
 import threading
 import time
@@ -42,7 +44,7 @@ def late(fake: FakeModel, open_store: Open, products: list[Product]) -> Late:
 
 
 @pytest.mark.parametrize(("repack", "slow"), [(False, 1), (True, 3), (False, 6)])
-def test_what_is_computed_while_experts_arrive_has_the_same_bits(
+def test_product_computed_while_experts_arrive_equals_the_resident_product(
     fake: FakeModel, open_store: Open, products: list[Product], repack: bool, slow: int
 ) -> None:
     ids = [[5, 2], [1, 5], [6, 0]]
@@ -60,7 +62,9 @@ def test_what_is_computed_while_experts_arrive_has_the_same_bits(
     assert store.counters()["stall_ns"] > 0
 
 
-def test_without_overlap_everything_is_there_first(fake: FakeModel, open_store: Open, products: list[Product]) -> None:
+def test_acquire_without_overlap_returns_after_all_experts_have_arrived(
+    fake: FakeModel, open_store: Open, products: list[Product]
+) -> None:
     ids = [[5, 2]]
     expected = resident(fake, open_store, products, ids)
     store, context = open_store(fake, 8, overlap=False)
@@ -76,10 +80,10 @@ ROUTED = {"slots": (8, 1, [[3, 4]], 2), "streamed": (3, 2, IDS, 5)}  # slots, re
 
 
 @pytest.mark.parametrize(("how", "asks"), [("slots", True), ("slots", False), ("streamed", True)])
-def test_a_failed_read_ends_the_pass_not_the_kernel(
+def test_failed_read_aborts_the_pass_and_the_kernel_returns(
     fake: FakeModel, open_store: Open, products: list[Product], how: str, asks: bool
 ) -> None:
-    """Fails a read with and without a later node that asks whether to abort."""
+    """Fails a read. In one case, no later node asks the store whether to abort."""
     n_slots, readers, ids, nth = ROUTED[how]
     store, context = open_store(fake, n_slots, readers=readers)
     products.append(Product(store, context, fake, ids))
@@ -94,7 +98,7 @@ def test_a_failed_read_ends_the_pass_not_the_kernel(
 
 
 @pytest.mark.parametrize("how", ROUTED)
-def test_cancelling_ends_a_kernel_that_waits(
+def test_cancel_ends_a_kernel_that_waits_for_reads(
     fake: FakeModel, open_store: Open, products: list[Product], how: str
 ) -> None:
     n_slots, _, ids, _ = ROUTED[how]
@@ -114,9 +118,7 @@ def test_cancelling_ends_a_kernel_that_waits(
     fake.token(store, context, [3, 4])
 
 
-def test_cancelling_ends_the_pass_of_a_kernel_that_gave_up_even_if_it_is_allowed_again(
-    fake: FakeModel, late: Late
-) -> None:
+def test_cancelled_pass_aborts_even_if_cancel_is_reset_after_the_kernel(fake: FakeModel, late: Late) -> None:
     store, context, product = late
     arm_fault("slow_read", 1, sticky=True)
     product.acquire()
@@ -130,7 +132,7 @@ def test_cancelling_ends_the_pass_of_a_kernel_that_gave_up_even_if_it_is_allowed
     assert context.take_failure() is None
 
 
-def test_a_read_that_fails_after_its_pass_has_ended_is_not_the_next_passes_failure(fake: FakeModel, late: Late) -> None:
+def test_late_read_error_of_an_ended_pass_does_not_fail_the_next_pass(fake: FakeModel, late: Late) -> None:
     store, context, product = late
     arm_fault("slow_read", 2)
     arm_fault("read", 1, sticky=True)
@@ -144,7 +146,7 @@ def test_a_read_that_fails_after_its_pass_has_ended_is_not_the_next_passes_failu
     assert context.take_failure() is None
 
 
-def test_a_read_that_fails_is_made_again_for_a_request_that_came_meanwhile(fake: FakeModel, late: Late) -> None:
+def test_failed_read_is_repeated_for_an_event_that_came_meanwhile(fake: FakeModel, late: Late) -> None:
     store, context, product = late
     arm_fault("slow_read", 1)
     arm_fault("stat", 1)
@@ -154,7 +156,7 @@ def test_a_read_that_fails_is_made_again_for_a_request_that_came_meanwhile(fake:
     assert context.take_failure() is None
 
 
-def test_what_failed_in_a_pass_is_read_again_while_the_rest_still_comes(fake: FakeModel, open_store: Open) -> None:
+def test_failed_expert_is_read_again_while_another_read_is_still_running(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 8, readers=2)
     arm_fault("slow_read", 2)  # takes two seconds
     arm_fault("read", 1, sticky=True)
@@ -168,14 +170,14 @@ def test_what_failed_in_a_pass_is_read_again_while_the_rest_still_comes(fake: Fa
 
 
 @pytest.mark.parametrize("prefetching", [False, True])
-def test_slot_ids_of_a_failed_pass_are_not_waited_for(
+def test_kernel_does_not_wait_for_slot_ids_of_a_failed_pass(
     fake: FakeModel, open_store: Open, products: list[Product], prefetching: bool
 ) -> None:
     store, context = open_store(fake, 8, readers=1)
     if prefetching:
         arm_fault("slow_read", 1, sticky=True)
         store.prefetch([2], [0])
-    products.append(Product(store, context, fake, [[3, 99]]))  # no such expert: every slot id is 0, which nobody pins
+    products.append(Product(store, context, fake, [[3, 99]]))  # no expert 99: slot ids are 0 and not pinned
     products[-1].acquire()
     products[-1].compute()
     assert not prefetching or store.counters()["queue_wanted"] > 0, "these reads take six seconds"
@@ -184,7 +186,9 @@ def test_slot_ids_of_a_failed_pass_are_not_waited_for(
     check_failure(context, abi.ROUTING)
 
 
-def test_more_late_experts_than_a_thread_remembers(tmp_path: Path, open_store: Open, products: list[Product]) -> None:
+def test_product_is_exact_with_700_experts_that_arrive_late(
+    tmp_path: Path, open_store: Open, products: list[Product]
+) -> None:
     fake = make_model(tmp_path, n_layer=1, n_expert=700, n_used=7, n_ff=32)
     ids = np.random.default_rng(3).permutation(700).reshape(100, 7)
     expected = resident(fake, open_store, products, ids)
@@ -198,7 +202,7 @@ def test_more_late_experts_than_a_thread_remembers(tmp_path: Path, open_store: O
 @pytest.mark.parametrize("repack", [False, True])
 @pytest.mark.parametrize("n_slots", [2, 3, 7])
 @pytest.mark.parametrize("readers", [1, 3])
-def test_a_product_with_fewer_slots_than_experts_has_the_same_bits(
+def test_streamed_product_with_few_slots_equals_the_resident_product(
     fake: FakeModel, open_store: Open, products: list[Product], repack: bool, n_slots: int, readers: int
 ) -> None:
     expected = resident(fake, open_store, products, IDS, repack=repack)
@@ -216,7 +220,7 @@ def test_a_product_with_fewer_slots_than_experts_has_the_same_bits(
     assert context.take_failure() is None
 
 
-def test_slots_keep_what_others_use_while_streaming(fake: FakeModel, open_store: Open, products: list[Product]) -> None:
+def test_streaming_evicts_no_expert_of_other_layers(fake: FakeModel, open_store: Open, products: list[Product]) -> None:
     expected = resident(fake, open_store, products, IDS)
     store, context = open_store(fake, 20, readers=1, stream=True)
     for layer in range(4):
@@ -231,7 +235,7 @@ def test_slots_keep_what_others_use_while_streaming(fake: FakeModel, open_store:
     assert store.counters()["slots_used"] == 8, "slots of the layer that did not come to an end are free"
 
 
-def test_an_expert_that_does_not_fit_is_no_error_in_simulation_either(fake: FakeModel, open_store: Open) -> None:
+def test_simulation_counts_misses_for_a_prompt_with_more_experts_than_slots(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 3, simulate=True, link_bytes_per_s=1e9)
     for il in range(4):
         context.acquire(il, IDS)
@@ -242,7 +246,7 @@ def test_an_expert_that_does_not_fit_is_no_error_in_simulation_either(fake: Fake
     assert (store.residency()[3] == 2).sum() == 2, "the last experts of the last layer stay"
 
 
-def test_what_is_there_is_not_read_again(tmp_path: Path, open_store: Open) -> None:
+def test_repeated_prompt_hits_experts_kept_in_slots_that_are_not_streamed(tmp_path: Path, open_store: Open) -> None:
     store, context = open_store(make_model(tmp_path, n_layer=1), 6, simulate=True, readers=1)
     for _ in range(2):
         context.acquire(0, IDS)
@@ -251,8 +255,8 @@ def test_what_is_there_is_not_read_again(tmp_path: Path, open_store: Open) -> No
 
 
 @pytest.mark.parametrize("n_slots", [2, 40])
-def test_the_next_layers_first_expert_comes_while_attention_computes(n_slots: int) -> None:
-    """Streams the experts of a prompt, with no other fetching ahead (DuoServe-MoE, section 5.2)."""
+def test_streaming_reads_the_first_expert_of_the_next_layer_ahead(n_slots: int) -> None:
+    """Streams the experts of a prompt without other prefetches (DuoServe-MoE, section 5.2)."""
     shape = MoeShape(n_layer=3, n_expert=8, n_expert_used=2, layers=(0, 1, 2), expert_bytes=3000)
     prompt = np.random.default_rng(0).permuted(np.tile(np.arange(8, dtype=np.int32), (32, 1)), axis=1)[:, :2]
     for stream in (False, True):

@@ -1,4 +1,4 @@
-"""The store's predictors on the papers' examples and on traces with structure, asked one layer at a time."""
+"""Tests the store's predictors on the papers' examples and on traces with structure, one layer at a time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def announce(predictor: Predictor, *tokens: int, sequence: int = 0, phase: Phase
     predictor.announce(Announcement(sequence, phase, np.array(tokens, np.int32)))
 
 
-def test_figure_5_of_moe_infinity() -> None:
+def test_eamc_predictor_reproduces_figure_5_of_moe_infinity() -> None:
     eamc = Eamc.from_state(np.array([ONE_TOKEN, *MATCHED], np.float32))
     predictor = asked(lambda: EamcPredictor(FOUR, eamc, n_matches=2))
     announce(predictor, 0)
@@ -63,8 +63,8 @@ def hits_by_request(predictor: Predictor, kinds: tuple[int, ...]) -> npt.NDArray
     return np.array(rates)
 
 
-def test_a_collection_below_capacity_recovers_within_50_requests_after_a_change_of_text_kind() -> None:
-    """Compares hit rates of requests 25 to 50 after the change with a predictor that never saw the old kind."""
+def test_eamc_below_capacity_recovers_within_50_requests_of_another_text_kind() -> None:
+    """Compares hit rates of requests 25 to 50 after the change with a predictor without requests of the old kind."""
     shape = random_trace(n_sequences=1).shape
 
     def rates(*kinds: int) -> npt.NDArray[np.float64]:
@@ -76,7 +76,7 @@ def test_a_collection_below_capacity_recovers_within_50_requests_after_a_change_
 
 
 @pytest.mark.parametrize(("kind", "gain"), [("affinity", 0.03), ("token-id", 0.1)])
-def test_each_beats_its_shuffled_control_on_held_out_sequences(kind: str, gain: float) -> None:
+def test_counted_predictors_beat_shuffled_controls_on_held_out_sequences(kind: str, gain: float) -> None:
     trace = random_trace(n_sequences=16, n_decode=40)
     seen, unseen = trace.select(range(12)), trace.select(range(12, 16))
     learned = accuracy(asked(lambda: counted(kind, seen)), unseen, 1)
@@ -85,7 +85,7 @@ def test_each_beats_its_shuffled_control_on_held_out_sequences(kind: str, gain: 
     assert accuracy(asked(lambda: previous_token(trace.shape)), unseen, 1) > 2 / 16
 
 
-def test_the_fresh_gate_is_always_right_and_skip_gets_worse_with_distance() -> None:
+def test_fresh_gate_is_always_right_and_skip_gets_worse_with_distance() -> None:
     trace = random_trace(n_sequences=6, with_inputs=True, structure=1.0, seed=1)
     real = routers_of(trace.shape, hidden_routers(trace.shape, 1))
     assert accuracy(FreshGate(trace.shape, real), trace, 0) == 1.0
@@ -94,7 +94,7 @@ def test_the_fresh_gate_is_always_right_and_skip_gets_worse_with_distance() -> N
     assert found[-1] > 2 / 16  # still better than guessing
 
 
-def test_an_expert_mlp_needs_every_layer_of_the_pass() -> None:
+def test_expert_mlp_predicts_nothing_after_a_layer_was_left_out() -> None:
     predictor, (first, second, third, *_) = asked(expert_mlp), SHAPE.layers
     announce(predictor, 0)
     predictor.observe(routed(first, 1, 2, 3))
@@ -117,7 +117,7 @@ def no_tokens(predictor: Predictor) -> None:
 @pytest.mark.parametrize("between", [
     lambda found: announce(found, 1, 2, SHAPE.n_vocab), lambda found: announce(found, -1), no_tokens,
 ], ids=["outside", "negative", "not announced"])  # fmt: skip
-def test_a_routing_path_predicts_nothing_for_tokens_that_it_does_not_know(between: Callable[[Predictor], None]) -> None:
+def test_routing_path_predicts_nothing_after_unknown_tokens(between: Callable[[Predictor], None]) -> None:
     predictor = asked(routing_path)
     announce(predictor, 1)
     for il in SHAPE.layers:
@@ -128,7 +128,7 @@ def test_a_routing_path_predicts_nothing_for_tokens_that_it_does_not_know(betwee
     assert all(row is not None for row in table(predictor))
 
 
-def test_a_routing_path_begins_anew_with_a_request_and_goes_on_after_a_prompt() -> None:
+def test_routing_path_forgets_tokens_of_other_requests_and_keeps_the_prompt() -> None:
     window = len(path_arrays()["window"])
     used, fresh, prompted = (asked(routing_path) for _ in range(3))
     for token in (1, 2, 3):

@@ -14,7 +14,7 @@ import pytest
 from tools.width_check import Array, Ggml
 
 ROOT = Path(__file__).resolve().parents[2]
-N_ROWS, N_CELLS = 70, 1100  # more than one tile of rows, two whole parts of the keys and the begin of a third
+N_ROWS, N_CELLS = 70, 1100  # more than one tile of rows, two whole parts of the keys and the beginning of a third
 SOME_ROWS = ([0], [37], [69], [3, 4], range(5, 10), range(10, 18), range(30, 39), range(20, 53))
 
 
@@ -88,7 +88,7 @@ class Attention:
 
 
 def stored(ggml: Ggml, cache: str, values: Array) -> Array:
-    """float64 [n_head, n, d] as a cache of that type gives them back."""
+    """Returns the values, float64 [n_head, n, d], after rounding to the type of the cache."""
     if cache == "f32":
         return values.astype(np.float32).astype(np.float64)
     if cache == "f16":
@@ -121,14 +121,14 @@ def ggml() -> Ggml:
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_attention_is_that_of_float64_at_any_width(ggml: Ggml, kind: Attention) -> None:
+def test_attention_matches_float64_and_has_equal_bits_at_any_width(ggml: Ggml, kind: Attention) -> None:
     together = kind.compute(ggml, range(N_ROWS))
     for rows in SOME_ROWS:
         assert kind.compute(ggml, rows).tobytes() == together[list(rows)].tobytes(), rows
     np.testing.assert_allclose(together, kind.exact(ggml), rtol=0, atol=kind.tolerance)
 
 
-def test_bits_do_not_depend_on_the_number_of_threads(ggml: Ggml) -> None:
+def test_attention_has_equal_bits_for_any_number_of_threads(ggml: Ggml) -> None:
     for kind in KINDS.values():
         together, alone = (kind.compute(ggml, rows) for rows in (range(N_ROWS), [7]))
         for n_threads in (1, 3):
@@ -137,7 +137,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(ggml: Ggml) -> None:
             assert kind.compute(other, [7]).tobytes() == alone.tobytes()
 
 
-def test_values_that_a_row_does_not_see_may_be_infinite(ggml: Ggml) -> None:
+def test_attention_ignores_infinite_values_in_masked_cells(ggml: Ggml) -> None:
     class Infinite(Attention):
         def inputs(self) -> tuple[Array, Array, Array, Array, Array]:
             q, k, v, mask, sinks = super().inputs()
@@ -155,7 +155,7 @@ def all_bits() -> bytes:
     return b"".join(kind.compute(ggml, range(N_ROWS)).tobytes() for kind in KINDS.values())
 
 
-def test_processors_with_and_without_avx512_compute_the_same_bits() -> None:
+def test_attention_has_equal_bits_with_and_without_avx512() -> None:
     program = "import sys, test_attention; sys.stdout.buffer.write(test_attention.all_bits())"
     environment = os.environ | {"MOEGGUF_KERNELS": "avx2", "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
     ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, stdout=subprocess.PIPE, check=True)

@@ -1,4 +1,4 @@
-"""Calls that do much at once or need no store: bulk replay, sizes of slots, names of policies."""
+"""Tests bulk replay, and calls of the library that need no store: sizes of slots and names of policies."""
 
 import ctypes as c
 import math
@@ -41,7 +41,7 @@ def figures(counters: dict[str, int]) -> dict[str, int]:
     return {name: n for name, n in counters.items() if name != "hook_ns"}
 
 
-def test_a_replay_counts_what_one_event_after_another_counts(fake: FakeModel, open_store: Open) -> None:
+def test_replay_counters_equal_the_counters_of_single_events(fake: FakeModel, open_store: Open) -> None:
     options: dict[str, Any] = {"simulate": True, "link_bytes_per_s": 1e9, "link_latency_s": 1e-6}
     stores = [open_store(fake, 11, **options) for _ in range(2)]
     some = events(60)
@@ -59,7 +59,7 @@ def test_a_replay_counts_what_one_event_after_another_counts(fake: FakeModel, op
     assert stores[0][0].counters()["evictions"] > 0
 
 
-def test_a_listener_gets_the_events_of_a_replay(fake: FakeModel, open_store: Open) -> None:
+def test_replay_sends_its_events_to_the_listener(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 9, simulate=True)
     got: list[RoutingEvent] = []
     store.listen(on_routing=got.append)
@@ -70,7 +70,7 @@ def test_a_listener_gets_the_events_of_a_replay(fake: FakeModel, open_store: Ope
     assert all(np.array_equal(event.expert_ids, ids) for event, (_, ids) in zip(got, some, strict=True))
 
 
-def test_a_replay_ends_at_the_first_event_that_fails(fake: FakeModel, open_store: Open) -> None:
+def test_replay_stops_at_the_first_failing_event(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 9, simulate=True)
     some = events(3)
     some[5] = (some[5][0], np.full_like(some[5][1], 8))
@@ -86,7 +86,7 @@ def test_a_replay_ends_at_the_first_event_that_fails(fake: FakeModel, open_store
     context.replay(*columns(events(3)))
 
 
-def test_a_replay_of_impossible_events_is_refused(fake: FakeModel, open_store: Open) -> None:
+def test_replay_rejects_inconsistent_arrays(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 9)
     il, n_tokens, n_used, flat = columns(events(3))
     for broken in (
@@ -117,7 +117,7 @@ def expected_stride(layout: ExpertLayout, kind: str) -> int:
 
 
 @pytest.mark.parametrize("types", [None, ({"gate": Q4_K, "up": Q4_K, "down": Q6_K}, {"gate_up": Q6_K, "down": Q4_K})])
-def test_the_sizes_of_slots_are_the_stores(tmp_path: Path, open_store: Open, types: Any) -> None:
+def test_slot_sizes_equal_the_sizes_of_an_open_store(tmp_path: Path, open_store: Open, types: Any) -> None:
     fake = make_model(tmp_path, n_embd=256, n_ff=256, **({"types": types} if types else {}))
     store, _ = open_store(fake, 5)
     sizes = slot_sizes(fake.layout, 5)
@@ -127,7 +127,7 @@ def test_the_sizes_of_slots_are_the_stores(tmp_path: Path, open_store: Open, typ
     assert sizes.pool_bytes == 5 * sizes.slot_bytes + guard_bytes == store.info()["pool_bytes"] and guard_bytes > 0
 
 
-def test_sizes_of_matrices_that_cannot_be_are_refused() -> None:
+def test_slot_sizes_reject_impossible_matrices() -> None:
     call, pad, sizes = library.load().moegguf_slot_sizes, library.load().moegguf_pad, c.byref(abi.Sizes())
     refused: list[tuple[Any, ...]] = [
         (call, None, 1, 1, sizes), (call, None, -1, 1, sizes), (call, None, 0, -1, sizes), (call, None, 0, 1, None),
@@ -141,7 +141,7 @@ def test_sizes_of_matrices_that_cannot_be_are_refused() -> None:
     call(None, 0, 1, sizes)
 
 
-def test_policies_have_names(fake: FakeModel, open_store: Open) -> None:
+def test_native_policies_lists_names_that_a_store_accepts(fake: FakeModel, open_store: Open) -> None:
     takes_forecast = {name: policy.takes_forecast for name, policy in native_policies().items()}
     assert takes_forecast.items() >= {"lru": False, "lfu-decay": False, "next-use": True}.items()
     assert library.load().moegguf_policy_name(-1, None) is None

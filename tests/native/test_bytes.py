@@ -1,4 +1,4 @@
-"""The slot of every chosen expert holds the file's bytes after each gate, whatever else goes on meanwhile."""
+"""Tests that the slot of every chosen expert holds the file's bytes after each routing event, beside other calls."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def routing(rng: np.random.Generator, most: int) -> npt.NDArray[np.int32]:
 
 
 @pytest.mark.parametrize(("n_slots", "switches"), RUNS, ids=str)
-def test_random_routing_among_random_prefetches_and_scores_gets_the_files_bytes(
+def test_slots_hold_the_files_bytes_under_random_routing_prefetches_and_scores(
     fake: FakeModel, open_store: Open, n_slots: int, switches: dict[str, Any]
 ) -> None:
     store, context = open_store(fake, n_slots, **switches)
@@ -84,7 +84,9 @@ def test_random_routing_among_random_prefetches_and_scores_gets_the_files_bytes(
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
 @pytest.mark.parametrize("n_slots", [5, 32], ids=["shared", "resident"])
-def test_mixed_types_share_slots_across_layers(tmp_path: Path, open_store: Open, n_slots: int, direct: bool) -> None:
+def test_slots_shared_by_layers_of_mixed_types_hold_the_files_bytes(
+    tmp_path: Path, open_store: Open, n_slots: int, direct: bool
+) -> None:
     fake = make_model(tmp_path, n_embd=256, n_ff=256, types=MIXED)
     store, context = open_store(fake, n_slots, direct=direct)
     for _ in range(3):
@@ -94,7 +96,9 @@ def test_mixed_types_share_slots_across_layers(tmp_path: Path, open_store: Open,
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
 @pytest.mark.parametrize("gap", [0, 32, 4096, 4096 - 32])
-def test_any_offset_and_the_end_of_a_file_are_read(tmp_path: Path, open_store: Open, gap: int, direct: bool) -> None:
+def test_reads_work_at_any_offset_and_at_the_end_of_a_file(
+    tmp_path: Path, open_store: Open, gap: int, direct: bool
+) -> None:
     fake = make_model(tmp_path, n_layer=2, types=(PLAIN, {"up": F32, "down": Q8_0}), gap=gap)
     last = fake.layout.matrices[-1]
     assert last.offset + last.n_expert * last.expert_bytes == len(fake.contents[0])
@@ -104,7 +108,7 @@ def test_any_offset_and_the_end_of_a_file_are_read(tmp_path: Path, open_store: O
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
-def test_experts_larger_than_a_readers_staging_come_in_pieces(tmp_path: Path, open_store: Open, direct: bool) -> None:
+def test_experts_larger_than_a_read_buffer_are_read_in_pieces(tmp_path: Path, open_store: Open, direct: bool) -> None:
     fake = make_model(
         tmp_path, n_layer=1, n_expert=3, n_used=1, n_embd=1024, n_ff=1056, types=({"up": F32, "down": F32},)
     )

@@ -28,7 +28,7 @@ def there(store: Store, il: int = 0) -> set[int]:
     return set(np.flatnonzero(store.residency()[il] == 2).tolist())
 
 
-def test_scores_that_are_not_numbers_count_as_zero(layer: FakeModel, open_store: Open) -> None:
+def test_eviction_treats_nan_and_infinite_scores_as_zero(layer: FakeModel, open_store: Open) -> None:
     store, context = open_store(layer, 4)
     store.set_scores([[np.nan, np.inf, 1, -np.inf, 0, 0, 0, 0]])
     for chosen in ([3, 2], [1, 0], [4, 5]):
@@ -36,7 +36,7 @@ def test_scores_that_are_not_numbers_count_as_zero(layer: FakeModel, open_store:
     assert there(store) == {0, 2, 4, 5}
 
 
-def test_a_prefetch_takes_the_place_of_what_is_worth_less_only(layer: FakeModel, open_store: Open) -> None:
+def test_prefetch_evicts_only_an_expert_with_a_lower_score(layer: FakeModel, open_store: Open) -> None:
     store, context = open_store(layer, 4, fill=False)
     store.set_scores([[1, 1, 1, 1, 1, 2, 0, 0]])
     for chosen in ([0, 1], [2, 3]):
@@ -49,15 +49,15 @@ def test_a_prefetch_takes_the_place_of_what_is_worth_less_only(layer: FakeModel,
     assert 5 in there(store) and len(there(store)) == 4
 
 
-def test_in_a_sweep_the_layer_that_was_just_computed_goes_first(fake: FakeModel, open_store: Open) -> None:
+def test_sweep_evicts_the_layer_that_was_just_computed_first(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 16, simulate=True, fill=False, stream=False)
     for il in range(4):
         context.acquire(il, WHOLE_LAYER)
     assert [len(there(store, il)) for il in range(4)] == [8, 0, 0, 8]
 
 
-def test_a_gate_drops_the_prefetches_of_its_layer_that_were_not_needed(layer: FakeModel, open_store: Open) -> None:
-    """Uses the modelled link, where nothing moves before the gate."""
+def test_routing_drops_unneeded_prefetches_of_its_layer(layer: FakeModel, open_store: Open) -> None:
+    """Uses the modelled link, on which nothing moves before the routing event."""
     store, context = open_store(layer, 8, simulate=True, fill=False)
     store.resize(7)
     context.acquire(0, [0, 1])
@@ -68,11 +68,11 @@ def test_a_gate_drops_the_prefetches_of_its_layer_that_were_not_needed(layer: Fa
     assert store.counters()["prefetch_dropped"] == 3
 
 
-def test_a_stale_prefetch_that_was_begun_gives_its_slot_back(fake: FakeModel, open_store: Open) -> None:
+def test_started_prefetch_that_is_not_needed_frees_its_slot(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 8, simulate=True, link_bytes_per_s=1e9)
     store.prefetch([1], [4])
     store.advance(10)
-    context.acquire(0, [0, 1])  # goes before the rest of it
+    context.acquire(0, [0, 1])  # this read precedes the rest of the prefetch
     assert store.residency()[1, 4] == 1
     context.acquire(1, [5])
     assert store.residency()[1, 4] == 0
@@ -81,7 +81,7 @@ def test_a_stale_prefetch_that_was_begun_gives_its_slot_back(fake: FakeModel, op
     assert counters["prefetch_dropped"] == 0
 
 
-def test_a_prompts_pass_fetches_the_next_layer_ahead(fake: FakeModel, open_store: Open) -> None:
+def test_prompt_pass_prefetches_the_whole_next_layer(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 16)
     fake.acquire(store, context, 0, WHOLE_LAYER)
     store.drain(5)
@@ -92,7 +92,7 @@ def test_a_prompts_pass_fetches_the_next_layer_ahead(fake: FakeModel, open_store
     assert counters["misses"] == 8
 
 
-def test_a_prompt_waits_on_the_modelled_link_for_a_slot_that_is_being_filled(fake: FakeModel, open_store: Open) -> None:
+def test_prompt_in_simulation_waits_for_a_slot_that_is_being_filled(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 8, simulate=True, link_bytes_per_s=1e9, sweep=False)
     context.acquire(0, [0, 1])
     store.prefetch([2], [5])
@@ -103,7 +103,7 @@ def test_a_prompt_waits_on_the_modelled_link_for_a_slot_that_is_being_filled(fak
     assert counters["stall_ns"] >= 10 * fake.expert_bytes
 
 
-def test_a_pool_shrinks_once_nothing_is_read_into_it(layer: FakeModel, open_store: Open) -> None:
+def test_resize_returns_after_reads_into_the_pool_have_ended(layer: FakeModel, open_store: Open) -> None:
     store, _ = open_store(layer, 8, fill=False)
     arm_fault("slow_read", 1)
     store.prefetch([0], [4])
@@ -113,7 +113,7 @@ def test_a_pool_shrinks_once_nothing_is_read_into_it(layer: FakeModel, open_stor
     assert store.counters()["chunks_reading"] == 0
 
 
-def test_fill_reads_every_expert_once_and_gates_then_read_nothing(fake: FakeModel, open_store: Open) -> None:
+def test_fill_reads_every_expert_once_and_later_events_read_nothing(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 1_000_000)
     assert store.info()["n_slots"] == 32, "more slots than experts are not allocated"
     store.drain(10)
@@ -129,7 +129,9 @@ def test_fill_reads_every_expert_once_and_gates_then_read_nothing(fake: FakeMode
     check_counters(counters, 32)
 
 
-def test_tokens_are_awaited_where_something_uses_them(fake: FakeModel, open_store: Open) -> None:
+def test_awaits_tokens_is_true_only_while_a_listener_or_predictor_uses_tokens(
+    fake: FakeModel, open_store: Open
+) -> None:
     store, context = open_store(fake, 32, fill=False)
     assert context.awaits_tokens(1, Phase.DECODE), "experts are still to be read"
     for first in range(0, 8, 2):
@@ -141,7 +143,7 @@ def test_tokens_are_awaited_where_something_uses_them(fake: FakeModel, open_stor
     assert not context.awaits_tokens(8, Phase.DECODE)
     store.listen(on_routing=seen.append, on_tokens=seen.append)
     assert context.awaits_tokens(8, Phase.DECODE)
-    context.acquire(0, [1, 4])  # not announced
+    context.acquire(0, [1, 4])  # this pass was not announced
     store.listen()
     (event,) = seen
     assert isinstance(event, RoutingEvent)
@@ -151,7 +153,7 @@ def test_tokens_are_awaited_where_something_uses_them(fake: FakeModel, open_stor
     assert context.awaits_tokens(8, Phase.DECODE), "from the next routing event on slots have to be filled"
 
 
-def test_activity_counts_look_ups_and_slots_per_expert(fake: FakeModel, open_store: Open) -> None:
+def test_activity_counts_lookups_and_loads_of_each_expert(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 8)
     for experts in ([0, 1], [0, 2], [0, 1]):
         fake.token(store, context, experts)

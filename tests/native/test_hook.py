@@ -1,4 +1,4 @@
-"""The scheduler's callback as llama.cpp calls it, on a layer's nodes with the ids and before its down matrices."""
+"""Tests the scheduler's callback with llama.cpp's calls: on the node of expert ids and before the down matrices."""
 
 from fake_model import FakeModel, Open
 from product import Product, aborts, check_failure
@@ -15,7 +15,7 @@ def call(context: StoreContext, node: int, ask: bool) -> bool:
     return bool(library.load().moegguf_eval(node, ask, context.handle))
 
 
-def test_a_resident_layer_is_passed_over_and_counted(
+def test_hook_skips_nodes_of_a_resident_layer_and_counts_their_events(
     fake: FakeModel, open_store: Open, products: list[Product]
 ) -> None:
     store, context = open_store(fake, 32)
@@ -41,9 +41,7 @@ def test_a_resident_layer_is_passed_over_and_counted(
     fake.check(store, 0, [[7, 3]], node.slot_ids())
 
 
-def test_reads_that_fail_while_others_compute_end_the_pass(
-    fake: FakeModel, open_store: Open, products: list[Product]
-) -> None:
+def test_hook_aborts_the_pass_after_a_failed_read(fake: FakeModel, open_store: Open, products: list[Product]) -> None:
     store, context = open_store(fake, 4, readers=1)
     products.append(node := Product(store, context, fake, [[0, 1]]))
     arm_fault("read", 5, sticky=True)

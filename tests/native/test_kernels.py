@@ -47,7 +47,7 @@ PLAIN = {
 
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("n_tokens", [3, 4, 15, 16, 21, 70])
-def test_many_rows_of_an_expert_have_the_bits_of_single_rows(
+def test_product_of_many_rows_of_an_expert_equals_products_of_single_rows(
     tmp_path: Path, open_store: Open, products: list[Product], name: str, n_tokens: int
 ) -> None:
     types: Types = {"gate": TYPES[name], "up": TYPES[name], "down": F16}
@@ -67,7 +67,7 @@ def test_many_rows_of_an_expert_have_the_bits_of_single_rows(
 
 
 @pytest.mark.parametrize("n_tokens", [1, 2, 5])
-def test_an_expert_that_a_token_chose_many_times_has_more_rows_than_there_are_tokens(
+def test_product_is_exact_if_a_token_chooses_one_expert_many_times(
     tmp_path: Path, open_store: Open, products: list[Product], n_tokens: int
 ) -> None:
     fake = make_model(tmp_path, n_layer=1, n_embd=256, n_ff=96)
@@ -100,7 +100,7 @@ def resident(fake: FakeModel, ids: npt.NDArray[np.int32], x: npt.NDArray[np.floa
 
 @pytest.mark.parametrize("n_tokens", [1, 2, 37])
 @pytest.mark.parametrize("name", PLAIN)
-def test_plain_slots_have_the_bits_of_resident_experts(
+def test_product_from_plain_slots_equals_the_product_of_resident_experts(
     tmp_path: Path, open_store: Open, products: list[Product], name: str, n_tokens: int
 ) -> None:
     types: Types = {"gate": PLAIN[name], "up": PLAIN[name], "down": F16}
@@ -128,7 +128,7 @@ def computed(operation: str, x: npt.NDArray[np.float32], y: npt.NDArray[np.float
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("n", [1, 3, 64, 131])
 @pytest.mark.parametrize("is_broadcast", [True, False])
-def test_each_element_has_numpys_bits(operation: str, n: int, is_broadcast: bool) -> None:
+def test_elementwise_operations_equal_numpys_bits(operation: str, n: int, is_broadcast: bool) -> None:
     random = np.random.default_rng(n)
     x = random.standard_normal((5, 4, n)).astype(np.float32)
     y = random.standard_normal((5, 4, 1 if is_broadcast else n)).astype(np.float32)

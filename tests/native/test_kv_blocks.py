@@ -57,7 +57,7 @@ def take_state(address: int, tensor: int, block: int) -> list[bytes]:
         heads.append(head.raw)
         assert lib.moegguf_state_put(tensor, offset, address + HEAD_BYTES, n_bytes)
         address, offset = address + HEAD_BYTES + n_bytes, offset + n_bytes
-    assert not lib.moegguf_state_read(head, address, 1)  # the state has ended
+    assert not lib.moegguf_state_read(head, address, 1)  # no byte of the state is left
     return heads
 
 
@@ -94,7 +94,9 @@ FOREIGN: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("put", FOREIGN.values(), ids=FOREIGN)
-def test_what_is_no_regular_file_of_this_user_is_a_wrong_state(tmp_path: Path, put: Callable[[Path], object]) -> None:
+def test_fill_leaves_zeros_for_a_pipe_a_link_or_another_users_file(
+    tmp_path: Path, put: Callable[[Path], object]
+) -> None:
     if os.geteuid() != 0 and put is FOREIGN["another user's"]:
         pytest.skip("only root gives a file to another user")
     store = KvBlockStore(tmp_path / "contexts", GIB)
@@ -114,15 +116,15 @@ def fill_on_device(folder: Path, wrong: Sequence[int]) -> None:
 
 
 @pytest.mark.parametrize("wrong", [[], [0], [33, 64]], ids=str)
-def test_states_are_in_their_tensors_and_wrong_ones_are_zeros(wrong: list[int], tmp_path: Path) -> None:
+def test_fill_puts_states_into_their_tensors_and_zeros_for_damaged_files(wrong: list[int], tmp_path: Path) -> None:
     fill(tmp_path / "contexts", wrong, "CPU")
 
 
-def test_on_a_device_too(tmp_path: Path) -> None:
+def test_fill_puts_states_into_tensors_of_a_device(tmp_path: Path) -> None:
     in_own_process(fill_on_device, tmp_path / "contexts", [33, 64])
 
 
-def test_what_is_added_and_not_read_ends_with_it(tmp_path: Path) -> None:
+def test_state_address_is_invalid_after_its_blocks_are_closed(tmp_path: Path) -> None:
     store = KvBlockStore(tmp_path / "contexts", GIB)
     store.write("0000", About("", 0, 0), [bytes(STATE_BYTES)])
     file = store.open("0000")

@@ -1,4 +1,4 @@
-"""A device behind a link in real time: whose memory is whose, what waits for what, and the least time that copies take.
+"""Tests a simulated device behind a link in real time: its memory, the order of its work, and the least time of copies.
 
 Times are only bounded from below: a copy may be late on a busy machine, and is never early.
 """
@@ -126,23 +126,23 @@ def what_a_device_is() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_a_device_is_a_gpu_whose_memory_is_not_the_hosts() -> None:
+def test_link_device_is_a_gpu_with_memory_of_its_own() -> None:
     assert in_own_process(what_a_device_is) == {
         "added": 2, "name": "LINK1", "type": GPU, "memory_is_host": False, "host_memory_is_host": True,
     }  # fmt: skip
 
 
 def asynchronous_copies(pinned: bool, link: Link, strict_seed: int = 0) -> tuple[str, bool, bool, bool]:
-    """Copies bytes to a device. Returns the type of the host's memory and three times whether the bytes were there.
+    """Copies bytes to a device. Returns the type of the host's memory and if the bytes arrived, at three moments.
 
-    The times are: when the call returned; after a wait for an event that an earlier use has left recorded; and after
+    The moments are: the return of the call; after a wait for an event that an earlier use has recorded; and after
     another stream has waited for the event.
     """
     n_bytes = 1 << 20
     rig = Rig(link, pinned=pinned, strict_seed=strict_seed)
     memory, buffer_type = rig.host_memory(n_bytes)
     tensor, event, first, second = rig.tensor(n_bytes), rig.event(), rig.backend(), rig.backend()
-    rig.call("event_synchronize", event)  # never recorded: nothing to wait for
+    rig.call("event_synchronize", event)  # this event was never recorded, so the call returns at once
     rig.call("event_record", event, second)
     rig.call("tensor_set_async", first, tensor, memory, 0, n_bytes)
     at_once = rig.there(tensor, n_bytes)
@@ -156,7 +156,7 @@ def asynchronous_copies(pinned: bool, link: Link, strict_seed: int = 0) -> tuple
     return buffer_type, at_once, of_other, finally_there
 
 
-def test_copies_from_pinned_memory_go_on_after_the_call_strict_ones_wait_and_others_keep_the_caller() -> None:
+def test_copies_are_asynchronous_only_from_pinned_memory() -> None:
     half_a_second = Link((1 << 20) / 0.5)
     assert in_own_process(asynchronous_copies, True, half_a_second) == ("LINK0_Host", False, False, True)
     assert in_own_process(asynchronous_copies, True, FREE, strict_seed=1) == ("LINK0_Host", False, False, True)
@@ -166,7 +166,7 @@ def test_copies_from_pinned_memory_go_on_after_the_call_strict_ones_wait_and_oth
 def launches(n: int) -> tuple[list[bool], LinkFigures]:
     """Launches a graph n times behind a copy of 0.2 s, then waits.
 
-    Returns whether the result was there after each launch and after the wait, and the device's figures.
+    Returns True for each launch and for the wait if the result was there afterwards, and the device's figures.
     """
     n_bytes = 1 << 20
     rig = Rig(Link(n_bytes / 0.2), strict_seed=1)
@@ -184,7 +184,7 @@ def launches(n: int) -> tuple[list[bool], LinkFigures]:
     return there, link_figures(rig.name)
 
 
-def test_graphs_of_a_strict_device_are_launched_behind_copies_and_repeated_from_the_third_launch_on() -> None:
+def test_strict_device_launches_graphs_behind_copies_and_replays_the_third() -> None:
     there, figures = in_own_process(launches, 4)
     assert there == [False] * 4 + [True]
     assert (figures.launches, figures.replays, figures.launches_beside_copies, figures.fault) == (4, 2, 4, "")
@@ -217,7 +217,7 @@ def faults_of_users() -> list[str]:
     return found
 
 
-def test_a_strict_device_keeps_what_it_cannot_bear() -> None:
+def test_strict_device_reports_changed_copy_sources_and_freed_memory() -> None:
     source, memory, nothing = in_own_process(faults_of_users)
     assert source == "what was to be copied has changed before it was"
     assert "memory that is not there" in memory
@@ -225,7 +225,7 @@ def test_a_strict_device_keeps_what_it_cannot_bear() -> None:
 
 
 def copy_times() -> list[float]:
-    """Returns the seconds of one copy, two at once, one there and one back at once, and two in one stream."""
+    """Returns the seconds of one copy, of two at once, of two in opposite directions, and of two in one stream."""
     n_bytes, link = 1 << 20, Link((1 << 20) / 0.05, 0.02)  # 50 ms and 20 ms
     rig = Rig(link)
     memory, _ = rig.host_memory(n_bytes)
@@ -252,7 +252,7 @@ def copy_times() -> list[float]:
     return times
 
 
-def test_copies_take_at_least_latency_and_bytes_over_bandwidth_which_those_in_one_direction_share() -> None:
+def test_copies_take_latency_and_share_the_bandwidth_of_one_direction() -> None:
     one, two, there_and_back, in_stream = in_own_process(copy_times)
     assert one >= 0.07
     assert two >= 0.12
@@ -287,7 +287,7 @@ def slots_in_small_buffers(fake: FakeModel) -> tuple[list[int], str]:
     return found, str(error.value)
 
 
-def test_a_pool_has_the_slots_that_buffers_take_and_a_full_device_refuses(tmp_path: Path) -> None:
+def test_pool_fits_the_largest_buffers_and_a_full_device_refuses_a_second(tmp_path: Path) -> None:
     found, message = in_own_process(slots_in_small_buffers, make_model(tmp_path))
     assert found == [1, 10, 10, 1, 11, 30, 1, 11, 30]
     assert "LINK0 refused" in message
@@ -302,7 +302,7 @@ def most_slots_of(fake: FakeModel, layers: list[MoeLayer], wanted: int) -> list[
     return [(most_slots(layout, device, wanted), most_slots(layout, None, wanted)) for layout in layouts]
 
 
-def test_kernels_of_a_device_find_every_slot_of_a_pool_by_32_bit_offsets(tmp_path: Path) -> None:
+def test_device_pool_is_capped_so_that_32_bit_offsets_reach_every_slot(tmp_path: Path) -> None:
     """Offsets count blocks of a type. An expert of 2048 x 768 values may have 2^31 / (number of slots) blocks."""
     most = {F32: 1365, F16: 1365, Q4_0: 43690, Q8_0: 43690, MXFP4: 43690, Q4_K: 349525}
     kinds: tuple[Kind, ...] = ("gate", "up", "down")
@@ -313,11 +313,11 @@ def test_kernels_of_a_device_find_every_slot_of_a_pool_by_32_bit_offsets(tmp_pat
 
 
 def slot_tokens_of_a_device() -> int:
-    """Returns up to how many tokens slots of a simulated device are exact."""
+    """Returns the largest pass, in tokens, for which slots of a simulated device are exact."""
     return slot_tokens(link_device(FREE))
 
 
-def test_slots_are_exact_for_as_many_tokens_as_a_backend_says() -> None:
+def test_slot_tokens_returns_the_limit_of_each_backend() -> None:
     assert in_own_process(slot_tokens_of_a_device) == slot_tokens("none such") == 1
     assert slot_tokens("CUDA7") == 4, "of a card that is only simulated: the least of all cards"
     assert slot_tokens(None) == 2**31 - 1
@@ -338,7 +338,7 @@ def without_padding(fake: FakeModel) -> tuple[int, int]:
     return sizes[2], sizes[2] - sizes[0]
 
 
-def test_slots_have_the_padding_of_their_device(tmp_path: Path) -> None:
+def test_device_slots_include_the_row_padding_of_their_device(tmp_path: Path) -> None:
     fake = make_model(tmp_path, n_embd=256, n_ff=64)  # Q4_0: 18 bytes for 32 values; Q8_0: 34
     n_bytes, more = in_own_process(without_padding, fake)
     least = 2 * (512 - 256) // 32 * 18 + (512 - 64) // 32 * 34

@@ -1,5 +1,8 @@
-"""Callbacks: on the event thread, in order, never in the way of an event; announcements of several sequences: events
-tell them apart, ubatch by ubatch, also in the last layer."""
+"""Tests callbacks of the store.
+
+Callbacks run in order on the event thread and delay no event. Events of a pass with several sequences name the
+sequence of each token, in each ubatch and in the last layer.
+"""
 
 import ctypes as c
 import threading
@@ -23,10 +26,10 @@ from moegguf.trace.simulate import Simulation
 from predictors.study.arrange import grouped, used_experts
 from predictors.study.synthesize import shape_of, synthesize
 
-CAPACITY = 4096  # events of the ring, native/events.h
+CAPACITY = 4096  # events that the ring of native/events.h holds
 
 
-def test_events_come_in_order_with_the_experts_chosen_on_their_own_thread(fake: FakeModel, open_store: Open) -> None:
+def test_routing_callbacks_come_in_order_on_a_thread_of_their_own(fake: FakeModel, open_store: Open) -> None:
     """The callbacks read the residency, set scores and prefetch."""
     store, context = open_store(fake, 8)
     seen: list[tuple[int, int, list[int]]] = []
@@ -54,7 +57,7 @@ def test_events_come_in_order_with_the_experts_chosen_on_their_own_thread(fake: 
     assert store.counters()["events_dropped"] == 0
 
 
-def test_an_exception_in_a_callback_ends_the_listening_and_is_raised_later(fake: FakeModel, open_store: Open) -> None:
+def test_callback_error_stops_the_listener_and_is_raised_later(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 8)
     calls = []
 
@@ -74,7 +77,7 @@ def test_an_exception_in_a_callback_ends_the_listening_and_is_raised_later(fake:
 
 
 @pytest.mark.parametrize("everything", [False, True])
-def test_events_that_a_slow_listener_has_no_room_for_are_dropped_and_counted_or_waited_for(
+def test_slow_listener_drops_and_counts_events_unless_everything_is_set(
     fake: FakeModel, open_store: Open, everything: bool
 ) -> None:
     store, context = open_store(fake, 8, simulate=True)
@@ -95,7 +98,7 @@ def test_events_that_a_slow_listener_has_no_room_for_are_dropped_and_counted_or_
     assert n_seen > 0 and (n_seen == 6000) == (dropped == 0) == everything
 
 
-def test_a_listener_hears_nothing_from_before_it_came(fake: FakeModel, open_store: Open) -> None:
+def test_new_listener_gets_no_earlier_events(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 8)
     over = threading.Event()
 
@@ -122,7 +125,7 @@ def test_a_listener_hears_nothing_from_before_it_came(fake: FakeModel, open_stor
     assert stale == []
 
 
-def test_announced_tokens_come_before_events_and_a_pass_knows_its_place(fake: FakeModel, open_store: Open) -> None:
+def test_announcements_precede_their_events_which_carry_the_first_token(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 8)
     heard: list[tuple[object, ...]] = []
 
@@ -154,7 +157,7 @@ def test_announced_tokens_come_before_events_and_a_pass_knows_its_place(fake: Fa
     ]
 
 
-def test_a_event_that_waits_for_room_ends_when_the_listener_goes(fake: FakeModel, open_store: Open) -> None:
+def test_removing_the_listener_releases_a_waiting_event(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 8, simulate=True)
     heard, go_on = threading.Event(), threading.Event()
 
@@ -177,7 +180,7 @@ def test_a_event_that_waits_for_room_ends_when_the_listener_goes(fake: FakeModel
         sent.result(10)
 
 
-def test_a_lazy_listener_hears_everything_a_little_later(fake: FakeModel, open_store: Open) -> None:
+def test_lazy_listener_gets_every_event_in_order(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 8, simulate=True)
     seen: list[int] = []
     store.listen(on_routing=lambda event: seen.append(event.il), options=ListenOptions(everything=True, lazy=True))
@@ -192,13 +195,13 @@ def test_a_lazy_listener_hears_everything_a_little_later(fake: FakeModel, open_s
     assert store.counters()["events_dropped"] == 0
 
 
-def test_closing_the_store_delivers_what_is_queued_to_callbacks_that_use_it(fake: FakeModel, open_store: Open) -> None:
+def test_close_delivers_queued_events_to_callbacks_that_use_the_store(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 9, simulate=True)
     handle, done = store.handle, 0
 
     def on_routing(event: RoutingEvent) -> None:
         nonlocal done
-        library.load().moegguf_store_set_scores(handle, None, 0)  # a C program may call so, past the closed object
+        library.load().moegguf_store_set_scores(handle, None, 0)  # C code may call after close()
         done += 1
 
     store.listen(on_routing=on_routing)
@@ -232,7 +235,7 @@ def test_events_carry_the_sequence_and_phase_of_each_token(fake: FakeModel, open
     assert [event.first_token for event in events if isinstance(event, RoutingEvent)] == [0, 0, 3, 3, -1]
 
 
-def test_one_sequence_needs_no_arrays(fake: FakeModel, open_store: Open) -> None:
+def test_events_of_one_sequence_have_no_sequence_arrays(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 16)
     seen: list[Announcement | RoutingEvent] = []
     store.listen(on_routing=seen.append, on_tokens=seen.append)
@@ -244,7 +247,7 @@ def test_one_sequence_needs_no_arrays(fake: FakeModel, open_store: Open) -> None
     assert all(event.sequences is None for event in seen)
 
 
-def test_an_announcement_that_does_not_fit_is_refused(fake: FakeModel, open_store: Open) -> None:
+def test_announce_rejects_mismatched_lengths_and_unknown_phases(fake: FakeModel, open_store: Open) -> None:
     _, context = open_store(fake, 16)
     with pytest.raises(OptionError, match="2 tokens have a sequence"):
         context.announce([1, 2, 3], Phase.DECODE, [10, 11])
@@ -261,7 +264,7 @@ POLICIES = {"lru": lambda: LRU, "lfu": Lfu, "sparsity": lambda: make_policy("spa
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_tokens_of_prompts_beside_decoding_ones_are_not_decoded(name: str) -> None:
+def test_simulation_counts_prompt_tokens_of_mixed_passes_apart_from_decoding(name: str) -> None:
     trace = random_trace(n_sequences=3, n_prefill=4, n_decode=6)
     first, second, third = (np.flatnonzero(trace.sequence_of == sequence) for sequence in range(3))
     mixed = [np.array([first[4 + i], second[i], third[i]]) for i in range(4)]
@@ -275,11 +278,11 @@ def test_tokens_of_prompts_beside_decoding_ones_are_not_decoded(name: str) -> No
     assert found.whole.lookups == of_passes.sum(), "an expert that several sequences use is looked up once in a pass"
 
 
-def test_sequences_that_decode_together_keep_what_they_use_often() -> None:
-    """Eight topics pass through the pool between two uses of an expert, which recency cannot bridge."""
+def test_next_use_misses_less_than_lru_with_eight_interleaved_sequences() -> None:
+    """Eight topics pass through the pool between two uses of an expert, so LRU has evicted the expert by then."""
     shape = shape_of("qwen3-30b", 4, 60, 4)
     trace = synthesize("qwen3-30b", shape, 128, 0, 8)
-    trace = replace(trace, tokens=np.zeros(trace.n_tokens, np.int32))  # known, so that passes are announced
+    trace = replace(trace, tokens=np.zeros(trace.n_tokens, np.int32))  # passes with known tokens are announced
     trace = grouped(trace, [np.arange(8) * 128 + at for at in range(128)])
     misses = {
         name: Simulation(trace, native_policies()[name], NoPrediction(shape), 89).run().counters["misses"]

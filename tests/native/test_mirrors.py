@@ -1,4 +1,4 @@
-"""Copies of the model's files on several drives: all of them are read, and a drive that fails costs nothing."""
+"""Tests copies of the model's files on several drives. The store reads all copies, and drops a drive that fails."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def bytes_of(store: Store) -> list[int]:
     return [drive["bytes"] for drive in store.drives()]
 
 
-def test_without_mirrors_the_one_copy_has_every_byte(fake: FakeModel, open_store: Open) -> None:
+def test_store_without_mirrors_reads_every_byte_from_one_drive(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, N_SLOTS)
     read_all(fake, store, context)
     store.drain(10)
@@ -79,14 +79,14 @@ def test_without_mirrors_the_one_copy_has_every_byte(fake: FakeModel, open_store
     assert not drive["dropped"]
 
 
-def test_a_simulation_has_no_drives(fake: FakeModel, open_store: Open) -> None:
+def test_simulated_store_lists_no_drives(fake: FakeModel, open_store: Open) -> None:
     store, _ = open_store(fake, N_SLOTS, simulate=True)
     assert store.drives() == []
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
 @pytest.mark.parametrize("n_mirrors", [1, 2])
-def test_reads_go_to_every_copy_and_bring_the_files_bytes(
+def test_store_reads_from_every_copy_and_gets_the_files_bytes(
     tmp_path: Path, open_store: Open, slow: Slow, n_mirrors: int, direct: bool
 ) -> None:
     fake = make_model(tmp_path, n_shards=2, n_embd=256, n_ff=64)
@@ -101,7 +101,7 @@ def test_reads_go_to_every_copy_and_bring_the_files_bytes(
     assert min(read) > sum(read) / 20
 
 
-def test_a_slower_drive_gets_fewer_reads(fake: FakeModel, mirror: list[Path], open_store: Open, slow: Slow) -> None:
+def test_slower_drive_gets_fewer_reads(fake: FakeModel, mirror: list[Path], open_store: Open, slow: Slow) -> None:
     slow(fake.paths[0], 1e-3)
     slow(mirror[0], 6e-3)
     store, context = open_store(fake, N_SLOTS, mirrors=[mirror])
@@ -110,7 +110,7 @@ def test_a_slower_drive_gets_fewer_reads(fake: FakeModel, mirror: list[Path], op
     assert 0 < other < own
 
 
-def test_a_drive_that_was_slow_is_tried_again(
+def test_drive_that_becomes_fast_gets_reads_again(
     fake: FakeModel, mirror: list[Path], open_store: Open, slow: Slow
 ) -> None:
     slow(mirror[0], 5e-3)
@@ -127,7 +127,7 @@ def test_a_drive_that_was_slow_is_tried_again(
 
 @pytest.mark.parametrize("reason", [errno.EIO, errno.ENOENT, errno.ESTALE], ids=errno.errorcode.get)
 @pytest.mark.parametrize("index", [0, 1], ids=["its own file", "the mirror"])
-def test_a_drive_that_fails_is_dropped_and_nothing_is_lost(
+def test_failing_drive_is_dropped_and_the_other_copy_is_read(
     fake: FakeModel, mirror: list[Path], open_store: Open, slow: Slow, index: int, reason: int
 ) -> None:
     for path in (fake.paths[0], mirror[0]):
@@ -149,7 +149,7 @@ def test_a_drive_that_fails_is_dropped_and_nothing_is_lost(
     assert bytes_of(store)[1 - index] > read[1 - index]
 
 
-def test_an_error_that_comes_once_drops_no_drive(fake: FakeModel, mirror: list[Path], open_store: Open) -> None:
+def test_single_read_error_is_retried_and_drops_no_drive(fake: FakeModel, mirror: list[Path], open_store: Open) -> None:
     store, context = open_store(fake, N_SLOTS, mirrors=[mirror])
     arm_fault("read", 3)
     read_all(fake, store, context)
@@ -157,7 +157,7 @@ def test_an_error_that_comes_once_drops_no_drive(fake: FakeModel, mirror: list[P
     assert not any(drive["dropped"] for drive in store.drives())
 
 
-def test_where_the_last_copy_fails_the_event_fails_and_later_ones_are_read(
+def test_failure_of_the_last_copy_fails_the_event_and_later_events_read_again(
     fake: FakeModel, mirror: list[Path], open_store: Open
 ) -> None:
     store, context = open_store(fake, N_SLOTS, mirrors=[mirror])
@@ -172,7 +172,7 @@ def test_where_the_last_copy_fails_the_event_fails_and_later_ones_are_read(
 
 
 @pytest.mark.parametrize("kind", ["read", "stat", "short_read", "eintr"])
-def test_the_nth_operation_on_a_mirror_fails_for_good(fake: FakeModel, open_store: Open, kind: str) -> None:
+def test_fault_at_any_operation_on_a_mirror_loses_no_bytes(fake: FakeModel, open_store: Open, kind: str) -> None:
     paths = copies(fake, "mirror")
     dropped = 0
     for nth in count(1):
@@ -192,7 +192,7 @@ def test_the_nth_operation_on_a_mirror_fails_for_good(fake: FakeModel, open_stor
     assert (dropped > 0) == (kind in ("read", "stat"))
 
 
-def test_a_drive_that_fails_while_many_read_loses_nothing(
+def test_drive_failing_under_concurrent_reads_loses_no_bytes(
     fake: FakeModel, mirror: list[Path], open_store: Open
 ) -> None:
     store, context = open_store(fake, 2 * N_EXPERT, mirrors=[mirror], readers=8)
@@ -214,7 +214,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("index", [0, 1], ids=["its own file", "the mirror"])
-def test_a_copy_that_is_written_to_gives_no_more_bytes(
+def test_copy_that_is_written_to_is_dropped(
     fake: FakeModel, mirror: list[Path], open_store: Open, slow: Slow, index: int, change: Callable[[Path], object]
 ) -> None:
     for path in (fake.paths[0], mirror[0]):
@@ -227,7 +227,7 @@ def test_a_copy_that_is_written_to_gives_no_more_bytes(
     assert store.counters()["read_errors"] == 0
 
 
-def test_a_mirror_of_another_size_is_refused(fake: FakeModel, mirror: list[Path], open_store: Open) -> None:
+def test_store_rejects_a_mirror_of_another_size(fake: FakeModel, mirror: list[Path], open_store: Open) -> None:
     with mirror[0].open("ab") as file:
         file.write(b"x")
     n_bytes = len(fake.contents[0])
@@ -235,7 +235,7 @@ def test_a_mirror_of_another_size_is_refused(fake: FakeModel, mirror: list[Path]
         open_store(fake, N_SLOTS, mirrors=[mirror])
 
 
-def test_a_mirror_of_another_training_is_refused(fake: FakeModel, mirror: list[Path], open_store: Open) -> None:
+def test_store_rejects_a_mirror_with_other_weights(fake: FakeModel, mirror: list[Path], open_store: Open) -> None:
     matrix = fake.layout.layers[2].matrices[1]
     data = bytearray(mirror[0].read_bytes())
     end = matrix.offset + matrix.n_expert * matrix.expert_bytes
@@ -246,7 +246,7 @@ def test_a_mirror_of_another_training_is_refused(fake: FakeModel, mirror: list[P
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link], ids=["symbolic link", "hard link"])
-def test_a_mirror_that_is_the_models_own_file_is_refused(
+def test_store_rejects_a_mirror_that_links_to_the_models_file(
     fake: FakeModel, tmp_path: Path, open_store: Open, link: Callable[[Path, Path], None]
 ) -> None:
     other = tmp_path / "other.bin"
@@ -255,7 +255,7 @@ def test_a_mirror_that_is_the_models_own_file_is_refused(
         open_store(fake, N_SLOTS, mirrors=[[other]])
 
 
-def test_a_mirror_that_is_not_there_is_dropped_when_the_store_opens(fake: FakeModel, open_store: Open) -> None:
+def test_missing_mirror_is_dropped_when_the_store_opens(fake: FakeModel, open_store: Open) -> None:
     missing = fake.paths[0].with_name("unplugged.bin")
     store, context = open_store(fake, N_SLOTS, mirrors=[[missing]])
     drive = store.drives()[1]
@@ -264,7 +264,7 @@ def test_a_mirror_that_is_not_there_is_dropped_when_the_store_opens(fake: FakeMo
     assert bytes_of(store)[1] == 0
 
 
-def test_a_mirror_whose_samples_cannot_be_read_is_dropped_and_not_refused(
+def test_unreadable_mirror_is_dropped_when_the_store_opens(
     fake: FakeModel, mirror: list[Path], open_store: Open
 ) -> None:
     limit_faults(mirror[0])

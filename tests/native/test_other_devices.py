@@ -1,4 +1,4 @@
-"""Slots outside the host's memory: on one or two devices behind links and RPC servers, with and without staging."""
+"""Tests slots outside the host's memory: on one or two devices behind links or RPC servers, also with staging."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,7 +69,7 @@ def on_rpc(fake: FakeModel) -> tuple[list[Figures], Figures]:
     return [passes_on(fake, size, names[:1]) for size in sizes], passes_on(fake, (5, 7, 0), names)
 
 
-def test_one_rpc_server_and_two(mixed: FakeModel) -> None:
+def test_rpc_slots_hold_the_files_bytes(mixed: FakeModel) -> None:
     of_one, (devices, ram) = in_child(on_rpc, mixed, n_servers=2)
     with_ram = [below for _, below in of_one if below]
     assert len(with_ram) == 4
@@ -85,7 +85,7 @@ def behind_a_link(fake: FakeModel, strict_seed: int) -> None:
 
 
 @pytest.mark.parametrize("strict_seed", [0, 1])
-def test_a_device_behind_a_link(mixed: FakeModel, strict_seed: int) -> None:
+def test_store_on_a_device_behind_a_link_holds_the_files_bytes(mixed: FakeModel, strict_seed: int) -> None:
     in_own_process(behind_a_link, mixed, strict_seed)
 
 
@@ -102,7 +102,7 @@ def behind_two_links(fake: FakeModel, pinned: int) -> tuple[str, dict[str, Any]]
 @pytest.mark.parametrize(
     ("pinned", "why"), [(ABI.PINNED_NOT, "was refused pinned memory"), (ABI.PINNED_FIRST, "offers no pinned memory")]
 )
-def test_memory_pinned_for_the_first_device_is_not_for_others(mixed: FakeModel, pinned: int, why: str) -> None:
+def test_ram_slots_pinned_for_the_first_device_are_pageable_for_others(mixed: FakeModel, pinned: int, why: str) -> None:
     note, alone = in_own_process(behind_two_links, mixed, pinned)
     assert note == "slots in RAM are pinned for LINK0, and pageable for LINK1"
     assert (alone["pinned_memory"], alone["device"]) == (0, "LINK1")

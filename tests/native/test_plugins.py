@@ -1,4 +1,4 @@
-"""Backends of ggml that are packages of their own are found, checked and loaded; one stands in for CUDA."""
+"""Tests that the library finds, checks and loads backends of ggml from separate packages. A stand-in replaces CUDA."""
 
 import json
 import os
@@ -134,19 +134,19 @@ def load(site: Path, tmp_path: Path) -> Load:
     return load_all
 
 
-def test_the_devices_of_an_installed_backend_are_listed_beside_the_cpu(
+def test_installed_backend_adds_its_devices_beside_the_cpu(
     compiled: Callable[..., Path], install: Install, load: Load
 ) -> None:
     install("cuda13", compiled())
     assert load() == {"devices": ["CPU", "STANDIN0"], "refused": [], "errors": []}
 
 
-def test_without_installed_backends_there_is_the_cpu(load: Load) -> None:
+def test_library_without_plugins_lists_only_the_cpu(load: Load) -> None:
     assert load() == {"devices": ["CPU"], "refused": [], "errors": []}
 
 
 @pytest.mark.parametrize("field", plugins.BUILT_FROM)
-def test_a_backend_that_was_built_for_another_ggml_is_refused_with_both_versions_and_what_to_install(
+def test_plugin_built_for_another_ggml_is_refused_with_the_command_to_install(
     compiled: Callable[..., Path], install: Install, load: Load, field: str
 ) -> None:
     install("cuda13", compiled(), version="0.0.9", **{field: "123abc"})
@@ -157,14 +157,14 @@ def test_a_backend_that_was_built_for_another_ggml_is_refused_with_both_versions
     assert text.endswith(f'pip install "moegguf-cuda13=={__version__}".')
 
 
-def test_a_folder_without_a_pin_is_refused(compiled: Callable[..., Path], install: Install, load: Load) -> None:
+def test_plugin_without_a_pin_is_refused(compiled: Callable[..., Path], install: Install, load: Load) -> None:
     (install("cuda13", compiled()) / "UPSTREAM").unlink()
     found = load()
     assert found["devices"] == ["CPU"]
     assert "(unknown" in found["refused"][0]
 
 
-def test_the_cpu_works_where_a_library_of_the_driver_is_missing(
+def test_cpu_works_if_the_driver_library_of_a_plugin_is_missing(
     compiled: Callable[..., Path], install: Install, load: Load, tmp_path: Path
 ) -> None:
     driver = tmp_path / "libdriver-of-no-card.so"
@@ -176,7 +176,7 @@ def test_the_cpu_works_where_a_library_of_the_driver_is_missing(
     assert "failed to load" in found["errors"][0] and "libdriver-of-no-card.so" in found["errors"][0]
 
 
-def test_the_cpu_works_where_the_file_is_no_library(install: Install, load: Load, tmp_path: Path) -> None:
+def test_cpu_works_if_the_file_of_a_plugin_is_not_a_library(install: Install, load: Load, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.write_bytes(b"no library")
     install("vulkan", broken)
@@ -185,7 +185,7 @@ def test_the_cpu_works_where_the_file_is_no_library(install: Install, load: Load
     assert "failed to load" in found["errors"][0]
 
 
-def test_a_backend_without_devices_leaves_its_reason_and_the_next_one_is_loaded(
+def test_plugin_without_devices_reports_its_error_and_the_next_plugin_loads(
     compiled: Callable[..., Path], install: Install, load: Load
 ) -> None:
     install("cuda13", compiled('NAME="CUDA"', "N_DEVICES=0", "FAILS"))
@@ -196,7 +196,7 @@ def test_a_backend_without_devices_leaves_its_reason_and_the_next_one_is_loaded(
     assert "failed to initialize CUDA: the driver is too old" in found["errors"][0]
 
 
-def test_the_newest_cuda_comes_first_and_vulkan_last(
+def test_plugin_folders_lists_the_newest_cuda_first_and_vulkan_last(
     install: Install, tmp_path: Path, site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     empty = tmp_path / "empty"
@@ -207,7 +207,7 @@ def test_the_newest_cuda_comes_first_and_vulkan_last(
     assert [folder.name for folder in plugins.plugin_folders()] == ["cuda13", "cuda12", "vulkan"]
 
 
-def test_the_identity_of_a_build_depends_on_installed_backends(
+def test_build_identity_depends_on_installed_plugins(
     install: Install, tmp_path: Path, site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = library.build_identity()

@@ -57,7 +57,7 @@ def skip(gating: Gating = Gating.SOFTMAX, n_group: int = 1) -> Predictor:
         bias = random.standard_normal((2, SHAPE.n_expert)).astype(np.float32) * 0.1
         return Router(SHAPE.n_expert_used, matrix, bias[0], bias[1])
 
-    routers = {il: router() for il in SHAPE.layers if il != 5}  # one layer is chosen by a token's id alone
+    routers = {il: router() for il in SHAPE.layers if il != 5}  # one layer routes by token id and has no router
     return networks.skip(SHAPE, Routers(gating, routers, n_group, max(1, n_group // 2)))
 
 
@@ -159,7 +159,7 @@ MADE: dict[str, Callable[[], Predictor]] = {
     "eamc": eamc,
     "eamc-full": lambda: eamc(1000),
 }
-ALIKE = {"routing-path": 0.03}  # values are rounded twenty times here; other predictors have 0.01
+ALIKE = {"routing-path": 0.03}  # this predictor rounds values twenty times; the tolerance of others is 0.01
 
 
 def choice(random: np.random.Generator, n_tokens: int) -> np.ndarray[Any, Any]:
@@ -230,7 +230,7 @@ class Comparison:
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_the_store_predicts_what_the_definition_says_also_asked_layer_by_layer(name: str) -> None:
+def test_native_predictions_equal_the_definition_in_bulk_and_by_layer(name: str) -> None:
     random, comparison, found = rng(), Comparison(name), asked(MADE[name])
     with simulated() as (store, context):
         store.set_predictor(native(MADE[name]()), EVERYTHING)
@@ -255,7 +255,7 @@ def test_the_store_predicts_what_the_definition_says_also_asked_layer_by_layer(n
     assert comparison.n_known > 20
 
 
-def test_a_policy_in_python_scores_with_what_the_store_expects() -> None:
+def test_python_policy_gets_the_forecast_of_the_native_predictor() -> None:
     random, comparison, seen = rng(), Comparison("affinity"), list[tuple[list[int], Float32s]]()
     comparison.announce([0], np.zeros(1, np.int32))
 
@@ -292,7 +292,7 @@ def batch(
 
 # Two predictors are left out: rounding may decide which groups, or which of a thousand entries, they select.
 @pytest.mark.parametrize("name", [name for name in MADE if name not in ("skip-groups", "eamc-full")])
-def test_several_sequences_are_predicted_as_each_is_alone(name: str) -> None:
+def test_forecast_of_several_sequences_equals_the_forecast_of_each_alone(name: str) -> None:
     """Compares passes of changing sequences with each sequence alone. Only sequences of the pass count."""
     random, comparison = rng(), Comparison(name)
     with simulated() as (store, context):
@@ -311,7 +311,7 @@ def test_several_sequences_are_predicted_as_each_is_alone(name: str) -> None:
     assert found["forecast_picks"] % SHAPE.n_expert_used == 0 < found["forecast_right"]
 
 
-def test_of_many_sequences_some_are_asked_and_the_others_count_as_their_average() -> None:
+def test_forecast_samples_eight_of_up_to_64_sequences_and_extrapolates() -> None:
     with simulated() as (store, context):
         store.set_predictor(native(previous_token(SHAPE)), EVERYTHING)
         for n, n_asked in ((8, 8), (12, 8), (64, 8), (65, 0)):
@@ -335,7 +335,7 @@ def test_of_many_sequences_some_are_asked_and_the_others_count_as_their_average(
             assert store.forecast()[0][2] == pytest.approx(1 - (1 - alone) ** n, abs=1e-5)
 
 
-def test_prompts_beside_decoding_sequences_are_not_predicted() -> None:
+def test_forecast_is_empty_for_passes_with_prompts() -> None:
     with simulated() as (store, context):
         store.set_predictor(native(previous_token(SHAPE)), EVERYTHING)
         phases = [Phase.DECODE, Phase.DECODE, Phase.PREFILL, Phase.PREFILL, Phase.PREFILL]
@@ -349,7 +349,7 @@ def test_prompts_beside_decoding_sequences_are_not_predicted() -> None:
         assert store.forecast()[1].any(), "what they showed is known"
 
 
-def test_popularity_predicts_every_layer_whatever_the_token() -> None:
+def test_popularity_predicts_its_shares_for_every_layer() -> None:
     shares = rng().dirichlet(np.ones(SHAPE.n_expert), N).astype(np.float32)
     predictor = asked(lambda: counts.popularity(SHAPE, Weights({"popularity": shares})))
     predictor.announce(Announcement(0, Phase.DECODE, np.array([7], np.int32)))
@@ -358,7 +358,7 @@ def test_popularity_predicts_every_layer_whatever_the_token() -> None:
         assert predictor.predict(il, row + 1) == pytest.approx(expected)
 
 
-def test_every_predictor_of_the_library_has_a_definition() -> None:
+def test_every_native_predictor_has_a_definition_in_the_tests() -> None:
     with simulated() as (store, _), pytest.raises(OptionError) as unknown:
         store.set_predictor(NativePredictor("oracle", {}))
     listed = str(unknown.value).partition("known are ")[2].rstrip(".").split(", ")
@@ -366,7 +366,7 @@ def test_every_predictor_of_the_library_has_a_definition() -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_inputs_that_are_not_finite_predict_nothing(bad: float) -> None:
+def test_skip_predicts_nothing_from_inputs_that_are_not_finite(bad: float) -> None:
     with simulated() as (store, context):
         store.set_predictor(native(skip()), EVERYTHING)
         inputs = np.ones((1, SHAPE.n_embd), np.float32)
@@ -379,7 +379,7 @@ def test_inputs_that_are_not_finite_predict_nothing(bad: float) -> None:
         assert not store.forecast()[1].any()
 
 
-def test_once_means_from_as_far_away_as_the_window_reaches_and_nothing_is_after_the_last_layer() -> None:
+def test_forecast_once_covers_the_window_and_ends_at_the_last_layer() -> None:
     with simulated() as (store, context):
         store.set_predictor(native(previous_token(SHAPE)), NativeForecast(window=2, once=True))
         for _ in range(2):
@@ -426,7 +426,7 @@ def prefetched(forecast: NativeForecast, compute_ns: int = 20_000) -> dict[str, 
         return store.counters()
 
 
-def test_what_is_predicted_is_prefetched_within_its_limit_and_saves_stall() -> None:
+def test_predicted_experts_are_prefetched_up_to_the_limit_and_reduce_stall() -> None:
     without = prefetched(NativeForecast(window=N))
     assert without["prefetch_started"] == 0
     assert without["forecast_picks"] > 0
@@ -442,8 +442,8 @@ def test_what_is_predicted_is_prefetched_within_its_limit_and_saves_stall() -> N
         assert counters["prefetch_requested"] == counters["prefetch_started"] + counters["prefetch_dropped"]
 
 
-def test_an_expert_that_is_likely_now_comes_however_rarely_it_was_used() -> None:
-    """The expert has the lowest score by next-use. A miss would evict another expert for it all the same."""
+def test_likely_expert_is_prefetched_although_its_score_is_lowest() -> None:
+    """The expert has the lowest score by next-use. A miss would evict another expert for this one anyway."""
     often, rarely = [[0, 1, 2]], [[3, 4, 5]]
     table = always(*often, *rarely)
     with simulated(SHAPE.n_expert_used * N, fill=False, **LINK) as (store, context):
@@ -460,7 +460,7 @@ def test_an_expert_that_is_likely_now_comes_however_rarely_it_was_used() -> None
         assert store.counters()["prefetch_started"] > before
 
 
-def test_what_comes_late_is_useful_in_part_only() -> None:
+def test_late_prefetches_are_counted_apart_from_useful_ones() -> None:
     """Uses a link on which an expert takes two thirds of a layer's time, and a link on which it takes three layers."""
     forecast = NativeForecast(window=1, most_prefetches=100, waste_weight=0.0)
     found = {}
@@ -477,7 +477,7 @@ def test_what_comes_late_is_useful_in_part_only() -> None:
     assert found[1000]["prefetch_late"] > found[1000]["prefetch_useful"]
 
 
-def test_by_proximity_the_most_probable_of_near_layers_come_first() -> None:
+def test_by_proximity_prefetches_the_most_probable_expert_of_near_layers_first() -> None:
     """Uses a token with twelve likely experts in each layer. In the second layer, its experts are certain."""
     counted = np.zeros((1, N, SHAPE.n_expert), np.uint16)
     counted[0][:, :12] = 5
@@ -492,14 +492,14 @@ def test_by_proximity_the_most_probable_of_near_layers_come_first() -> None:
             assert np.argwhere(store.residency())[:, 0].tolist() == [first]
 
 
-def test_what_is_not_worth_its_bytes_is_not_prefetched_and_a_needed_link_carries_no_wish() -> None:
+def test_prefetching_stops_if_waste_is_costly_or_the_link_is_busy() -> None:
     found = prefetched(NativeForecast(window=N, most_prefetches=100, waste_weight=50.0))
     assert found["prefetch_started"] < 50  # prefetched until the store has learned how often the predictor is wrong
     assert prefetched(NativeForecast(window=N, most_prefetches=100), compute_ns=0)["prefetch_started"] == 0
 
 
-def test_what_a_predictor_is_worth_is_known_after_a_pause_and_of_another_it_is_not() -> None:
-    """Uses tables that are always wrong, with a pause as between two trials of prefetching."""
+def test_calibration_of_a_predictor_survives_a_pause_but_not_a_replacement() -> None:
+    """Uses tables that are always wrong. Prefetching pauses like between two trials."""
     matrix = np.zeros((N - 1, SHAPE.n_expert, SHAPE.n_expert), np.float32)
     matrix[..., :3] = 1 / 3
     wrong, other = always([0, 1, 2]), affinity(matrix)
@@ -525,7 +525,7 @@ def test_what_a_predictor_is_worth_is_known_after_a_pause_and_of_another_it_is_n
 
 
 @pytest.mark.parametrize("pause", ["none", "idle", "prompt"])
-def test_what_a_pause_or_a_prompt_takes_is_no_time_to_prefetch_in(pause: str) -> None:
+def test_pauses_and_prompts_do_not_count_as_time_to_prefetch(pause: str) -> None:
     """Uses a link that moves a tenth of an expert in the time of a layer, and a predictor that is often wrong."""
     random, forecast = rng(), NativeForecast(window=1, most_prefetches=100, waste_weight=0.5)
     with simulated(12, fill=False, sweep=False, link_bytes_per_s=1e8) as (store, context):
@@ -553,7 +553,7 @@ def test_what_a_pause_or_a_prompt_takes_is_no_time_to_prefetch_in(pause: str) ->
         assert tokens(20) == 0
 
 
-def test_acting_can_be_switched_off_and_on() -> None:
+def test_act_on_forecasts_switches_prefetching_off_and_on() -> None:
     with simulated(12, fill=False, **LINK) as (store, context):
         store.set_predictor(native(previous_token(SHAPE)), NativeForecast(window=N, most_prefetches=100))
 
@@ -572,7 +572,7 @@ def test_acting_can_be_switched_off_and_on() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="scheduling policies are Linux's")
-def test_the_stores_threads_keep_the_scheduling_policy_of_the_process(fake: FakeModel, open_store: Open) -> None:
+def test_store_threads_inherit_the_scheduling_policy_of_the_process(fake: FakeModel, open_store: Open) -> None:
     def threads() -> set[int]:
         return {int(name) for name in os.listdir("/proc/self/task")}
 
@@ -585,13 +585,13 @@ def test_the_stores_threads_keep_the_scheduling_policy_of_the_process(fake: Fake
     finally:
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     fake.token(store, context, [3, 4])
-    # The new threads are readers, the thread that predicts, and an idle team, which starts meanwhile.
+    # The new threads are readers, the thread of the predictor, and an idle OpenMP team.
     new = threads() - before
     assert len(threads()) > n_without
     assert {os.sched_getscheduler(thread) for thread in new} == {os.SCHED_BATCH}
 
 
-def test_bad_predictors_are_refused_and_the_one_before_stays() -> None:
+def test_set_predictor_rejects_bad_arrays_and_keeps_the_previous_predictor() -> None:
     good = native(mlp())
     missing = {name: values for name, values in good.arrays.items() if name != "1.2.out.scale"}
     short = {**good.arrays, "1.2.out.scale": good.arrays["1.2.out.scale"][:-1]}
@@ -631,9 +631,7 @@ def test_bad_predictors_are_refused_and_the_one_before_stays() -> None:
         assert store.forecast()[1].any()
 
 
-def test_slots_hold_the_files_bytes_while_predictions_fetch_and_predictors_change(
-    fake: FakeModel, open_store: Open
-) -> None:
+def test_slots_hold_the_files_bytes_while_predictors_prefetch_and_change(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 14, readers=2)
     stop = threading.Event()
     counts = rng().integers(0, 9, (50, 4, 8)).astype(np.uint16)
@@ -670,7 +668,7 @@ def test_slots_hold_the_files_bytes_while_predictions_fetch_and_predictors_chang
     assert store.counters()["prefetch_started"] > 0
 
 
-def test_a_predictor_in_lockstep_acts_at_a_fixed_place(fake: FakeModel, open_store: Open) -> None:
+def test_lockstep_predictor_predicts_before_the_next_event(fake: FakeModel, open_store: Open) -> None:
     """The thread predicts before the next event continues. Every run has therefore the same forecast at this point."""
     store, context = open_store(fake, 14, readers=1)
     store.set_predictor(native(previous_token(MoeShape.of(fake.layout))), NativeForecast(window=4, lockstep=True))

@@ -1,4 +1,7 @@
-"""Compute threads spin shortly while experts can be absent: an idle OpenMP thread more than there are processors."""
+"""Tests that compute threads spin only shortly while experts can be absent.
+
+For this, a store starts an idle OpenMP team, so that there are more OpenMP threads than processors.
+"""
 
 import os
 import time
@@ -51,7 +54,7 @@ def more_threads(fake: FakeModel, sizes: list[int], simulate: bool, expected: li
     [([32, 20, 20], False, [0, 2, 2, 2, 0]), ([32], False, [0, 2, 0]), ([20], True, [0, 0, 0])],
     ids=["one team for all that can miss", "a resident pool that shrinks", "simulated"],
 )
-def test_stores_that_can_miss_have_an_idle_team(
+def test_store_that_can_miss_starts_an_idle_openmp_team(
     fake: FakeModel, sizes: list[int], simulate: bool, expected: list[int]
 ) -> None:
     counts = in_own_process(more_threads, fake, sizes, simulate, expected)
@@ -68,6 +71,6 @@ def spinning(given: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
     return loaded, {name: os.environ[name] for name in SPINNING if name in os.environ}
 
 
-def test_openmp_is_told_when_it_is_loaded_unless_the_user_says() -> None:
+def test_openmp_loads_with_spin_variables_unless_the_user_set_one() -> None:
     assert in_own_process(spinning, {}) == (library.SPINNING, {})
     assert in_own_process(spinning, {"OMP_WAIT_POLICY": "passive"}) == ({"OMP_WAIT_POLICY": "passive"},) * 2

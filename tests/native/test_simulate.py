@@ -1,5 +1,8 @@
-"""Replays: every policy runs and stays below Belady, failures are not hidden; made-up routing meets the hit rates that
-were published."""
+"""Tests replays of traces.
+
+Every policy runs and stays below Belady, and a failing policy raises an error. Synthetic routing has the published hit
+rates.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,7 +45,7 @@ def run(policy: AnyPolicy, n_slots: int = 24, **options: object) -> SimResult:
 
 
 @pytest.mark.parametrize("make", ALL, ids=lambda make: make().name)
-def test_every_policy_replays_alike_each_time_and_stays_below_belady(make: Callable[[], AnyPolicy]) -> None:
+def test_policies_replay_deterministically_and_stay_below_belady(make: Callable[[], AnyPolicy]) -> None:
     first, again = (run(make()) for _ in range(2))
     assert first == again
     assert first.whole.lookups == Lookups.of(TRACE).keys.size
@@ -51,7 +54,7 @@ def test_every_policy_replays_alike_each_time_and_stays_below_belady(make: Calla
     assert sum(span.hits for span in first.sequences.values()) == first.decode.hits
 
 
-def test_a_controller_that_leaves_scores_alone_changes_nothing() -> None:
+def test_policy_without_scores_equals_lru() -> None:
     class Quiet:
         name: ClassVar[str] = "quiet"
 
@@ -75,17 +78,17 @@ class Answers:
         return self.answer  # type: ignore[return-value]
 
 
-def test_a_policy_that_fails_ends_the_simulation_with_its_name() -> None:
+def test_failing_policy_ends_the_simulation_with_its_name() -> None:
     with pytest.raises(CallbackError, match="policy answers raised ZeroDivisionError: no"):
         run(Answers(ZeroDivisionError("no")))
     with pytest.raises(CallbackError, match=r"policy answers raised ValueError: scores have the shape \(3, 3\)"):
         run(Answers(np.zeros((3, 3), np.float32)))
 
 
-def test_time_is_compute_plus_stall() -> None:
+def test_simulated_time_is_compute_plus_stall() -> None:
     result = run(LRU, link_bytes_per_s=1e9, layer_compute_us=5.0, store=StoreOptions(sweep=False))
     decode = result.decode
-    assert decode.stall_ns == decode.bytes_missed  # the link moves a byte per ns, and nothing overlaps
+    assert decode.stall_ns == decode.bytes_missed  # the link moves 1 byte per ns, and no transfer overlaps computing
     assert decode.tokens == 6 * 40
     assert decode.clock_ns == decode.stall_ns + decode.tokens * 5 * 5000
     assert result.t_per_s == pytest.approx(decode.tokens / decode.clock_ns * 1e9)
@@ -111,7 +114,7 @@ class Oracle(Predictor):
 
 
 @pytest.mark.parametrize("policy", [lambda: LRU, lambda: NEXT_USE], ids=["lru", "next-use"])
-def test_right_prefetches_hide_stall_behind_compute(policy: Callable[[], Policy]) -> None:
+def test_correct_prefetches_hide_stall_behind_compute(policy: Callable[[], Policy]) -> None:
     options = SimOptions(link_bytes_per_s=1e9, layer_compute_us=50.0)
     acting = replace(options, prefetch=PrefetchOptions(window=1, budget_bytes=10_000, watchdog=False))
     without = Simulation(TRACE, policy(), Oracle(), 40, options).run().decode
@@ -120,7 +123,7 @@ def test_right_prefetches_hide_stall_behind_compute(policy: Callable[[], Policy]
     assert ahead.stall_ns < without.stall_ns / 2
 
 
-def test_shares_become_slots() -> None:
+def test_slots_of_converts_a_share_and_rejects_shares_out_of_range() -> None:
     assert slots_of(SMALL, 0.25) == 20
     assert slots_of(SMALL, 0.001) == SMALL.n_expert_used
     for share in (0.0, 1.01):
@@ -130,7 +133,7 @@ def test_shares_become_slots() -> None:
         Simulation(TRACE, LRU, NoPrediction(SMALL), 1)
 
 
-def test_passes_are_cut_to_what_fits_and_a_layout_is_made_from_the_shape_alone() -> None:
+def test_fitted_cuts_passes_to_the_slots_and_layout_of_keeps_the_shape() -> None:
     cut = fitted(TRACE, 5)
     lengths = np.diff(cut.pass_start)
     assert lengths.max() == 2
@@ -149,13 +152,13 @@ def hit_rate(trace: Trace, share: float) -> float:
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", LOCALITIES)
-def test_hit_rates_are_within_three_points_of_the_published(name: str, seed: int) -> None:
+def test_synthetic_hit_rates_are_within_three_points_of_the_published(name: str, seed: int) -> None:
     trace = synthesize(name, shape_of(name, 4), 1024, seed)
     for share, published in LOCALITIES[name].hit_rates.items():
         assert hit_rate(trace, share) == pytest.approx(published, abs=0.03), share
 
 
-def test_a_made_up_trace_is_the_same_for_the_same_seed_and_survives_its_file(tmp_path: Path) -> None:
+def test_synthetic_trace_depends_only_on_its_seed_and_survives_its_file(tmp_path: Path) -> None:
     shape = shape_of("glm", 3, 40, 5, 1000)
     trace, again, other = (synthesize("glm", shape, 50, seed) for seed in (7, 7, 8))
     assert np.array_equal(trace.expert_ids, again.expert_ids)

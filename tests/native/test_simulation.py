@@ -1,4 +1,4 @@
-"""The modelled link: the same counters as the file-backed store, and times that can be worked out by hand.
+"""Tests the modelled link: its counters equal the counters of a store with files, and times are computed by hand.
 
 The link moves 1 byte per ns, so bytes are nanoseconds.
 """
@@ -25,7 +25,7 @@ MODELLED = {"simulate": True, "link_bytes_per_s": GB_S, "copy_bytes_per_s": 4 * 
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("of_first", [True, False])
-def test_it_counts_what_a_store_of_a_file_counts(
+def test_simulated_counters_equal_the_counters_of_a_store_with_files(
     fake: FakeModel, open_store: Open, n_slots: tuple[int, ...], n_ram: int, staging: int, policies: tuple[str, str],
     of_first: bool,
 ) -> None:  # fmt: skip
@@ -50,14 +50,14 @@ def test_it_counts_what_a_store_of_a_file_counts(
         store.drain(10)
         if Tier.RAM in store.tiers:
             check_tiers(store)
-        names = FIGURES[:5] if staging else FIGURES  # early arrival of bytes depends on time
+        names = FIGURES[:5] if staging else FIGURES  # the number of bytes that arrive early depends on time
         of_tiers = [{name: of[name] for name in names} for of in figures(store)]
         found.append((of_tiers, [store.residency(tier).tolist() for tier in store.tiers], store.counters()["reads"]))
     assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("latency_ns", [0, 1000])
-def test_the_stall_is_bytes_missed_over_bandwidth_and_a_latency_for_each_matrix(
+def test_stall_is_bytes_missed_over_bandwidth_plus_a_latency_per_matrix(
     fake: FakeModel, open_store: Open, latency_ns: int
 ) -> None:
     store, context = open_store(fake, 8, simulate=True, link_bytes_per_s=GB_S, link_latency_s=latency_ns / 1e9)
@@ -71,7 +71,7 @@ def test_the_stall_is_bytes_missed_over_bandwidth_and_a_latency_for_each_matrix(
 
 
 @pytest.mark.parametrize("share", [0.25, 1.0])
-def test_a_prefetch_saves_the_time_that_it_had(fake: FakeModel, open_store: Open, share: float) -> None:
+def test_prefetch_reduces_the_stall_by_its_head_start(fake: FakeModel, open_store: Open, share: float) -> None:
     store, context = open_store(fake, 8, simulate=True, link_bytes_per_s=GB_S)
     context.acquire(0, [0, 1])
     stall_ns, had_ns = store.counters()["stall_ns"], int(share * 2 * fake.expert_bytes)
@@ -85,7 +85,7 @@ def test_a_prefetch_saves_the_time_that_it_had(fake: FakeModel, open_store: Open
     assert counters["hits_late"] == counters["prefetch_late"] == 1 - come // 2
 
 
-def test_prefetches_are_queued_behind_those_before(fake: FakeModel, open_store: Open) -> None:
+def test_prefetches_are_served_in_order(fake: FakeModel, open_store: Open) -> None:
     store, _ = open_store(fake, 8, simulate=True, link_bytes_per_s=GB_S)
     store.prefetch([1, 1], [4, 5])
     store.advance(fake.expert_bytes // 2)  # 4 has a slot
@@ -99,7 +99,9 @@ def test_prefetches_are_queued_behind_those_before(fake: FakeModel, open_store: 
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["demand first", "in order"])
-def test_a_miss_passes_the_prefetches_or_waits_for_them(fake: FakeModel, open_store: Open, first: bool) -> None:
+def test_miss_overtakes_queued_prefetches_if_demand_first_is_set(
+    fake: FakeModel, open_store: Open, first: bool
+) -> None:
     store, context = open_store(fake, 8, simulate=True, link_bytes_per_s=GB_S, demand_first=first)
     store.prefetch([2, 2], [6, 7])
     context.acquire(1, [4])
@@ -108,7 +110,9 @@ def test_a_miss_passes_the_prefetches_or_waits_for_them(fake: FakeModel, open_st
 
 
 @pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "whole"])
-def test_a_miss_waits_for_one_matrix_of_a_prefetch_or_for_all(fake: FakeModel, open_store: Open, chunked: bool) -> None:
+def test_miss_waits_for_one_matrix_of_a_chunked_prefetch_or_for_all(
+    fake: FakeModel, open_store: Open, chunked: bool
+) -> None:
     store, context = open_store(fake, 8, simulate=True, link_bytes_per_s=GB_S, chunked=chunked)
     store.prefetch([2], [7])
     store.advance(500)
@@ -120,7 +124,7 @@ def test_a_miss_waits_for_one_matrix_of_a_prefetch_or_for_all(fake: FakeModel, o
     assert store.residency()[2, 7] == 2
 
 
-def test_a_simulation_touches_no_file_and_no_pool_and_free_transfers_take_no_time(
+def test_simulation_needs_no_file_and_no_pool_and_free_transfers_take_no_time(
     fake: FakeModel, open_store: Open
 ) -> None:
     for path in fake.paths:

@@ -1,4 +1,4 @@
-"""Prompts on a device: experts in tensors of a layer's full shape, by the router's own ids, and slots left alone."""
+"""Tests prompts on a device: staging tensors have a layer's full shape and the router's own ids, and slots stay."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ def check_staged(fake: FakeModel, store: Store, il: int, ids: Any, slot_ids: Any
 
 
 def events(fake: FakeModel, store: Store, context: StoreContext, n_passes: int, seed: int = 0) -> int:
-    """Makes passes of prompts and of one token, and checks the bytes of each event. Returns the staged look-ups."""
+    """Makes passes of prompts and of one token, and checks their bytes. Returns the number of staged look-ups."""
     rng, staged = np.random.default_rng(seed), 0
     for n in range(n_passes):
         n_tokens = int(rng.choice(N_TOKENS)) if n % 2 else 1
@@ -55,7 +55,7 @@ def check_figures(store: Store, staged: int) -> None:
     assert figures["stall_ns"] <= store.tier()["stall_ns"]
 
 
-def test_the_last_pass_of_a_prompt_fills_slots_and_others_leave_them_alone(fake: FakeModel, open_store: Open) -> None:
+def test_staged_prompt_fills_slots_only_in_its_last_pass(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 8, n_ram_slots=32, staging=2, fill=False)
     context.announce(0, 0, list(range(24)))
     for il in range(4):
@@ -75,9 +75,10 @@ def test_the_last_pass_of_a_prompt_fills_slots_and_others_leave_them_alone(fake:
 
 
 @pytest.mark.parametrize("n_layer", [4, 5])
-def test_what_comes_ahead_is_copied_while_a_layer_computes(tmp_path: Path, open_store: Open, n_layer: int) -> None:
+def test_staging_copies_the_next_layer_while_a_layer_computes(tmp_path: Path, open_store: Open, n_layer: int) -> None:
     """Uses the modelled clock. A prompt's copies take as long as its layers, and only the first layer waits. The last
-    of five layers is left out, as in a pass without logits."""
+    of five layers is left out, as in a pass without logits.
+    """
     fake = make_model(tmp_path, n_layer=n_layer)
     options = {"simulate": True, "link_bytes_per_s": 1e12, "copy_bytes_per_s": 1e9, "fill": False}
     store, context = open_store(fake, 8, n_ram_slots=8 * n_layer, staging=2, **options)
@@ -94,7 +95,7 @@ def test_what_comes_ahead_is_copied_while_a_layer_computes(tmp_path: Path, open_
     assert 1 - waited / copied >= 0.8
 
 
-def test_a_number_of_tensors_that_cannot_be(fake: FakeModel, open_store: Open) -> None:
+def test_staging_rejects_impossible_numbers_of_tensors_and_a_resize(fake: FakeModel, open_store: Open) -> None:
     for n in (-1, 3):
         with pytest.raises(OptionError, match=f"at most 2 staging tensors, not {n}"):
             open_store(fake, 8, n_ram_slots=8, staging=n)
@@ -106,7 +107,7 @@ def test_a_number_of_tensors_that_cannot_be(fake: FakeModel, open_store: Open) -
 
 
 @pytest.mark.parametrize("simulate", [False, True])
-def test_every_device_has_its_own_tensors(tmp_path: Path, simulate: bool) -> None:
+def test_staging_has_tensors_of_its_own_on_every_device(tmp_path: Path, simulate: bool) -> None:
     fake = make_model(tmp_path, n_layer=7)
     slots = [
         DeviceSlots(None, n, layers, through_ram=True, staging=2) for n, layers in ((5, (0, 1, 2)), (6, (3, 4, 5, 6)))

@@ -1,4 +1,4 @@
-"""Cancelling, closing, and children made by fork."""
+"""Tests cancelling and closing a store, and calls from a forked child."""
 
 import os
 import threading
@@ -18,7 +18,7 @@ from moegguf.testing.library import arm_fault
 CHILD_TIMEOUT_S = 10
 
 
-def test_cancelling_in_a_slow_read_ends_the_event_soon_and_the_next_works(fake: FakeModel, open_store: Open) -> None:
+def test_cancel_during_a_slow_read_ends_the_event_soon_and_the_next_works(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 4)
     arm_fault("slow_read", 1, sticky=True)
     with ThreadPoolExecutor(1) as pool:
@@ -39,7 +39,7 @@ def test_cancelling_in_a_slow_read_ends_the_event_soon_and_the_next_works(fake: 
     fake.token(store, context, [0, 1])
 
 
-def test_an_event_that_waits_for_a_slot_can_be_cancelled(fake: FakeModel, open_store: Open) -> None:
+def test_cancel_ends_an_event_that_waits_for_a_slot(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 2)
     arm_fault("slow_read", 1, sticky=True)
     store.prefetch([0], [0])
@@ -77,7 +77,7 @@ def refused(call: Callable[[], object]) -> bool:
     return False
 
 
-def test_a_forked_child_is_refused_and_never_hangs(fake: FakeModel, open_store: Open) -> None:
+def test_forked_child_gets_errors_and_never_hangs(fake: FakeModel, open_store: Open) -> None:
     """Forks repeatedly while readers and another thread sometimes hold the store's lock."""
     store, context = open_store(fake, 6)
     over = threading.Event()
@@ -110,7 +110,7 @@ def test_a_forked_child_is_refused_and_never_hangs(fake: FakeModel, open_store: 
     fake.token(store, context, [0, 1])
 
 
-def test_what_is_closed_says_so(fake: FakeModel, open_store: Open) -> None:
+def test_closed_store_raises_closed_error(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 4)
     store.close()
     store.close()
@@ -119,7 +119,7 @@ def test_what_is_closed_says_so(fake: FakeModel, open_store: Open) -> None:
             call()
 
 
-def test_a_store_may_close_with_reads_and_prefetches_under_way(fake: FakeModel, open_store: Open) -> None:
+def test_store_closes_while_reads_and_prefetches_are_running(fake: FakeModel, open_store: Open) -> None:
     for _ in range(30):
         store, context = open_store(fake, 20)
         context.acquire(0, [0, 1])

@@ -1,4 +1,7 @@
-"""Makes every operation fail, once and permanently. The result is equal bytes or a typed error, never a hang."""
+"""Makes every operation of the store fail, once and permanently.
+
+The store then returns equal bytes or raises a typed error, and never hangs.
+"""
 
 import errno
 import gc
@@ -70,7 +73,9 @@ def story(fake: FakeModel, options: StoreOptions, kind: str) -> tuple[MoeggufErr
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
 @pytest.mark.parametrize("sticky", [False, True], ids=["once", "sticky"])
 @pytest.mark.parametrize("kind", TYPED)
-def test_the_nth_operation_fails(tmp_path: Path, kind: str, sticky: bool, direct: bool) -> None:
+def test_fault_at_any_operation_is_typed_and_leaks_no_file_or_thread(
+    tmp_path: Path, kind: str, sticky: bool, direct: bool
+) -> None:
     fake = make_model(tmp_path, n_shards=2, n_embd=256, n_ff=64)
     options = StoreOptions(repack=False, readers=2, direct=direct)
     files, threads, errors = n_files(), n_threads(), 0
@@ -88,7 +93,7 @@ def test_the_nth_operation_fails(tmp_path: Path, kind: str, sticky: bool, direct
     assert (errors == 0) == (kind in harmless)
 
 
-def test_an_error_on_the_disk_that_stays_is_told_with_its_reason(fake: FakeModel, open_store: Open) -> None:
+def test_permanent_disk_error_is_raised_with_its_reason(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 4)
     arm_fault("read", 1, sticky=True, errno=errno.EIO)
     with pytest.raises(ExpertIOError, match="Input/output error"):
@@ -98,7 +103,7 @@ def test_an_error_on_the_disk_that_stays_is_told_with_its_reason(fake: FakeModel
     assert store.counters()["read_errors"] > 0
 
 
-def test_where_direct_reads_end_later_the_cache_is_read(fake: FakeModel, open_store: Open) -> None:
+def test_store_falls_back_to_buffered_reads_if_a_direct_read_is_refused(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 4)
     was_direct = store.info()["direct"]
     arm_fault("read", 1, errno=errno.EINVAL)
@@ -107,7 +112,7 @@ def test_where_direct_reads_end_later_the_cache_is_read(fake: FakeModel, open_st
 
 
 @pytest.mark.parametrize("sticky", [False, True], ids=["once", "sticky"])
-def test_a_fill_goes_on_behind_what_cannot_be_read(fake: FakeModel, open_store: Open, sticky: bool) -> None:
+def test_fill_continues_after_an_expert_that_cannot_be_read(fake: FakeModel, open_store: Open, sticky: bool) -> None:
     arm_fault("stat", 5, sticky=sticky)
     store, context = open_store(fake, 32)
     store.drain(5)
@@ -157,7 +162,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_file_that_is_written_to_gives_no_more_bytes(
+def test_file_that_is_written_to_is_not_read_any_more(
     fake: FakeModel, open_store: Open, direct: bool, change: Callable[[Path], object]
 ) -> None:
     store, context = open_store(fake, 4, direct=direct)
@@ -171,7 +176,7 @@ def test_a_file_that_is_written_to_gives_no_more_bytes(
         assert context.take_failure() is not None
 
 
-def test_another_training_of_one_matrix_beside_another_mode_gives_no_more_bytes(
+def test_file_with_one_overwritten_matrix_and_another_mode_is_not_read_any_more(
     fake: FakeModel, open_store: Open
 ) -> None:
     store, context = open_store(fake, 4)
@@ -189,7 +194,7 @@ def test_another_training_of_one_matrix_beside_another_mode_gives_no_more_bytes(
         context.acquire(3, [6, 7])
 
 
-def test_a_change_that_was_explained_once_explains_no_later_one(fake: FakeModel, open_store: Open) -> None:
+def test_chmod_does_not_hide_a_later_write(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 4)
     path = fake.paths[0]
     path.chmod(0o600)
@@ -203,7 +208,9 @@ def test_a_change_that_was_explained_once_explains_no_later_one(fake: FakeModel,
 
 
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
-def test_a_file_deleted_or_replaced_keeps_serving_what_it_was(fake: FakeModel, open_store: Open, direct: bool) -> None:
+def test_open_store_reads_the_original_of_a_deleted_or_replaced_file(
+    fake: FakeModel, open_store: Open, direct: bool
+) -> None:
     store, context = open_store(fake, 4, direct=direct)
     path = fake.paths[0]
     path.chmod(0o600)
@@ -220,7 +227,9 @@ def test_a_file_deleted_or_replaced_keeps_serving_what_it_was(fake: FakeModel, o
 
 
 @pytest.mark.parametrize("change", ["missing", "folder", "empty"])
-def test_a_missing_file_or_one_of_no_model_is_a_typed_error(fake: FakeModel, open_store: Open, change: str) -> None:
+def test_missing_file_folder_or_empty_file_raises_expert_io_error(
+    fake: FakeModel, open_store: Open, change: str
+) -> None:
     path = fake.paths[0]
     path.unlink()
     if change == "folder":

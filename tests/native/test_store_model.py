@@ -7,7 +7,7 @@ then holds the same experts as `reference_store.py`, slot for slot. In every run
 - no tier uses more slots than it has;
 - the number of look-ups is the number of hits and misses;
 - a call fails only by a typed error that the test has caused;
-- nothing stays on its way.
+- no read or copy is left unfinished.
 
 MOEGGUF_STORE_EXAMPLES sets a number of random sequences to run instead of the few fixed ones.
 """
@@ -136,7 +136,7 @@ class StoreMachine(RuleBasedStateMachine):
             raise
         fits = np.unique(ids).size <= self.usable_for(il) and not self.store.options.stream
         if fits or len(ids) == 1 or self.n_ram or not self.simulate:
-            self.held = (il, ids, slots)  # experts of other events have passed through some slots and are gone
+            self.held = (il, ids, slots)  # some slots were used by experts of other events, which are evicted
         return slots
 
     def route(self, seed: int, il: int, n_tokens: int) -> Ids:
@@ -423,7 +423,7 @@ def bits(model: FakeModel) -> bytes:
     return found
 
 
-def test_the_store_does_what_the_reference_does(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_store_equals_the_reference_store_under_random_calls(tmp_path_factory: pytest.TempPathFactory) -> None:
     made = (
         make_model(tmp_path_factory.mktemp("model"), n_layer=n_layer, n_expert=n_expert, n_used=n_used, dense_layers=of)
         for n_layer, n_expert, n_used, of in ((3, 6, 2, ()), (6, 8, 3, (1, 4)), (1, 5, 1, ()))

@@ -51,21 +51,21 @@ def there(store: Store) -> set[tuple[int, int]]:
     return {(int(il), int(expert)) for il, expert in np.argwhere(store.residency() == 2)}
 
 
-def test_a_resident_pool_starts_counting_when_it_shrinks(two: FakeModel, open_store: Open) -> None:
+def test_next_use_starts_counting_when_a_resident_pool_shrinks(two: FakeModel, open_store: Open) -> None:
     store, context = open_store(two, 16, fill=False)
     store.set_policy(*HALVING)
     for _ in range(9):
-        two.acquire(store, context, 1, [1])  # does not count
+        two.acquire(store, context, 1, [1])  # a resident pool does not count uses
     store.resize(3)
     for il, expert in [*STORY, (0, 2)]:
         two.acquire(store, context, il, [expert])
     assert there(store) == {(0, 0), (1, 0), (0, 2)}
 
 
-def test_a_forecast_of_a_layer_is_over_once_that_was_routed(told: Told) -> None:
+def test_forecast_of_a_layer_ends_when_that_layer_is_routed(told: Told) -> None:
     store, event = told()
     store.set_forecast([[0] * 8, [0, 1, *[0] * 6]], [1])
-    event(1, 0)  # and not (1, 1), which is rare
+    event(1, 0)  # the victim is not (1, 1), which is rarely used
     event(0, 2)
     assert there(store) == {(0, 0), (1, 0), (0, 2)}
 
@@ -84,7 +84,7 @@ NAN, INF = math.nan, math.inf
         *(("slru", (bad,), "protected share") for bad in (-0.1, 1.1, NAN)),
     ],
 )
-def test_what_means_nothing_is_refused_and_the_policy_in_force_stays(
+def test_set_policy_rejects_bad_names_and_values_and_keeps_the_policy(
     told: Told, name: str, values: tuple[float, ...], rule: str
 ) -> None:
     store, event = told()
@@ -95,7 +95,9 @@ def test_what_means_nothing_is_refused_and_the_policy_in_force_stays(
 
 
 @pytest.mark.parametrize("n_slots", [12, 20])
-def test_the_same_victims_as_by_rates_learned_in_python(tmp_path: Path, open_store: Open, n_slots: int) -> None:
+def test_next_use_evicts_the_same_victims_as_rates_learned_in_python(
+    tmp_path: Path, open_store: Open, n_slots: int
+) -> None:
     """Routes passes with some prompts of three tokens. Tokens often repeat the experts of earlier tokens."""
     fake = make_model(tmp_path, n_layer=3)
     shape, rng = MoeShape.of(fake.layout), np.random.default_rng(n_slots)
@@ -128,7 +130,7 @@ def test_the_same_victims_as_by_rates_learned_in_python(tmp_path: Path, open_sto
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -1.0, 7.0])
-def test_slots_are_given_whatever_was_forecast(told: Told, value: float) -> None:
+def test_next_use_assigns_slots_after_any_forecast_values(told: Told, value: float) -> None:
     store, give = told()
     for expert in range(8):
         store.set_forecast(np.full((2, 8), value, np.float32), [0, 1])
@@ -146,7 +148,7 @@ def test_slots_are_given_whatever_was_forecast(told: Told, value: float) -> None
         ([0, 0, 1, 1, 2, 3, 0, 4, 5], 0.3, {1, 4, 5}),  # 0 is evicted, comes back, and is on probation again
     ],
 )
-def test_slru_protects_what_is_used_again(
+def test_slru_protects_experts_that_are_used_again(
     tmp_path: Path, open_store: Open, story: list[int], share: float, left: set[int]
 ) -> None:
     one = make_model(tmp_path, n_layer=1, n_used=1)
@@ -172,7 +174,7 @@ class Pool:
         self.context = self.store.context
 
     def route(self, il: int, *experts: int) -> set[Expert]:
-        """The router of layer `il` chooses these; returns the experts that lost their slots for them."""
+        """Routes layer `il` to these experts. Returns the experts that were evicted for them."""
         before = self.there()
         self.context.acquire(il, [list(experts)])
         return before - self.there()
@@ -211,12 +213,12 @@ def foretell(pool: Pool) -> None:
     assert len(pool.there()) == 8
 
 
-def test_a_mispredicted_expert_goes_first_at_the_routing_event_that_shows_it(pool: Pool) -> None:
+def test_locality_evicts_a_mispredicted_expert_first(pool: Pool) -> None:
     foretell(pool)
-    assert pool.route(1, 0, 2) == {(1, 1)}  # predicted and not chosen: before completed ones and those to come
+    assert pool.route(1, 0, 2) == {(1, 1)}  # predicted and not chosen: evicted before experts of other layers
 
 
-def test_then_those_that_have_completed_go_and_of_the_predicted_the_farthest(pool: Pool) -> None:
+def test_locality_evicts_completed_layers_next_and_then_the_farthest_prediction(pool: Pool) -> None:
     foretell(pool)
     assert pool.route(1, 2, 3) == {(1, 0), (1, 1)}
     assert pool.route(2, 2, 3) == {(2, 0), (2, 1)}
@@ -225,7 +227,7 @@ def test_then_those_that_have_completed_go_and_of_the_predicted_the_farthest(poo
     assert pool.route(0, 2, 3) <= {(0, 0), (0, 1), (3, 0), (3, 2)}
 
 
-def test_a_misprediction_does_not_evict_a_hot_expert(pool: Pool) -> None:
+def test_locality_keeps_a_hot_expert_after_a_misprediction(pool: Pool) -> None:
     for _ in range(8):
         for il in range(4):
             pool.route(il, 0, 1)
@@ -235,7 +237,7 @@ def test_a_misprediction_does_not_evict_a_hot_expert(pool: Pool) -> None:
     assert (1, 0) in pool.there()
 
 
-def test_what_was_prefetched_in_vain_goes_first_even_where_it_was_used_more_often(pool: Pool) -> None:
+def test_locality_evicts_a_wasted_prefetch_before_rarely_used_experts(pool: Pool) -> None:
     for _ in range(8):
         for il in range(4):
             pool.route(il, 0, 1)
@@ -252,7 +254,7 @@ def test_what_was_prefetched_in_vain_goes_first_even_where_it_was_used_more_ofte
     ("probabilities", "active"),
     [([0.4, 0.1, 0.3, 0.0], {0, 2}), ([0.9, 0.6, 0.7, 0.4], {0, 1, 2}), ([0.2, 0.0, 0.0, 0.0], {0})],
 )
-def test_active_are_the_most_probable_as_many_as_a_token_uses_and_all_that_are_likely(
+def test_locality_keeps_the_top_k_and_all_likely_experts_of_a_forecast(
     probabilities: list[float], active: set[int]
 ) -> None:
     pool = Pool(4)
@@ -262,7 +264,7 @@ def test_active_are_the_most_probable_as_many_as_a_token_uses_and_all_that_are_l
     pool.close()
 
 
-def test_without_predictions_it_is_decayed_frequency(pool: Pool) -> None:
+def test_locality_without_forecasts_evicts_by_decayed_frequency(pool: Pool) -> None:
     for _ in range(6):
         for il in range(4):
             pool.route(il, 0, 1)
@@ -273,8 +275,8 @@ def test_without_predictions_it_is_decayed_frequency(pool: Pool) -> None:
     assert pool.there() == {(il, expert) for il in range(4) for expert in (0, 1)}
 
 
-def test_sparsity_keeps_what_figure_6_of_moe_infinity_keeps() -> None:
-    """Uses a share until its layer is predicted anew. Prompts and experts without a prediction go by recency."""
+def test_sparsity_reproduces_figure_6_of_moe_infinity() -> None:
+    """A predicted share counts until its layer is predicted again. Otherwise the least recently used expert goes."""
     shape = MoeShape(n_layer=3, n_expert=3, n_expert_used=1, layers=(0, 1, 2))
     store = Store(layout_of(shape), 3, StoreOptions(repack=False, fill=False, simulate=True, sweep=False))
     context = store.context

@@ -1,5 +1,6 @@
 """Two tiers and several devices. Layers compute with the slots of the upper tier, which are filled from slots in RAM.
-Each device has slots for its own layers, and all devices are filled from the same slots in RAM."""
+Each device has slots for its own layers, and all devices are filled from the same slots in RAM.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,7 +30,7 @@ def skewed(n_events: int, seed: int = 0, n_layer: int = 4, n_expert: int = 8, n_
 
 
 def check_tiers(store: Store) -> None:
-    """Asserts that the counters of two tiers agree. Nothing may be on its way."""
+    """Asserts that the counters of two tiers agree. No transfer may be running."""
     upper, lower = store.tier(), store.tier(Tier.RAM)
     counters = store.counters()
     assert lower["lookups"] == lower["hits_ready"] + lower["hits_late"] + lower["misses"]
@@ -46,7 +47,7 @@ def held(store: Store, tier: Tier) -> set[tuple[int, int]]:
     return {(int(il), int(e)) for il, e in np.argwhere(store.residency(tier) == 2)}
 
 
-def test_what_leaves_the_device_counts_as_used_in_ram(tmp_path: Path, open_store: Open) -> None:
+def test_expert_evicted_from_the_device_counts_as_used_in_ram(tmp_path: Path, open_store: Open) -> None:
     one = make_model(tmp_path, n_layer=1, n_used=1)
     store, context = open_store(one, 2, n_ram_slots=3, fill=False)
     for expert in (0, 1, 0, 2, 3):  # expert 3 takes the slot of 0, and in RAM the slot of 1
@@ -55,7 +56,7 @@ def test_what_leaves_the_device_counts_as_used_in_ram(tmp_path: Path, open_store
     assert held(store, Tier.RAM) == {(0, 0), (0, 2), (0, 3)}
 
 
-def test_an_expert_that_stays_above_is_the_first_to_go_below(fake: FakeModel, open_store: Open) -> None:
+def test_ram_evicts_experts_that_stay_on_the_device_first(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 8, n_ram_slots=8)
     for n in range(60):  # experts 0 and 1 of each layer stay above; others of layer 3 come and go
         il = n % 4
@@ -67,7 +68,7 @@ def test_an_expert_that_stays_above_is_the_first_to_go_below(fake: FakeModel, op
     assert {(3, e) for e in range(1, 8)} <= below
 
 
-def test_the_modelled_clock_has_two_links_that_move_at_the_same_time(fake: FakeModel, open_store: Open) -> None:
+def test_simulated_clock_overlaps_file_reads_and_copies(fake: FakeModel, open_store: Open) -> None:
     n_bytes = fake.layout.layers[0].expert_bytes
     store, context = open_store(
         fake, 8, n_ram_slots=32, fill=False, simulate=True, link_bytes_per_s=1e9, copy_bytes_per_s=4e9
@@ -85,7 +86,7 @@ def test_the_modelled_clock_has_two_links_that_move_at_the_same_time(fake: FakeM
 
 
 @pytest.mark.parametrize(("n_upper", "n_ram"), [(6, 0), (6, 4), (32, 4)])
-def test_a_warm_start_fills_free_slots_in_the_order_given(
+def test_warm_fills_free_slots_in_the_given_order_and_evicts_nothing(
     fake: FakeModel, open_store: Open, n_upper: int, n_ram: int
 ) -> None:
     store, context = open_store(fake, n_upper, n_ram_slots=n_ram, fill=False)
@@ -104,9 +105,7 @@ def test_a_warm_start_fills_free_slots_in_the_order_given(
     assert (store.residency()[0, 0] == 2) == (n_upper == 32)
 
 
-def test_without_a_tier_below_none_is_named_and_memory_that_is_not_pinned_says_why(
-    fake: FakeModel, open_store: Open
-) -> None:
+def test_store_without_ram_slots_rejects_ram_calls_and_notes_unpinned_memory(fake: FakeModel, open_store: Open) -> None:
     store, _ = open_store(fake, 8)
     assert store.tiers == (Tier.COMPUTE,)
     for call in (
@@ -128,13 +127,13 @@ def test_without_a_tier_below_none_is_named_and_memory_that_is_not_pinned_says_w
 
 
 @pytest.mark.parametrize("nth", [1, 4])
-def test_memory_that_is_refused_to_either_tier_is_an_allocation_error(fake: FakeModel, nth: int) -> None:
+def test_failed_allocation_of_either_tier_raises_allocation_error(fake: FakeModel, nth: int) -> None:
     arm_fault("alloc", nth)
     with pytest.raises(AllocationError, match="refused"):
         Store(fake.layout, 8, StoreOptions(repack=False), n_ram_slots=8)
 
 
-def test_what_was_to_be_copied_to_a_slot_is_not_once_that_has_another_expert(tmp_path: Path, open_store: Open) -> None:
+def test_reassigned_slot_gets_no_copies_of_its_former_expert(tmp_path: Path, open_store: Open) -> None:
     fake = make_model(tmp_path, n_layer=1)
     link = {"link_bytes_per_s": 1e9, "copy_bytes_per_s": 1e9}
     store, context = open_store(fake, 3, n_ram_slots=8, simulate=True, fill=False, preempt=False, **link)
@@ -174,7 +173,7 @@ def check_sums(store: Store) -> None:
     check_counters(counters, sum(device.n_slots for device in store.devices))
 
 
-def test_each_device_of_a_simulation_has_a_link_of_its_own(fake: FakeModel, open_store: Open) -> None:
+def test_simulated_devices_have_links_of_their_own(fake: FakeModel, open_store: Open) -> None:
     n_bytes = fake.layout.layers[0].expert_bytes
     links = (Link(1e9), Link(4e9))
     devices = [replace(of, link=link) for of, link in zip(two((2, 2)), links, strict=True)]
@@ -189,7 +188,7 @@ def test_each_device_of_a_simulation_has_a_link_of_its_own(fake: FakeModel, open
         assert took_ns == pytest.approx(2 * n_bytes / link.bytes_per_s * 1e9, abs=6)
 
 
-def test_slots_of_all_devices_are_shared_out_and_those_of_one_are_its_own(fake: FakeModel, open_store: Open) -> None:
+def test_resize_divides_slots_among_devices_or_resizes_one_device(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, two((12, 6)), n_ram_slots=8)
     sizes: list[tuple[Callable[[], None], tuple[int, int]]] = [
         (lambda: None, (12, 6)),
@@ -215,7 +214,7 @@ def test_slots_of_all_devices_are_shared_out_and_those_of_one_are_its_own(fake: 
     check_sums(store)
 
 
-def test_no_pool_gets_fewer_slots_than_a_pass_needs_there(fake: FakeModel, open_store: Open) -> None:
+def test_resize_keeps_pass_slots_in_the_pool_of_each_device(fake: FakeModel, open_store: Open) -> None:
     devices = [replace(of, pass_slots=n) for of, n in zip(two((14, 6)), (8, 5), strict=True)]
     store, context = open_store(fake, devices, n_ram_slots=8)
     for n_slots in (13, 17, 14, 20):
@@ -230,7 +229,7 @@ def test_no_pool_gets_fewer_slots_than_a_pass_needs_there(fake: FakeModel, open_
             call()
 
 
-def test_a_layer_on_no_device_and_a_device_without_layers_are_refused(fake: FakeModel) -> None:
+def test_store_rejects_layers_without_a_device_and_devices_without_layers(fake: FakeModel) -> None:
     first, second = two((4, 4))
     for devices in ([first], [first, second, replace(first, layers=())], [first, replace(second, n_slots=0)], []):
         with pytest.raises(OptionError):

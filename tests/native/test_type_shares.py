@@ -1,4 +1,4 @@
-"""Types of tensors in widely used files: what the pinned quantiser chooses, and what headers list."""
+"""Tests the types of tensors in widely used files: the choices of the pinned quantiser and the lists in headers."""
 
 import math
 
@@ -12,7 +12,7 @@ def quantiser() -> Quantiser:
     return Quantiser()
 
 
-def test_rows_that_256_does_not_divide_get_types_with_blocks_of_32(quantiser: Quantiser) -> None:
+def test_quantiser_uses_blocks_of_32_for_rows_that_256_does_not_divide(quantiser: Quantiser) -> None:
     names = {number: name for name, number in quantiser.ggml.types.items()}
     shape = SHAPES["GLM-4.5-Air"]
     found = zip(shape.tensors(), quantiser.types(shape, FTYPES["IQ4_XS"]), strict=True)
@@ -22,7 +22,7 @@ def test_rows_that_256_does_not_divide_get_types_with_blocks_of_32(quantiser: Qu
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_every_byte_of_a_file_has_a_type(quantiser: Quantiser, file: File) -> None:
+def test_count_assigns_a_type_to_every_byte_of_a_file(quantiser: Quantiser, file: File) -> None:
     found = count(quantiser, file)
     n_values = sum(math.prod(dims) for _, dims in SHAPES[file.shape].tensors())
     assert 1.5 < 8 * found.total() / n_values < 8.6

@@ -1,4 +1,4 @@
-"""Results of the CPU whose bits do not depend on the number of rows at once, and the tool that checks them."""
+"""Tests that results of the CPU do not depend on the number of rows computed at once, and the tool that checks this."""
 
 import os
 import subprocess
@@ -57,9 +57,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_no_row_of_any_operation_changes_with_the_width() -> None:
-    """Products with weights of many types, plain and interleaved, attention, norms, rope, softmax, gates, sums, and the
-    operations with a recurrent state, each for three sequences."""
+def test_operations_have_equal_rows_at_any_width() -> None:
+    """Checks products with weights of many types, attention, norms, rope, softmax, gates and sums.
+
+    Other cases are operations with a recurrent state, each for three sequences.
+    """
     cases = {case.name: case for case in width_check.cases(N_IN, N_OUT, N_ROWS, left_out=SLOW)}
     assert len(cases) > 100
     assert sum(isinstance(case, StateCase) for case in cases.values()) == 9
@@ -69,7 +71,7 @@ def test_no_row_of_any_operation_changes_with_the_width() -> None:
 
 @pytest.mark.parametrize("n_in", [N_IN, N_FLOATS])
 @pytest.mark.parametrize("name", FLOATS)
-def test_a_row_of_a_product_with_floats_has_the_same_bits_at_any_width(name: str, n_in: int) -> None:
+def test_float_products_have_equal_rows_at_any_width(name: str, n_in: int) -> None:
     ggml = Ggml()
     x = np.random.default_rng(0).standard_normal((N_ROWS, n_in)).astype(np.float32)
     compute = width_check.product(ggml, ggml.types[name], x, N_OUT, None)
@@ -80,7 +82,7 @@ def test_a_row_of_a_product_with_floats_has_the_same_bits_at_any_width(name: str
 
 
 @pytest.mark.parametrize("name", GRIDS)
-def test_no_row_of_a_product_with_a_grid_changes_with_the_width(name: str) -> None:
+def test_grid_products_have_equal_rows_at_any_width(name: str) -> None:
     ggml = GridBlocks()
     x = np.random.default_rng(0).standard_normal((N_ROWS, N_IN)).astype(np.float32)
     for make in (width_check.product, width_check.expert_product):
@@ -89,7 +91,7 @@ def test_no_row_of_a_product_with_a_grid_changes_with_the_width(name: str) -> No
         assert Case(name, compute).changed(WIDTHS) == {}
 
 
-def test_processors_with_and_without_avx512_compute_the_same_bits() -> None:
+def test_products_have_equal_bits_with_and_without_avx512() -> None:
     assert products_by("avx2").tobytes() == products_by("").tobytes()
 
 
@@ -104,7 +106,7 @@ def rounded(x: Array, n: int) -> Array:
 
 
 @pytest.mark.parametrize("name", PLAIN + INTERLEAVED)
-def test_a_product_with_plain_weights_is_theirs_with_rounded_activations(name: str) -> None:
+def test_plain_products_equal_float64_products_of_rounded_activations(name: str) -> None:
     """Columns that fill no vector equal the columns of a wider matrix. One row takes another path than many rows."""
     ggml = GridBlocks()
     x = np.random.default_rng(0).standard_normal((N_ROWS, N_IN)).astype(np.float32)
@@ -120,7 +122,7 @@ def test_a_product_with_plain_weights_is_theirs_with_rounded_activations(name: s
 
 @pytest.mark.parametrize("n_rows", [1, 7])
 @pytest.mark.parametrize("name", PLAIN)
-def test_each_matrix_of_several_is_multiplied_with_the_rows_of_its_plane(name: str, n_rows: int) -> None:
+def test_batched_products_multiply_each_matrix_with_the_rows_of_its_plane(name: str, n_rows: int) -> None:
     """Two planes of rows share a matrix, as heads share keys."""
     ggml = GridBlocks()
     rng = np.random.default_rng(0)
@@ -140,7 +142,7 @@ def test_each_matrix_of_several_is_multiplied_with_the_rows_of_its_plane(name: s
 
 
 @pytest.mark.parametrize("name", INTERLEAVED)
-def test_products_are_as_exact_as_those_with_plain_weights(name: str) -> None:
+def test_interleaved_products_are_as_exact_as_plain_products(name: str) -> None:
     ggml = Ggml()
     x = np.random.default_rng(0).standard_normal((N_ROWS, N_IN)).astype(np.float32)
     compute, plain = (width_check.product(ggml, ggml.types[name], x, N_OUT, at) for at in (ggml.interleaved, None))
@@ -153,7 +155,7 @@ def test_products_are_as_exact_as_those_with_plain_weights(name: str) -> None:
 
 
 @pytest.mark.parametrize("is_slow", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_products_with_plain_weights_are_those_of_the_weights_but_for_rounding_activations(is_slow: bool) -> None:
+def test_plain_products_differ_from_float64_only_by_rounded_activations(is_slow: bool) -> None:
     """Computes one row through vec_dot, and all rows through tiles if upstream has tiles."""
     ggml = Ggml()
     x = np.random.default_rng(0).standard_normal((N_ROWS, N_IN)).astype(np.float32)
@@ -179,7 +181,7 @@ def weights(ggml: Ggml, ggml_type: int, n_in: int = N_IN, n_out: int = N_OUT) ->
     return out.astype(np.float64)
 
 
-def test_a_row_that_depends_on_the_width_is_found() -> None:
+def test_case_finds_a_row_that_depends_on_the_width() -> None:
     def compute(rows: Sequence[int]) -> Array:
         values = np.array(rows, np.float32)[:, None]
         values[1:2] += len(rows) > 2
@@ -189,8 +191,8 @@ def test_a_row_that_depends_on_the_width_is_found() -> None:
 
 
 @pytest.mark.parametrize("changes", ["output", "state", "earlier state"])
-def test_a_state_that_depends_on_the_width_is_found(changes: str) -> None:
-    """The state is a sum, and wrong for the second sequence behind the second pass of three tokens."""
+def test_state_case_finds_a_state_that_depends_on_the_width(changes: str) -> None:
+    """The state is a sum. It is wrong for the second sequence after the second pass of three tokens."""
     values = np.arange(3 * 6, dtype=np.float32).reshape(3, 6)
 
     def advance(states: Array, sequences: Sequence[int], begin: int, end: int) -> tuple[Array, Array]:

@@ -1,4 +1,4 @@
-"""A hub on loopback for tests that fetch models. Imported when a test asks for it: huggingface_hub is slow."""
+"""A hub on loopback for tests that fetch models. Only the fixtures import huggingface_hub, which is slow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """A hub of this test's own, that this process uses; waits between tries are short."""
+    """A hub for one test, which this process uses. Waits between tries are short."""
     from fake_hub import hub_in_use
 
     from moegguf.models import hub as downloads

@@ -42,7 +42,7 @@ def row(policy: str, share: float, rate: float, predictor: str = "none") -> Row:
     return Row(policy, predictor, share, 10, 0.0, rate)
 
 
-def test_names_are_checked_and_none_is_doubled(analysis: Study) -> None:
+def test_study_rejects_unknown_names_and_removes_duplicates(analysis: Study) -> None:
     assert analysis.policies(["lfu", "lru", "lfu"]) == ["lfu", "lru"]
     assert analysis.predictors(["none", "previous-token"]) == ["none", "previous-token"]
     for check, names, message in (
@@ -58,7 +58,7 @@ def test_names_are_checked_and_none_is_doubled(analysis: Study) -> None:
             check(names)
 
 
-def test_all_is_every_available_name_and_warns_about_the_others(analysis: Study) -> None:
+def test_study_all_selects_available_names_and_warns_about_others(analysis: Study) -> None:
     with pytest.warns(UserWarning, match=r"^left out: static \(.*popularity"):
         policies = analysis.policies(["all"])
     assert policies[0] == "lru" and "static" not in policies
@@ -66,7 +66,7 @@ def test_all_is_every_available_name_and_warns_about_the_others(analysis: Study)
         assert set(analysis.predictors(["all", "previous-token"])) == {"previous-token", "eamc"}
 
 
-def test_scores_come_one_predictor_after_the_other(analysis: Study) -> None:
+def test_score_named_reports_and_scores_each_predictor_in_order(analysis: Study) -> None:
     reported: list[tuple[str, float]] = []
     names, link = ["previous-token", "none"], SimOptions(link_bytes_per_s=1e9, layer_pass_us=100)
     table = score_named(analysis, names, link, lambda *step: reported.append(step))
@@ -88,7 +88,7 @@ def kinds(sizes: dict[str, list[int]]) -> Trace:
     return replace(whole.take(passes), header=replace(whole.header, labels=dict(enumerate(labels))))
 
 
-def test_a_part_has_whole_requests_of_every_kind_in_turn_and_a_size_as_text() -> None:
+def test_sample_sequences_takes_whole_requests_of_every_kind_in_turn() -> None:
     trace = kinds({"code": [5, 5, 5], "prose": [9], "chat": [2, 2]})
     assert sample_sequences(trace, 1) == sample_sequences(trace, 16) == [0, 3, 4]  # one of every kind: 5 + 9 + 2
     assert sample_sequences(trace, 17) == [0, 3, 4, 1]
@@ -100,7 +100,7 @@ def test_a_part_has_whole_requests_of_every_kind_in_turn_and_a_size_as_text() ->
     assert same(analysis.limited(0).trace, analysis.trace)
 
 
-def test_requests_can_be_put_in_another_order() -> None:
+def test_arranged_puts_requests_into_another_order() -> None:
     turned = arranged(TRACE, [5, 0, 2])
     assert turned.sequences() == [5, 0, 2]
     assert set(turned.header.labels) == {0, 2, 5}
@@ -111,7 +111,9 @@ def test_requests_can_be_put_in_another_order() -> None:
     assert arranged(TRACE, []).n_tokens == 0
 
 
-def test_auto_uses_the_saved_hit_rates(analysis: Study, user: Path, file: Path, tmp_path: Path) -> None:
+def test_save_stores_hit_rates_and_measured_chooses_the_best_pair(
+    analysis: Study, user: Path, file: Path, tmp_path: Path
+) -> None:
     assert Study.open(file, folder=tmp_path).save([row("lru", 0.5, 0.5)], []) == tmp_path / MEASURED
     rates = [row("lru", 0.5, 0.5), row("lfu", 0.5, 0.6), row("lfu", 0.5, 0.7, "eamc"), row(BELADY, 0.5, 0.9)]
     path = analysis.save([*rates, *(replace(one, share=0.25, decode_hit_rate=0.3) for one in rates)], [])
@@ -129,7 +131,7 @@ def test_auto_uses_the_saved_hit_rates(analysis: Study, user: Path, file: Path, 
     assert measured.bound == {0.5: 0.9}
 
 
-def test_requests_that_choose_are_not_among_those_reported(analysis: Study) -> None:
+def test_halves_split_requests_without_overlap_and_with_equal_kinds(analysis: Study) -> None:
     choosing, reported = analysis.halves()
     parts = [set(part.trace.sequences()) for part in (choosing, reported)]
     assert parts[0] | parts[1] == set(analysis.trace.sequences()) and not parts[0] & parts[1]
@@ -139,7 +141,7 @@ def test_requests_that_choose_are_not_among_those_reported(analysis: Study) -> N
         replace(analysis, trace=analysis.trace.select([0])).halves()
 
 
-def test_ranges_have_requests_from_an_empty_cache_too(analysis: Study) -> None:
+def test_hit_ranges_include_requests_that_start_with_an_empty_cache(analysis: Study) -> None:
     behind = [one for one in analysis.simulate(["lru"], ["none"], [0.5]) if one.policy != BELADY]
     alone = [one for each in analysis.each() for one in each.simulate(["lru"], ["none"], [0.5]) if one.policy != BELADY]
     assert len(alone) == len(analysis.trace.sequences())
@@ -148,7 +150,7 @@ def test_ranges_have_requests_from_an_empty_cache_too(analysis: Study) -> None:
     assert hit_ranges([*behind, *alone])["lru"][0.5][0] < hit_ranges(behind)["lru"][0.5][0]
 
 
-def test_the_oracle_is_right_about_every_decoded_token_and_is_no_predictor_of_all(analysis: Study) -> None:
+def test_oracle_is_always_right_and_is_not_part_of_all_predictors(analysis: Study) -> None:
     table = score_named(analysis, ["oracle"])
     assert {figures.accuracy for figures in table.scores[0].means.values()} == {1.0}
     with warnings.catch_warnings():
@@ -159,7 +161,7 @@ def test_the_oracle_is_right_about_every_decoded_token_and_is_no_predictor_of_al
 
 
 @pytest.mark.parametrize("n_slots", [2, 40])
-def test_the_oracle_follows_passes_that_a_small_pool_splits(n_slots: int) -> None:
+def test_oracle_predicts_passes_that_a_small_pool_splits(n_slots: int) -> None:
     split, oracle = fitted(TRACE, n_slots), Oracle(TRACE)
     asked = 0
     for event in split.events():

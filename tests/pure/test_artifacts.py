@@ -1,4 +1,4 @@
-"""Tests where artifacts of a model are found and saved, files replaced as a whole, and leftovers of killed writers."""
+"""Tests the folders where artifacts of a model are found and saved, atomic writes, and leftovers of killed writers."""
 
 import errno
 import fcntl
@@ -60,7 +60,9 @@ def collection(n_entries: int) -> Eamc:
     return eamc
 
 
-def test_beside_the_model_then_in_the_users_folder_by_fingerprint(artifacts: Artifacts, tmp_path: Path) -> None:
+def test_find_searches_the_given_folder_the_models_folder_and_the_users_folder(
+    artifacts: Artifacts, tmp_path: Path
+) -> None:
     assert artifacts.model_folder == tmp_path / "models" / "tiny.gguf.moegguf"
     assert artifacts.user_folder == tmp_path / "data" / "moegguf" / "models" / artifacts.fingerprint
     assert len(artifacts.fingerprint) == 32
@@ -70,11 +72,11 @@ def test_beside_the_model_then_in_the_users_folder_by_fingerprint(artifacts: Art
     first, second = put(tmp_path / "with_folder", "x"), put(artifacts.model_folder, "x")
     assert list(with_folder.find("x")) == [first, second, last]
     assert list(artifacts.find("x")) == [second, last]
-    (artifacts.user_folder / "y").mkdir()  # no file
+    (artifacts.user_folder / "y").mkdir()  # a folder is not a file
     assert list(artifacts.find("y")) == []
 
 
-def test_a_folder_that_cannot_be_searched_is_one_warning_and_the_next_one_is_taken(
+def test_find_skips_an_unreadable_folder_with_one_warning(
     artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(artifacts.model_folder, "x")
@@ -91,7 +93,7 @@ def test_a_folder_that_cannot_be_searched_is_one_warning_and_the_next_one_is_tak
     assert len(caught) == 1
 
 
-def test_a_model_whose_name_leaves_no_room_for_that_of_a_folder(file: Path, tmp_path: Path) -> None:
+def test_find_and_writable_folder_work_for_a_name_too_long_for_a_folder(file: Path, tmp_path: Path) -> None:
     path = tmp_path / ("n" * 245 + ".gguf")
     os.link(file, path)
     artifacts = Artifacts(read_layout(path))
@@ -101,7 +103,7 @@ def test_a_model_whose_name_leaves_no_room_for_that_of_a_folder(file: Path, tmp_
         assert artifacts.writable_folder() == artifacts.user_folder
 
 
-def test_what_ships_is_found_by_the_fingerprint_in_its_measurement(
+def test_find_selects_shipped_artifacts_by_the_fingerprint_in_their_measurement(
     artifacts: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = tmp_path / "package" / "moegguf"
@@ -118,7 +120,7 @@ def test_what_ships_is_found_by_the_fingerprint_in_its_measurement(
     assert list(artifacts.find("x")) == [shipped, in_checkout]
 
 
-def test_it_writes_to_the_users_folder_where_the_models_cannot_be_written(
+def test_writable_folder_falls_back_to_the_users_folder(
     artifacts: Artifacts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     access = os.access
@@ -135,7 +137,7 @@ def test_it_writes_to_the_users_folder_where_the_models_cannot_be_written(
     assert artifacts.writable_folder() == artifacts.user_folder
 
 
-def test_of_a_trace_alone_the_fingerprint_is_all_that_is_known() -> None:
+def test_artifacts_of_a_trace_have_only_a_user_folder() -> None:
     artifacts = Artifacts(None, "ef" * 16)
     assert artifacts.model_folder is None
     assert artifacts.writable_folder() == artifacts.user_folder
@@ -144,7 +146,7 @@ def test_of_a_trace_alone_the_fingerprint_is_all_that_is_known() -> None:
         artifacts.routers()
 
 
-def test_a_measurement_of_another_model_is_skipped_and_a_damaged_one_is_one_warning(artifacts: Artifacts) -> None:
+def test_measured_skips_another_models_file_and_warns_about_a_damaged_one(artifacts: Artifacts) -> None:
     measured(artifacts.model_folder, "cd" * 16)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -157,7 +159,7 @@ def test_a_measurement_of_another_model_is_skipped_and_a_damaged_one_is_one_warn
     assert len(caught) == 1
 
 
-def test_a_damaged_or_foreign_collection_is_one_warning_and_the_next_one_is_taken(artifacts: Artifacts) -> None:
+def test_collection_skips_a_damaged_or_foreign_file_with_one_warning(artifacts: Artifacts) -> None:
     artifacts.user_folder.mkdir(parents=True)
     weights.save(artifacts.user_folder / COLLECTION, "eamc", artifacts.fingerprint, SHAPE, collection(2).weights())
     foreign = put(artifacts.model_folder, COLLECTION, b"\x80\x04N.")
@@ -168,14 +170,14 @@ def test_a_damaged_or_foreign_collection_is_one_warning_and_the_next_one_is_take
         weights.save(foreign, "eamc", "cd" * 16, SHAPE, collection(3).weights())
 
 
-def test_a_collection_that_cannot_be_kept_is_a_warning(artifacts: Artifacts) -> None:
+def test_save_collection_warns_if_the_folder_cannot_be_written(artifacts: Artifacts) -> None:
     artifacts.model_folder.write_bytes(b"in the way")
     with pytest.warns(UserWarning, match="was not saved"):
         artifacts.save_collection(SHAPE, collection(1).weights())
     assert artifacts.model_folder.read_bytes() == b"in the way"
 
 
-def test_the_file_of_a_live_writer_stays(tmp_path: Path) -> None:
+def test_write_atomically_keeps_temporary_files_of_live_writers(tmp_path: Path) -> None:
     path = tmp_path / "a[1].json"
     handle, name = locked_temporary(tmp_path, f".{path.name}.", "")
     write_atomically(path, b"new")
@@ -186,7 +188,7 @@ def test_the_file_of_a_live_writer_stays(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [tmp_path / ".other.json.abc", path], "and those of other files"
 
 
-def test_a_link_is_not_followed(tmp_path: Path) -> None:
+def test_remove_abandoned_does_not_follow_links(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.write_bytes(b"kept")
     link = tmp_path / ".link.x"
@@ -195,7 +197,7 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     assert target.read_bytes() == b"kept" and link.is_symlink()
 
 
-def test_a_file_system_without_locks_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_atomically_works_on_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_handle: int, _how: int) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
 

@@ -1,4 +1,4 @@
-"""A batch on disk: which lines are requests, and answers, each once, whatever happens to process, disk or files."""
+"""Tests a batch on disk: its lines of requests, and one answer to each after crashes, full disks and changed files."""
 
 import errno
 import json
@@ -30,7 +30,7 @@ def journal_of(tmp_path: Path, requests: Requests) -> AbstractContextManager[Jou
 async def answered(
     tmp_path: Path, lines: list[Any], endpoint: Any, n_parallel: int = 4, *, disk_bytes: int = 1 << 30
 ) -> list[Any]:
-    """The objects in the finished file. The journal may take `disk_bytes`."""
+    """Returns the objects in the finished file. The journal may take `disk_bytes`."""
     with requests_in(tmp_path / "requests", lines) as requests, journal_of(tmp_path, requests) as journal:
         journal.database.execute(f"PRAGMA max_page_count = {disk_bytes // 4096}")
         await answer_requests(requests, journal, endpoint, n_parallel, lambda entry: None)
@@ -38,7 +38,7 @@ async def answered(
     return entries(tmp_path / "answers")
 
 
-async def test_every_line_has_an_answer_in_openais_format(tmp_path: Path) -> None:
+async def test_batch_output_has_one_entry_per_line_in_openais_format(tmp_path: Path) -> None:
     endpoint = Endpoint()
     lines = [request("a", "one"), b"nonsense\n", request("b", "fail"), request("a"), request("c", "three")]
     found = await answered(tmp_path, lines, endpoint)
@@ -61,14 +61,14 @@ async def test_every_line_has_an_answer_in_openais_format(tmp_path: Path) -> Non
     assert (counts.completed, counts.failed, counts.output_tokens, counts.cached_tokens) == (2, 3, 6, 2)
 
 
-async def test_models_are_not_swapped_and_few_requests_run_at_once(tmp_path: Path) -> None:
+async def test_batch_groups_requests_by_model_and_limits_parallel_requests(tmp_path: Path) -> None:
     endpoint = Endpoint()
     await answered(tmp_path, [request(f"{i}", model="abc"[i % 3]) for i in range(30)], endpoint, 4)
     assert [body["model"] for _, body in endpoint.calls] == ["a"] * 10 + ["b"] * 10 + ["c"] * 10
     assert endpoint.most == 4
 
 
-def test_a_journal_of_lines_is_taken_over_wherever_its_last_line_was_torn(tmp_path: Path) -> None:
+def test_journal_imports_old_lines_up_to_a_torn_last_line(tmp_path: Path) -> None:
     old = tmp_path / "answers.partial"
     with requests_in(tmp_path / "requests", [request(f"{i}") for i in range(3)]) as requests:
         found = [to_line(response_entry(requests, line, 200, {"text": "ü"})) for line in requests.lines]
@@ -87,7 +87,7 @@ def test_a_journal_of_lines_is_taken_over_wherever_its_last_line_was_torn(tmp_pa
             assert [path.name for path in tmp_path.iterdir()] == ["requests"]
 
 
-def test_answers_to_other_requests_are_refused_and_kept(tmp_path: Path) -> None:
+def test_journal_rejects_and_keeps_answers_to_other_requests(tmp_path: Path) -> None:
     old, target = tmp_path / "answers.partial", tmp_path / "answers"
     with (
         requests_in(tmp_path / "requests", [request("a"), request("b")]) as requests,
@@ -114,14 +114,16 @@ def test_answers_to_other_requests_are_refused_and_kept(tmp_path: Path) -> None:
         assert list(journal.lines()) == kept
 
 
-async def test_a_full_disk_is_an_error_that_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_full_disk_raises_storage_error_and_keeps_stored_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines = [request(f"{i}", "x" * 5000) for i in range(10)]
     with pytest.raises(StorageError, match=r"disk is full.*kept"):
         await answered(tmp_path, lines, Endpoint(), disk_bytes=64 << 10)
     with requests_in(tmp_path / "requests", lines) as requests, journal_of(tmp_path, requests) as journal:
         kept = entries(b"".join(journal.lines()))
     assert 1 <= len(kept) < 10
-    with monkeypatch.context() as patch:  # full again when all is answered
+    with monkeypatch.context() as patch:  # the disk is full again after the last answer
         patch.setattr(atomic_write, "locked_temporary", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
         with pytest.raises(StorageError, match="full"):
             await answered(tmp_path, lines, Endpoint())
@@ -149,13 +151,13 @@ BAD: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("code", "line"), BAD)
-def test_a_line_that_is_no_request_is_an_error_of_that_line(tmp_path: Path, code: str, line: Any) -> None:
+def test_invalid_line_is_an_error_of_that_line_only(tmp_path: Path, code: str, line: Any) -> None:
     with requests_in(tmp_path / "r", [request("first"), line, request("last")]) as requests:
         assert [found.error and found.error.code for found in requests.lines] == [None, code, None]
         assert str(requests.lines[1].error)
 
 
-def test_a_line_that_is_too_long_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_long_line_is_skipped_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "MAX_LINE_BYTES", 300)
     for n in (300, 5000, 3 << 20):
         with requests_in(tmp_path / "r", [request("a"), b"x" * n + b"\n", request("b")]) as requests:
@@ -166,7 +168,7 @@ def test_a_line_that_is_too_long_is_passed_over(tmp_path: Path, monkeypatch: pyt
         assert len(requests.lines) == 2
 
 
-def test_every_request_is_read_again_as_it_was(tmp_path: Path) -> None:
+def test_requests_read_returns_each_request_unchanged_except_null_fields(tmp_path: Path) -> None:
     made = [request("a", "ünï\u2028"), request("b", url="/v1/embeddings", input=[1.5, None]), request("c", top_k=None)]
     text = b"\xef\xbb\xbf" + b"\r\n".join(jsonl([line]).rstrip() for line in made) + b"\r\n\r\n  \n"
     with requests_in(tmp_path / "r", [text]) as requests:
@@ -178,7 +180,7 @@ def test_every_request_is_read_again_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
-def test_a_file_of_another_system_is_read(tmp_path: Path, encoding: str) -> None:
+def test_requests_accept_bom_utf_16_and_crlf(tmp_path: Path, encoding: str) -> None:
     lines = [request("a", "café"), request("b", "z" * 100_000)]
     (tmp_path / "requests").write_bytes(jsonl(lines).decode().replace("\n", "\r\n").encode(encoding))
     with (tmp_path / "requests").open("rb") as file:
@@ -188,7 +190,7 @@ def test_a_file_of_another_system_is_read(tmp_path: Path, encoding: str) -> None
     assert found == [line["body"] for line in lines]
 
 
-def test_defaults_are_for_what_is_lacking_and_the_fingerprint_is_of_every_byte(tmp_path: Path) -> None:
+def test_requests_apply_defaults_and_fingerprint_every_byte(tmp_path: Path) -> None:
     lines = [request("a", model=None), request("b", model="own")]
     with requests_in(tmp_path / "r", lines, defaults={"model": "m"}) as requests:
         assert [json.loads(requests.read(line)[1])["model"] for line in requests.lines] == ["m", "own"]
@@ -204,7 +206,7 @@ def test_defaults_are_for_what_is_lacking_and_the_fingerprint_is_of_every_byte(t
     assert len({fingerprint(request("a")), fingerprint(request("b")), fingerprint(request("a"), b"\n")}) == 3
 
 
-def test_requests_of_one_loaded_model_are_together(tmp_path: Path) -> None:
+def test_in_order_groups_requests_that_need_the_same_loaded_model(tmp_path: Path) -> None:
     lines = [
         request(f"{i}", model="ab"[i % 2], options={"num_ctx": 512, "seed": i} if i == 5 else None) for i in range(6)
     ]
@@ -212,7 +214,7 @@ def test_requests_of_one_loaded_model_are_together(tmp_path: Path) -> None:
         assert [line.custom_id for line in requests.in_order({1, 4})] == ["2", "4", "1", "5"]
 
 
-def test_an_empty_file_and_too_many_requests_are_refused(tmp_path: Path) -> None:
+def test_requests_reject_an_empty_file_and_too_many_lines(tmp_path: Path) -> None:
     for lines in ([], [b"\n \n"]):
         with pytest.raises(BatchFileError, match="no requests"):
             requests_in(tmp_path / "r", lines).__enter__()
@@ -220,7 +222,7 @@ def test_an_empty_file_and_too_many_requests_are_refused(tmp_path: Path) -> None
         requests_in(tmp_path / "r", [request("a"), request("b")], max_requests=1).__enter__()
 
 
-def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:
+def test_requests_read_detects_a_changed_file(tmp_path: Path) -> None:
     path = tmp_path / "r"
     with requests_in(path, [request("a"), request("b")]) as requests:
         path.write_bytes(jsonl([request("c"), request("b")]))

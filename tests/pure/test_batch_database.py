@@ -43,11 +43,11 @@ def batches_in(folder: Path, endpoint: Endpoint) -> Batches:
 
 
 def old_folder(tmp_path: Path) -> Path:
-    """Returns a copy of the old folder, with the mode that it had; git keeps no empty files' modes."""
+    """Returns a copy of the old folder with its original mode. git does not keep this mode."""
     return shutil.copytree(OLD / "batches", tmp_path / "batches")
 
 
-async def test_a_folder_of_an_older_version_has_all_its_files_and_batches_and_goes_on(tmp_path: Path) -> None:
+async def test_older_folder_is_imported_with_all_files_and_its_batches_continue(tmp_path: Path) -> None:
     folder, endpoint = old_folder(tmp_path), Endpoint()
     old_answers = entries((folder / RUNNING / "answers.jsonl").read_bytes().rpartition(b"\n")[0])
     outputs = {path.name: path.read_bytes() for path in (folder / "files").glob("*put.data")}
@@ -73,11 +73,11 @@ async def test_a_folder_of_an_older_version_has_all_its_files_and_batches_and_go
     assert names == {"batches.db", "files"} and not list((folder / "files").glob("*.json"))
 
 
-def test_a_kill_while_an_old_folder_is_taken_over_loses_nothing(tmp_path: Path) -> None:
+def test_kill_during_the_import_of_an_older_folder_loses_nothing(tmp_path: Path) -> None:
     assert int(run("batches", old_folder(tmp_path))) >= 10
 
 
-async def test_a_folder_that_an_older_server_has_open_stays_as_it_is(tmp_path: Path) -> None:
+async def test_folder_locked_by_an_older_server_is_not_imported(tmp_path: Path) -> None:
     folder = old_folder(tmp_path)
     holder = "import fcntl, sys; file = open(sys.argv[1]); fcntl.flock(file, fcntl.LOCK_EX); print(flush=True); input()"
     with subprocess.Popen(
@@ -94,7 +94,7 @@ async def test_a_folder_that_an_older_server_has_open_stays_as_it_is(tmp_path: P
         assert len(found.all()) == 3
 
 
-def test_an_old_journal_of_a_command_is_taken_over(tmp_path: Path) -> None:
+def test_open_journal_imports_an_older_journal(tmp_path: Path) -> None:
     shutil.copy(OLD / "answers.partial", tmp_path)
     *old, _ = (OLD / "answers.partial").read_bytes().splitlines(keepends=True)
     with (
@@ -107,7 +107,7 @@ def test_an_old_journal_of_a_command_is_taken_over(tmp_path: Path) -> None:
             pass
 
 
-def test_a_transaction_that_raises_keeps_none_of_its_changes(tmp_path: Path) -> None:
+def test_transaction_that_raises_is_rolled_back(tmp_path: Path) -> None:
     database = Database(tmp_path / "db", 0o600)
     add = "INSERT INTO answer VALUES ('', ?, '', 'x')"
 
@@ -124,7 +124,7 @@ def test_a_transaction_that_raises_keeps_none_of_its_changes(tmp_path: Path) -> 
     database.close()
 
 
-def test_a_folder_without_write_permission_is_a_typed_error(tmp_path: Path) -> None:
+def test_database_in_an_unwritable_folder_raises_storage_error(tmp_path: Path) -> None:
     path = tmp_path / "db"
     Database(path, 0o600).close()
     refused = sqlite3.OperationalError("attempt to write a readonly database")
@@ -132,7 +132,7 @@ def test_a_folder_without_write_permission_is_a_typed_error(tmp_path: Path) -> N
         Database(path, 0o600)
 
 
-def test_a_process_that_another_one_keeps_out_changes_nothing(tmp_path: Path) -> None:
+def test_locked_database_rejects_another_process_and_stays_unchanged(tmp_path: Path) -> None:
     code = "import sys; from pathlib import Path; from moegguf.serving.batch.database import Database\n"
     code += "try: Database(Path(sys.argv[1]), 0o600)\nexcept BlockingIOError as error: print(error)"
     database = Database(tmp_path / "db", 0o600)
@@ -144,7 +144,7 @@ def test_a_process_that_another_one_keeps_out_changes_nothing(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("damage", ["text", "newer", "page", "folder"])
-async def test_a_database_that_cannot_be_read_is_a_typed_error_and_stays(tmp_path: Path, damage: str) -> None:
+async def test_unreadable_database_raises_storage_error_and_stays_unchanged(tmp_path: Path, damage: str) -> None:
     folder = tmp_path / "batches"
     async with batches_in(folder, Endpoint()) as found:
         with found.files.new() as file:
@@ -204,8 +204,8 @@ asyncio.run(main())
 """
 
 
-def test_no_kill_loses_or_doubles_an_answer(tmp_path: Path) -> None:
-    """Kills a server at random moments of many batches; then every batch has each answer once."""
+def test_kill_of_the_server_neither_loses_nor_repeats_an_answer(tmp_path: Path) -> None:
+    """Kills a server at random moments of many batches. Afterwards every batch has each answer once."""
     folder, dice = tmp_path / "batches", random.Random(1)
     command = [sys.executable, "-c", KILLED % N_REQUESTS, folder, tmp_path / "log"]
     acknowledged: set[str] = set()

@@ -47,7 +47,7 @@ async def ended(found: Batches, batch: Batch) -> Batch:
 
 
 def left_in(found: Batches) -> list[Any]:
-    """Returns what is needed only until a batch has ended: answers, and contents of deleted files."""
+    """Returns rows that are needed only until a batch has ended: answers, and contents of deleted files."""
     contents = {path.stem for path in (found.folder / "files").iterdir()}
     return found.files.database.execute("SELECT * FROM answer") + sorted(
         contents - {file.id for file in found.files.all()}
@@ -55,14 +55,14 @@ def left_in(found: Batches) -> list[Any]:
 
 
 def fill_disk(database: Database) -> int:
-    """Lets the database grow no more. Returns the limit that it had."""
+    """Stops the database from growing. Returns its former limit."""
     ((most,),) = database.execute("PRAGMA max_page_count")
     ((n_pages,),) = database.execute("PRAGMA page_count")
     database.execute(f"PRAGMA max_page_count = {n_pages}")
     return most
 
 
-async def test_a_batch_from_its_creation_to_its_files(tmp_path: Path) -> None:
+async def test_batch_runs_from_creation_to_output_and_error_files(tmp_path: Path) -> None:
     endpoint = Endpoint()
     async with batches_in(tmp_path, endpoint) as found:
         input_id = stored(found, [request("a", "hold"), request("b", "fail"), request("c")])
@@ -70,7 +70,7 @@ async def test_a_batch_from_its_creation_to_its_files(tmp_path: Path) -> None:
         assert batch.status == "validating" and batch.expires_at == batch.created_at + 86400
         await until(lambda: batch.counts.done == 2)
         assert (batch.status, batch.total, batch.counts.failed, batch.model) == ("in_progress", 3, 1, "demo")
-        found.files.delete(input_id)  # it goes on with what it was given
+        found.files.delete(input_id)  # the batch keeps its requests
         endpoint.released.set()
         assert (await ended(found, batch)).status == "completed"
         assert (batch.counts.completed, batch.counts.failed, batch.counts.output_tokens) == (2, 1, 6)
@@ -82,7 +82,7 @@ async def test_a_batch_from_its_creation_to_its_files(tmp_path: Path) -> None:
         assert left_in(found) == []
 
 
-async def test_lines_that_are_no_requests_fail_the_batch(tmp_path: Path) -> None:
+async def test_invalid_lines_fail_the_batch_and_list_each_error(tmp_path: Path) -> None:
     endpoint = Endpoint()
     lines = [request("a"), b"nonsense\n", request("a"), request("b", url="/v1/embeddings")]
     async with batches_in(tmp_path, endpoint) as found:
@@ -98,7 +98,7 @@ async def test_lines_that_are_no_requests_fail_the_batch(tmp_path: Path) -> None
         assert left_in(found) == []
 
 
-async def test_a_cancelled_batch_has_what_was_answered(tmp_path: Path) -> None:
+async def test_cancelled_batch_keeps_its_finished_answers(tmp_path: Path) -> None:
     endpoint = Endpoint()
     lines = [request("a"), request("b", "fail"), *(request(f"h{i}", "hold") for i in range(9))]
     async with batches_in(tmp_path, endpoint) as found:
@@ -114,7 +114,7 @@ async def test_a_cancelled_batch_has_what_was_answered(tmp_path: Path) -> None:
         assert codes == [None, *["batch_cancelled"] * 9]
 
 
-async def test_a_batch_that_takes_too_long_expires(tmp_path: Path) -> None:
+async def test_batch_expires_after_its_window_and_keeps_its_answers(tmp_path: Path) -> None:
     endpoint = Endpoint()
     async with batches_in(tmp_path, endpoint, window_s=0.3) as found:
         batch = found.create(CHAT, stored(found, [request("a"), request("b", "hold")]))
@@ -132,9 +132,9 @@ async def test_a_batch_that_takes_too_long_expires(tmp_path: Path) -> None:
         assert found.create(CHAT, stored(found, [request("a")])).expires_at is None
 
 
-async def test_a_server_that_ends_goes_on_where_it_stopped(tmp_path: Path) -> None:
+async def test_restarted_server_continues_batches_of_their_owner(tmp_path: Path) -> None:
+    """Restarts the server for another owner. The batches still belong to the first owner."""
     lines = [request("a", "first"), *(request(f"h{i}", "hold") for i in range(3)), request("z", "last")]
-    """For the owner that it had."""
     before, endpoint = Endpoint(), Endpoint()
     async with batches_in(tmp_path, before, n_parallel=2) as found:
         current_owner.set("ann")
@@ -159,7 +159,7 @@ async def test_a_server_that_ends_goes_on_where_it_stopped(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("status", ["validating", "finalizing", "cancelling"])
-async def test_a_server_that_was_killed_in_any_status_goes_on(tmp_path: Path, status: str) -> None:
+async def test_killed_server_continues_a_batch_of_any_status(tmp_path: Path, status: str) -> None:
     async with batches_in(tmp_path, Endpoint()) as found:
         batch = found.create(CHAT, stored(found, [request("a"), request("b", "hold")]))
         await until(lambda: batch.counts.done == 1)
@@ -174,7 +174,7 @@ async def test_a_server_that_was_killed_in_any_status_goes_on(tmp_path: Path, st
         assert left_in(found) == []
 
 
-async def test_while_the_disk_is_full_a_batch_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_batch_waits_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "DISK_RETRY_S", 0.01)
     endpoint = Endpoint()
     async with batches_in(tmp_path, endpoint) as found:
@@ -190,7 +190,7 @@ async def test_while_the_disk_is_full_a_batch_waits(tmp_path: Path, monkeypatch:
         assert len(content(found, batch.output_file_id)) == 2
 
 
-async def test_answers_of_a_batch_count_while_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_storage_limit_counts_answers_of_a_running_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "DISK_RETRY_S", 0.01)
     endpoint = Endpoint()
     async with batches_in(tmp_path, endpoint, max_bytes=60_000) as found:
@@ -199,14 +199,14 @@ async def test_answers_of_a_batch_count_while_it_goes_on(tmp_path: Path, monkeyp
         await until(lambda: batch.counts.completed == 2)
         taken = 60_000 - found.files.room()
         assert taken > sum(map(len, ask)) + 2 * 8000, "the requests, and two of the answers"
-    async with batches_in(tmp_path, endpoint, max_bytes=60_000) as found:  # another server knows it, too
+    async with batches_in(tmp_path, endpoint, max_bytes=60_000) as found:  # another server reads the sizes
         assert 60_000 - found.files.room() == taken
         found.cancel(found.get(batch.id))
         await ended(found, found.get(batch.id))
         assert 0 < 60_000 - found.files.room() - taken < 3 * DESCRIPTION_BYTES, "as much as its two files of answers"
 
 
-async def test_a_batch_waits_for_room_for_its_answers(
+async def test_batch_waits_for_storage_for_its_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(batches, "DISK_RETRY_S", 0.01)
@@ -222,7 +222,9 @@ async def test_a_batch_waits_for_room_for_its_answers(
         assert batch.counts.completed == 3
 
 
-async def test_what_cannot_be_a_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_create_rejects_unknown_files_wrong_purposes_and_too_many_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(batches, "MAX_UNFINISHED", 1)
     async with batches_in(tmp_path, Endpoint()) as found:
         for file_id in ("file-none", "../../etc/passwd", ""):
@@ -237,7 +239,7 @@ async def test_what_cannot_be_a_batch(tmp_path: Path, monkeypatch: pytest.Monkey
             found.create(CHAT, stored(found, [request("a")]))
 
 
-async def test_two_servers_do_not_have_one_folder_and_one_that_stores_nothing_leaves_nothing(tmp_path: Path) -> None:
+async def test_second_server_is_refused_the_folder_and_an_idle_one_creates_no_file(tmp_path: Path) -> None:
     async with batches_in(tmp_path, Endpoint()):
         pass
     assert list(tmp_path.iterdir()) == []
@@ -252,7 +254,7 @@ async def test_two_servers_do_not_have_one_folder_and_one_that_stores_nothing_le
         assert len(other.files.all()) == 1
 
 
-async def test_files_expire_and_damaged_ones_are_passed_over(tmp_path: Path) -> None:
+async def test_expired_and_unfinished_files_are_removed(tmp_path: Path) -> None:
     now = Mock(return_value=NOW_S)
     async with batches_in(tmp_path, Endpoint(), now=now) as found:
         with found.files.new() as file:
@@ -274,7 +276,7 @@ async def test_files_expire_and_damaged_ones_are_passed_over(tmp_path: Path) -> 
         assert found.all() == [] and left_in(found) == []
 
 
-async def test_files_whose_time_is_over_make_room_for_others(tmp_path: Path) -> None:
+async def test_expired_files_free_their_storage(tmp_path: Path) -> None:
     now = Mock(return_value=NOW_S)
     async with batches_in(tmp_path, Endpoint(), max_bytes=30_000, now=now) as found:
         with found.files.new() as file:
@@ -287,7 +289,7 @@ async def test_files_whose_time_is_over_make_room_for_others(tmp_path: Path) -> 
         assert [path.stem for path in (tmp_path / "batches" / "files").glob("*.data")] == [long]
 
 
-async def test_a_deleted_file_takes_room_while_a_batch_uses_it(tmp_path: Path) -> None:
+async def test_deleted_file_counts_as_storage_while_used_by_a_batch(tmp_path: Path) -> None:
     endpoint = Endpoint()
     async with batches_in(tmp_path, endpoint, max_bytes=40_000) as found:
         input_id = stored(found, [request("a", "hold " + "x" * 20_000)])
@@ -297,7 +299,7 @@ async def test_a_deleted_file_takes_room_while_a_batch_uses_it(tmp_path: Path) -
         found.files.delete(input_id)
         with pytest.raises(StorageError, match="MOEGGUF_STORAGE_LIMIT"):
             stored(found, [b"y" * 10_000])
-    async with batches_in(tmp_path, endpoint, max_bytes=40_000) as found:  # another server knows it, too
+    async with batches_in(tmp_path, endpoint, max_bytes=40_000) as found:  # another server reads the sizes
         with pytest.raises(StorageError, match="MOEGGUF_STORAGE_LIMIT"):
             stored(found, [b"y" * 10_000])
         for batch in batches_of_it:
@@ -306,7 +308,9 @@ async def test_a_deleted_file_takes_room_while_a_batch_uses_it(tmp_path: Path) -
         stored(found, [b"y" * 10_000])
 
 
-async def test_the_event_loop_goes_on_while_a_journal_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_event_loop_is_not_blocked_while_a_journal_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     endpoint, n_opened = Endpoint(), 0
     reading, read_on = asyncio.Event(), threading.Event()
     loop, read = asyncio.get_running_loop(), Journal.read
@@ -322,7 +326,7 @@ async def test_the_event_loop_goes_on_while_a_journal_is_read(tmp_path: Path, mo
     async with batches_in(tmp_path, endpoint) as found:
         batch = found.create(CHAT, stored(found, [request("a"), request("b", "hold")]))
         await reading.wait()
-        found.cancel(batch)  # while it is read: what was opened is closed, so that the next step can open it
+        found.cancel(batch)  # the journal is closed, so that the next step can open it
         await asyncio.sleep(0)
         assert batch.status == "cancelling"
         read_on.set()
@@ -332,7 +336,7 @@ async def test_the_event_loop_goes_on_while_a_journal_is_read(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("umask", [0, 0o022, 0o077])
-async def test_only_the_user_may_read_files_and_batches(tmp_path: Path, umask: int) -> None:
+async def test_batch_files_are_readable_only_by_their_owner(tmp_path: Path, umask: int) -> None:
     endpoint, folder = Endpoint(), tmp_path / "batches"
 
     def rights_of_others() -> list[str]:

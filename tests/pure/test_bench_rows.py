@@ -92,10 +92,10 @@ OUTCOMES = [
 ]
 
 
-# --- specs and options
+# Specs and options
 
 
-def test_a_spec_survives_the_way_to_its_process_and_a_file_says_whose_routing_it_imitates() -> None:
+def test_spec_survives_json_and_imitated_routing_reads_the_locality_field() -> None:
     spec = replace(SPEC, store={"readers": 2}, text="a ü.txt")
     assert Spec.from_json(spec.as_json()) == spec
     assert "as published of glm (" in imitated_routing({"moegguf.locality": "glm"})
@@ -112,12 +112,12 @@ def test_a_spec_survives_the_way_to_its_process_and_a_file_says_whose_routing_it
         ({"tests": ()}, "nothing to measure"),
     ],
 )
-def test_a_wrong_spec_is_refused(wrong: dict[str, Any], words: str) -> None:
+def test_spec_rejects_invalid_fields(wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(OptionError, match=words):
         replace(SPEC, **wrong)
 
 
-def test_lists_as_llama_bench_takes_them() -> None:
+def test_parse_ints_and_pairs_read_llama_bench_lists() -> None:
     assert split(["a,b", "c"]) == ["a", "b", "c"]
     assert parse_ints(["512"], "-p") == [512]
     assert parse_ints(["128,256", "0"], "-p") == [128, 256, 0]
@@ -129,12 +129,12 @@ def test_lists_as_llama_bench_takes_them() -> None:
 
 
 @pytest.mark.parametrize("text", ["x", "1.5", "1-2-3", "1-8*1", "0-8*2", "1-8+0"])
-def test_lists_that_are_none(text: str) -> None:
+def test_parse_ints_rejects_malformed_lists(text: str) -> None:
     with pytest.raises(OptionError, match="-p"):
         parse_ints([text], "-p")
 
 
-def test_order_of_tests_is_llama_benchs_and_settings_are_all_combinations() -> None:
+def test_parse_tests_orders_like_llama_bench_and_combinations_are_complete() -> None:
     tests = parse_tests(["512,0"], ["128"], ["16,8"], ["0,32"])
     assert tests == [(512, 0, 0), (0, 128, 0), (16, 8, 0), (512, 0, 32), (0, 128, 32), (16, 8, 32)]
     names = [name_of({"n_prompt": p, "n_gen": n, "n_depth": d, "n_parallel": 1}) for p, n, d in tests]
@@ -143,10 +143,10 @@ def test_order_of_tests_is_llama_benchs_and_settings_are_all_combinations() -> N
     assert [(spec.n_ubatch, spec.n_threads) for spec in found] == [(64, 1), (64, 2), (128, 1), (128, 2)]
 
 
-# --- rivals and turns
+# Compared systems and turns
 
 
-def test_mmap_leaves_the_weights_in_the_file_when_their_copy_does_not_fit(tiny: Any) -> None:
+def test_mmap_system_does_not_repack_if_a_copy_does_not_fit(tiny: Any) -> None:
     layout = read_layout(tiny("tiny-mix"))
     base = replace(SPEC, model=str(tiny("tiny-mix")))
     small, large = resident_bytes(layout, base), resident_bytes(layout, base) + (1 << 30)
@@ -160,7 +160,7 @@ def test_mmap_leaves_the_weights_in_the_file_when_their_copy_does_not_fit(tiny: 
             compared_system(name, SPEC, layout, None)
 
 
-def test_the_steps_of_an_ablation_add_one_feature_after_the_other(tiny: Any) -> None:
+def test_ablation_steps_add_one_feature_after_the_other(tiny: Any) -> None:
     layout = read_layout(tiny("tiny-mix"))
     base = replace(SPEC, model=str(tiny("tiny-mix")), strategy="promoe")
     off = [
@@ -171,7 +171,7 @@ def test_the_steps_of_an_ablation_add_one_feature_after_the_other(tiny: Any) -> 
     assert off[0] > off[1] > off[2] == {"overlap"}
 
 
-def test_systems_of_one_group(tiny: Any) -> None:
+def test_make_systems_lists_own_budgets_before_llama_cpp_systems(tiny: Any) -> None:
     group = make_systems(replace(SPEC, model=str(tiny())), ["30%", "100%"], ["mmap", "resident"], 1 << 40)
     assert [(entry.label, entry.spec.system, entry.is_llama_cpp) for entry in group] == [
         ("moegguf", "moegguf", False), ("moegguf", "moegguf", False),
@@ -180,7 +180,7 @@ def test_systems_of_one_group(tiny: Any) -> None:
     assert [entry.spec.expert_cache for entry in group[:2]] == ["30%", "100%"]
 
 
-def test_what_was_killed_is_not_run_again() -> None:
+def test_run_series_skips_a_system_that_was_killed() -> None:
     runs: list[str] = []
 
     def run(entry: BenchedSystem) -> Outcome:
@@ -194,10 +194,10 @@ def test_what_was_killed_is_not_run_again() -> None:
     assert "  killed by the memory limit" in said
 
 
-# --- rows and formats
+# Rows and formats
 
 
-def test_markdown_also_of_synthetic_routing_and_of_policies() -> None:
+def test_markdown_names_synthetic_routing_and_policies_once() -> None:
     assert as_markdown(make_rows(OUTCOMES, 4 << 30)) == (Path(__file__).parent / "bench.md").read_text()
     synthetic = result(0.5) | {"routing": "random weights"}
     page = as_markdown(make_rows([Outcome(OWN, 0, synthetic), Outcome(MMAP, 0, synthetic)]))
@@ -209,7 +209,7 @@ def test_markdown_also_of_synthetic_routing_and_of_policies() -> None:
     assert "|    stall | same tokens" in page and "|   1.000x | yes, 4 of 4 |" in page
 
 
-def test_sql_fills_a_table_of_sqlite() -> None:
+def test_sql_output_fills_a_sqlite_table() -> None:
     rows = make_rows(OUTCOMES)
     rows[0]["model_filename"] = "it's.gguf"
     database = sqlite3.connect(":memory:")
@@ -223,7 +223,7 @@ def test_sql_fills_a_table_of_sqlite() -> None:
     assert found[0][3] == "real"
 
 
-def test_csv_can_be_read_back_and_json_and_jsonl_say_the_same() -> None:
+def test_csv_json_and_jsonl_output_have_equal_rows() -> None:
     lines = list(csv.DictReader(io.StringIO(FORMATS["csv"](make_rows(OUTCOMES)))))
     assert ",".join(list(lines[0])[: len(FIELDS)]) == LLAMA_BENCH_FIELDS
     assert (lines[0]["avg_ts"], lines[0]["repack"], lines[0]["n_prompt"]) == ("6.000000", "1", "4")
@@ -266,7 +266,7 @@ def rmdir_like_cgroups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "_rmdir", shutil.rmtree)
 
 
-def test_v1_limits_memory_and_swap(tmp_path: Path) -> None:
+def test_make_group_on_cgroup_v1_limits_memory_and_swap(tmp_path: Path) -> None:
     parent = v1(tmp_path)
     group = make_group(4 * GIB, tmp_path)
     assert group.folder.parent == parent
@@ -277,7 +277,7 @@ def test_v1_limits_memory_and_swap(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_processes", [False, True])
-def test_v2_group_is_below_this_one_or_beside_it_when_it_has_processes(
+def test_make_group_on_cgroup_v2_nests_or_goes_beside_a_busy_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_processes: bool
 ) -> None:
     leaf, real_write = v2(tmp_path, leaf_has_processes=has_processes), limits._write
@@ -292,14 +292,14 @@ def test_v2_group_is_below_this_one_or_beside_it_when_it_has_processes(
     assert (group.folder / "memory.swap.max").read_text() == "0"
 
 
-def test_without_cgroups_there_is_one_sentence_and_without_a_limit_no_group(tmp_path: Path) -> None:
+def test_make_group_without_cgroups_raises_and_no_limit_makes_no_group(tmp_path: Path) -> None:
     with pytest.raises(LimitError, match="systemd-run"):
         make_group(GIB, tmp_path)
     with memory_limit(None, tmp_path) as group:
         assert group is None
 
 
-def test_groups_of_the_dead_are_swept(tmp_path: Path) -> None:
+def test_make_group_removes_groups_of_dead_processes(tmp_path: Path) -> None:
     parent = v1(tmp_path)
     (parent / "moegguf-999999999-1").mkdir()
     (parent / f"moegguf-{os.getpid()}-0").mkdir()
@@ -318,16 +318,16 @@ def test_groups_of_the_dead_are_swept(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_peak_and_kills(tmp_path: Path, make, peak: str, events: tuple[str, str]) -> None:  # noqa: ANN001
+def test_group_reads_peak_bytes_and_oom_kills(tmp_path: Path, make, peak: str, events: tuple[str, str]) -> None:  # noqa: ANN001
     make(tmp_path)
     group = make_group(GIB, tmp_path)
-    assert (group.peak_bytes, group.oom_kills) == (0, 0)  # an old kernel says nothing
+    assert (group.peak_bytes, group.oom_kills) == (0, 0)  # an old kernel has no such files
     write(group.folder / peak, "123456789\n")
     write(group.folder / events[0], events[1])
     assert (group.peak_bytes, group.oom_kills) == (123456789, 2)
 
 
-def test_a_command_joins_the_group_before_it_runs_and_it_is_removed_after_an_error(tmp_path: Path) -> None:
+def test_memory_limit_runs_commands_in_the_group_and_removes_the_group_on_error(tmp_path: Path) -> None:
     v1(tmp_path)
     with memory_limit(GIB, tmp_path) as group:
         words = subprocess.run(group.command(["echo", "a b", "$HOME"]), capture_output=True, check=True, text=True)
@@ -339,7 +339,7 @@ def test_a_command_joins_the_group_before_it_runs_and_it_is_removed_after_an_err
     assert not group.folder.exists()
 
 
-def test_dropped_pages_are_gone(tmp_path: Path) -> None:
+def test_drop_page_cache_returns_the_bytes_that_stay_cached(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.touch()
     assert drop_page_cache([path]) == 0

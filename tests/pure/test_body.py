@@ -1,4 +1,4 @@
-"""Request bodies: what is accepted, what is refused and how fast, and the messages of refusals."""
+"""Tests request bodies: which are accepted or refused, the time that a refusal takes, and its message."""
 
 import asyncio
 import contextlib
@@ -42,7 +42,7 @@ def refusal(raw: bytes, kind: type[Body] = Example) -> str:
     return str(caught.value)
 
 
-def test_unknown_fields_are_ignored_and_the_last_of_repeated_keys_counts() -> None:
+def test_parse_body_ignores_unknown_fields_and_takes_the_last_of_repeated_keys() -> None:
     body = parse_body(b'{"text": "a", "other": {"deep": []}, "text": "b"}', Example)
     assert body.text == "b"
     assert not hasattr(body, "other")
@@ -61,7 +61,7 @@ def test_unknown_fields_are_ignored_and_the_last_of_repeated_keys_counts() -> No
         (b"\xed\xa0\xbd", "\ufffd"),
     ],
 )
-def test_half_of_a_surrogate_pair_becomes_a_replacement_character(raw: bytes, text: str) -> None:
+def test_parse_body_replaces_half_of_a_surrogate_pair(raw: bytes, text: str) -> None:
     assert parse_body(b'{"text": "' + raw + b'", "n": 5}', Example) == Example(text=text, n=5)
 
 
@@ -92,11 +92,11 @@ def test_half_of_a_surrogate_pair_becomes_a_replacement_character(raw: bytes, te
         (b'{"parts": [{"n": 1}, {}]}', "parts.1.n: field required"),
     ],
 )
-def test_a_refusal_names_the_invalid_field(raw: bytes, words: str) -> None:
+def test_parse_body_names_the_invalid_field_or_position(raw: bytes, words: str) -> None:
     assert words in refusal(raw)
 
 
-def test_nesting_is_limited_and_brackets_in_strings_do_not_count() -> None:
+def test_parse_object_limits_nesting_and_ignores_brackets_in_strings() -> None:
     def nested(depth: int) -> bytes:
         return b'{"x": ' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
 
@@ -121,7 +121,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_body_is_refused_fast_and_with_little_memory(name: str) -> None:
+def test_hostile_body_is_refused_fast_and_with_little_memory(name: str) -> None:
     raw = HOSTILE[name]
     begun = time.thread_time()
     refusal(raw)
@@ -136,7 +136,7 @@ def test_a_hostile_body_is_refused_fast_and_with_little_memory(name: str) -> Non
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_read_or_refused(raw: bytes) -> None:
+def test_parse_object_reads_or_rejects_any_bytes(raw: bytes) -> None:
     with contextlib.suppress(HttpError):
         parse_object(raw)
 
@@ -150,7 +150,7 @@ json_values = st.recursive(
 
 
 @given(st.dictionaries(st.text(max_size=5), json_values, max_size=4))
-def test_json_is_parsed_as_by_the_standard_library(value: dict[str, Any]) -> None:
+def test_parse_object_equals_json_loads(value: dict[str, Any]) -> None:
     assert parse_object(json.dumps(value).encode()) == value
     assert parse_object(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")) is not None
 
@@ -159,17 +159,17 @@ def parse(kind: type[Body], **fields: Any) -> Any:
     return parse_body(json.dumps(fields).encode(), kind)
 
 
-def test_a_request_gets_no_more_threads_than_there_are_processors() -> None:
+def test_num_thread_is_capped_at_the_number_of_processors() -> None:
     assert parse(Loading, options={"num_thread": 512}).overrides().n_threads == count_cpus()
     assert parse(Loading, options={"num_thread": 1}).overrides().n_threads == 1
 
 
-def test_an_unknown_option_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_parse_body_logs_an_unknown_option(caplog: pytest.LogCaptureFixture) -> None:
     parse(ChatRequest, model="x", options={"temprature": 1})
     assert "temprature" in caplog.text
 
 
-async def test_all_bodies_together_are_bounded_until_their_requests_end() -> None:
+async def test_bodies_limit_total_bytes_until_their_requests_end() -> None:
     go, most = asyncio.Event(), 3 << 20
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

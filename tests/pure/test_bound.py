@@ -30,26 +30,26 @@ Test.__test__ = False  # type: ignore[attr-defined]
 
 
 def lookups_of(events: list[list[int]], n_expert: int = 4) -> Lookups:
-    """Events of one layer, as a routing of one token each, or of passes of several tokens with an expert each."""
+    """Returns the look-ups of events of one layer. Each event is a pass of one or several tokens."""
     widest = max(map(len, events))
     shape = MoeShape(1, n_expert, widest, (0,))
     trace = hand_made(shape, [[[event + [-1] * (widest - len(event))] for event in events]])
     return Lookups.of(trace)
 
 
-def test_bypass_reads_an_expert_that_is_used_once_without_evicting_another() -> None:
+def test_least_misses_bypasses_slots_for_an_expert_used_once() -> None:
     lookups = lookups_of([[0], [1], [2], [0], [1], [3]])
     assert least_misses(lookups, 2).tolist() == [0, 1, 2, 3]
     assert belady(lookups, 2).lookups - belady(lookups, 2).hits == 5, "without bypass expert 1 makes room for 2"
 
 
-def test_experts_in_slots_at_the_beginning_are_not_read() -> None:
+def test_least_misses_does_not_count_experts_resident_at_the_start() -> None:
     lookups = lookups_of([[0], [1], [2], [0], [1], [3]])
     assert least_misses(lookups, 2, [1, 3]).tolist() == [0, 2, 3]
     assert least_misses(lookups, 4, [0, 1, 2, 3]).tolist() == []
 
 
-def test_a_pass_may_need_more_experts_than_there_are_slots() -> None:
+def test_least_misses_accepts_passes_with_more_experts_than_slots() -> None:
     lookups = lookups_of([[0, 1, 2], [0, 1, 2]])
     assert len(least_misses(lookups, 1)) == 5, "one of the three stays for the second pass"
     assert least_misses(lookups, 0).tolist() == [0, 1, 2, 0, 1, 2]
@@ -58,7 +58,7 @@ def test_a_pass_may_need_more_experts_than_there_are_slots() -> None:
 
 
 def fewest(events: list[set[int]], n_slots: int, resident: set[int]) -> int:
-    """The fewest reads, by trying every content of the slots after each event."""
+    """Returns the fewest reads, by trying every content of the slots after each event."""
     best = {frozenset(resident): 0}
     for event in events:
         after: dict[frozenset[int], int] = {}
@@ -77,13 +77,13 @@ def fewest(events: list[set[int]], n_slots: int, resident: set[int]) -> int:
     st.integers(0, 4),
     st.sets(st.integers(0, 4)),
 )
-def test_no_choice_of_victims_reads_fewer_experts(events: list[set[int]], n_slots: int, held: set[int]) -> None:
+def test_least_misses_equals_a_search_over_all_victims(events: list[set[int]], n_slots: int, held: set[int]) -> None:
     resident = set(sorted(held)[:n_slots])
     lookups = lookups_of([sorted(event) for event in events], 5)
     assert len(least_misses(lookups, n_slots, resident)) == fewest(events, n_slots, resident)
 
 
-def test_the_longest_of_reading_copying_and_computing_is_the_bound() -> None:
+def test_bound_figures_take_the_longest_of_reading_copying_and_computing() -> None:
     """Ten tokens take 2 s, or 200 ms each. Waits take 0.5 s, which leaves 150 ms for computing a token."""
     slow = bound_figures(LeastBytes(8_000_000, 0, 40_000_000), LinkSpeeds(5e6, 0, 400e6), 10, 2.0, 0.5)
     assert list(slow) == list(FIGURES)
@@ -100,7 +100,7 @@ def test_the_longest_of_reading_copying_and_computing_is_the_bound() -> None:
     assert (bound_by(device), device["bound_copy_ms_per_token"]) == ("copies", pytest.approx(200))
 
 
-def test_where_nothing_is_read_all_the_time_without_waits_is_the_bound() -> None:
+def test_bound_figures_without_reads_are_bound_by_computing() -> None:
     resident = bound_figures(LeastBytes(0), LinkSpeeds(0), 10, 2.0, 0.0)
     assert (bound_by(resident), resident["bound_ts"]) == ("computing", pytest.approx(5))
     assert resident["bound_reached_pct"] == pytest.approx(100)
@@ -116,7 +116,7 @@ def bounded(seconds: float) -> dict[str, Any]:
     return found
 
 
-def test_rows_have_the_bound_and_its_table_fits_in_80_columns() -> None:
+def test_make_rows_includes_the_bound_in_a_table_of_80_columns() -> None:
     rows = make_rows([Outcome(OWN, 0, bounded(0.5))])
     objects = json.loads(FORMATS["json"](rows))
     assert all(row["bound_by"] == "computing" and 0 < row["bound_reached_pct"] < 100 for row in objects)
@@ -130,13 +130,13 @@ def test_rows_have_the_bound_and_its_table_fits_in_80_columns() -> None:
     assert any("at 1.5 GB/s" in line for line in lines) and any("at 20 GB/s" in line for line in lines)
 
 
-def test_rows_without_bounds_have_empty_fields_and_no_table() -> None:
+def test_make_rows_without_bounds_have_empty_fields_and_no_table() -> None:
     rows = make_rows(OUTCOMES)
     assert json.loads(FORMATS["json"](rows))[0]["bound_ts"] is None
     assert "reached" not in FORMATS["md"](rows)
 
 
-def test_several_sequences_count_together_and_are_named() -> None:
+def test_make_rows_sums_and_names_parallel_sequences() -> None:
     spec = replace(SPEC, tests=(Test(4, 0, n_parallel=8),))
     together = result(0.5)
     together["tests"] = [{**together["tests"][0], "n_parallel": 8}]
@@ -146,17 +146,17 @@ def test_several_sequences_count_together_and_are_named() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"bound": True}, {"tests": (Test(0, 4, 4, 2),)}], ids=str)
-def test_drafts_have_neither_bound_nor_sequences(changes: dict[str, Any]) -> None:
+def test_spec_rejects_drafts_with_a_bound_or_several_sequences(changes: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match="--draft"):
         replace(SPEC, draft="auto", feed="greedy", **changes)
 
 
-def test_fewer_than_one_sequence_is_refused() -> None:
+def test_spec_rejects_fewer_than_one_sequence() -> None:
     with pytest.raises(OptionError, match="--parallel"):
         replace(SPEC, tests=(Test(4, 0, n_parallel=0),))
 
 
-def test_a_report_has_the_bound_below_each_speed(tiny: Callable[..., Path]) -> None:
+def test_report_has_the_bound_below_each_speed(tiny: Callable[..., Path]) -> None:
     rows = make_rows([Outcome(OWN, 0, bounded(0.5)), Outcome(MMAP, 0, result(5.0, store=False))])
     doctor: dict[str, Any] = {
         "machine": {"cpu": "A CPU", "cpus_allowed": 2, "memory": {"total_bytes": 1 << 34}},

@@ -28,7 +28,7 @@ from tools.vendor import VENDOR
 FOLDER = VENDOR / "llama.cpp" / "models" / "templates"
 TEMPLATES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.jinja"))}
 WITH_TOOLS = [name for name, text in TEMPLATES.items() if "tools" in capabilities_of(text)]
-NO_CALLS = {  # templates that take tools and leave the calls of an answer out of the conversation
+NO_CALLS = {  # templates that list tools and do not render calls
     "ibm-granite-granite-3.3-2B-Instruct",
     "LFM2-8B-A1B",
     "LFM2.5-Instruct",
@@ -112,12 +112,12 @@ def mark_end(text: str, at: int) -> int:
 
 
 def written(name: str, message: Mapping[str, Any]) -> tuple[str, str]:
-    """The end of the prompt, and the answer as the template renders it, up to where the model would end."""
+    """Returns the end of the prompt, and the rendered answer up to the place where the model would end."""
     prompt, whole = rendered(name), rendered(name, message)
     other = rendered(name, message_of([], "ϰ"))
     begin = mark_begin(whole, len(os.path.commonprefix([prompt, whole])))
     calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
-    if calls and calls[0] not in whole[begin:]:  # rendered once there is a result
+    if calls and calls[0] not in whole[begin:]:  # the template renders a call only if a result follows
         whole = rendered(name, message, {"role": "tool", "tool_call_id": "call00000", "content": "ϰresult"})
         other = rendered(name, message_of([], "ϰ"), QUESTION)
         begin = mark_begin(whole, len(os.path.commonprefix([prompt, whole])))
@@ -139,13 +139,13 @@ def parsed(
     return "".join(d.text for d in deltas), "".join(d.thinking for d in deltas), calls
 
 
-def test_all_but_four_templates_render_calls() -> None:
+def test_templates_that_take_tools_include_every_listed_exception() -> None:
     assert len(WITH_TOOLS) >= 66 and set(WITH_TOOLS) >= NO_CALLS | ONE_CALL | NO_OBJECTS
 
 
 @pytest.mark.parametrize("kind", CALLS)
 @pytest.mark.parametrize("name", [name for name in WITH_TOOLS if name not in NO_CALLS])
-def test_call_that_the_template_renders_is_read_back_however_it_is_cut(name: str, kind: str) -> None:
+def test_rendered_call_is_parsed_back_for_every_cut_of_the_answer(name: str, kind: str) -> None:
     calls = CALLS[kind]
     if kind == "two" and name in ONE_CALL:
         calls = calls[:1]
@@ -161,7 +161,7 @@ def test_call_that_the_template_renders_is_read_back_however_it_is_cut(name: str
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_thinking_and_text_that_the_template_renders_are_read_back(name: str) -> None:
+def test_rendered_thinking_and_text_are_parsed_back(name: str) -> None:
     prompt_end, answer = written(name, message_of([], TEXT, THOUGHT))
     if THOUGHT not in answer:  # the template leaves thinking out of conversations
         prompt_end = ""
@@ -183,7 +183,7 @@ def forced(name: str, tools: Sequence[Mapping[str, Any]], prompt_end: str = "") 
 
 
 def accepted(matcher: Matcher, text: str) -> str:
-    """The beginning of a text that a forced call may have."""
+    """Returns the longest beginning of a text that the matcher accepts."""
     data = text.encode()
     for n, byte in enumerate(data):
         if not matcher.allows(byte):
@@ -193,7 +193,7 @@ def accepted(matcher: Matcher, text: str) -> str:
 
 
 @pytest.mark.parametrize("name", TEMPLATES_OF_CALLS)
-def test_forced_call_has_the_form_that_the_template_renders(name: str) -> None:
+def test_forced_call_accepts_the_form_that_the_template_renders(name: str) -> None:
     prompt_end, answer = written(name, message_of([("get_weather", {"city": "Oslo", "days": 3})]))
     form = answer_format(TEMPLATES[name])
     if form.think and form.think.close in answer:
@@ -267,7 +267,7 @@ MARKS = [
 
 
 def random_answers(name: str, n: int) -> list[str]:
-    """Answers of marks in any order, and whole calls that are cut or have something in their midst."""
+    """Returns answers of random marks, and whole calls that are cut or have other text inside."""
     form, rng = answer_format(TEMPLATES[name]), random.Random(name)
     marks = [form.text_open, form.text_close, *form.endings, *MARKS]
     marks += [form.think.open, form.think.close] if form.think else []
@@ -283,7 +283,7 @@ def random_answers(name: str, n: int) -> list[str]:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_whatever_a_model_writes_is_read_without_an_error_and_however_it_is_cut(name: str) -> None:
+def test_parser_reads_random_marks_without_an_error_for_every_cut(name: str) -> None:
     for answer in random_answers(name, 12):
         for cut in (False, True):
             text, thinking, calls = whole = parsed(name, [answer], cut=cut)
@@ -293,7 +293,7 @@ def test_whatever_a_model_writes_is_read_without_an_error_and_however_it_is_cut(
 
 
 @pytest.mark.parametrize("name", TEMPLATES_OF_CALLS)
-def test_text_that_only_looks_like_a_call_is_text(name: str) -> None:
+def test_text_with_a_call_mark_but_no_call_is_parsed_as_text(name: str) -> None:
     format_of = answer_format(TEMPLATES[name])
     form = format_of.tools[0]
     # The closing mark is a control token that ends a message in templates whose messages have headers.
@@ -302,7 +302,7 @@ def test_text_that_only_looks_like_a_call_is_text(name: str) -> None:
         assert parsed(name, list(answer)) == (answer, "", [])
 
 
-def test_call_that_the_token_limit_cuts_has_the_arguments_so_far() -> None:
+def test_call_cut_by_the_token_limit_has_its_arguments_so_far() -> None:
     for name, whole in {
         "Qwen-Qwen3-0.6B": '<tool_call>\n{"name": "f", "arguments": {"a": "x", "b": [1, {"c": "yes',
         "Qwen3-Coder": "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n<parameter=b>\nyes",
@@ -318,7 +318,7 @@ def test_call_that_the_token_limit_cuts_has_the_arguments_so_far() -> None:
         assert parsed(name, [whole])[2] in ([], calls)
 
 
-def test_template_that_cannot_be_rendered_has_the_known_formats() -> None:
+def test_template_that_cannot_be_rendered_gets_the_known_formats() -> None:
     with pytest.raises(TemplateError):
         render("{{ 1 / 0 }}<tool_call>", [QUESTION])
     assert [form.open for form in answer_format("{{ 1 / 0 }}<tool_call>").tools] == ["<tool_call>"]
@@ -348,7 +348,7 @@ def test_strict_tool_restricts_calls_and_no_text(name: str) -> None:
 
 
 @pytest.mark.parametrize("role", ["[{}]", "<{}>", "<|{}|>"])
-def test_tools_between_the_messages_and_the_answer_are_no_mark_of_the_text(role: str) -> None:
+def test_answer_format_takes_no_text_mark_from_tools_before_the_answer(role: str) -> None:
     head = role.format("{{ m.role }}")
     template = f"{{% for m in messages %}}{head}{{{{ m.content }}}}{{% endfor %}}{{{{ tools or '' }}}}"
     form = answer_format(template + role.format("assistant") + "{# </think> #}")
@@ -368,7 +368,7 @@ PIECES = [
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_any_template_has_a_format(seed: int) -> None:
+def test_random_template_has_a_format_and_a_parser(seed: int) -> None:
     rng = random.Random(seed)
     body = "".join(rng.choices(PIECES, k=rng.randrange(1, 8)))
     template = f"{{% for m in messages %}}{body}{{% endfor %}}{''.join(rng.choices(PIECES[6:16], k=2))}"

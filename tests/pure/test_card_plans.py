@@ -20,7 +20,7 @@ from moegguf.quantities import GIB, MIB, Link
 from tools.models import PRESETS, write_sparse_model
 
 GB = 10**9
-CONTEXT_BYTES = 400 * MIB  # a driver keeps these bytes for a process on an otherwise unused card
+CONTEXT_BYTES = 400 * MIB  # bytes of an unused card that the driver reserves for a process
 RAM = Memory(128 * GIB, 120 * GIB, "the machine")
 
 Layouts = Callable[[str], ExpertLayout]
@@ -58,7 +58,7 @@ def plan(layout: ExpertLayout, device: Device, cpu_bytes_per_s: float = 45e9, **
     ("name", "n_bytes", "share"),
     [("qwen1.5-moe-a2.7b", 8 * GB, 0.55), ("qwen3-30b-a3b", 8 * GB, 0.28), ("qwen3-30b-a3b", 16 * GB, 0.70)],
 )
-def test_a_card_that_nothing_else_uses_has_slots_for_so_many_experts(
+def test_plan_of_an_unused_card_has_slots_for_the_expected_share(
     layouts: Layouts, name: str, n_bytes: int, share: float
 ) -> None:
     layout = layouts(name)
@@ -67,14 +67,14 @@ def test_a_card_that_nothing_else_uses_has_slots_for_so_many_experts(
     assert found.total_bytes <= n_bytes - 384 * MIB
 
 
-def test_embeddings_and_bytes_of_the_host_are_planned_in_ram_alone(layouts: Layouts) -> None:
+def test_plan_counts_embeddings_and_host_bytes_only_in_ram(layouts: Layouts) -> None:
     layout = layouts("qwen3-30b-a3b")
     on_card, on_cpu = plan(layout, card(8 * GB), placement="slots"), plan(layout, card(8 * GB), placement="cpu")
     assert on_cpu.needs.dense_bytes - on_card.needs.dense_bytes == layout.embedding_bytes > 0
     assert on_card.host_bytes > layout.embedding_bytes + on_card.n_ram_slots * on_card.slot_bytes
 
 
-def test_what_others_use_of_a_card_makes_the_margin_larger_and_only_a_small_one_is_warmed_up(layouts: Layouts) -> None:
+def test_margin_grows_with_memory_used_by_others_and_disables_the_warm_up(layouts: Layouts) -> None:
     layout = layouts("qwen3-30b-a3b")
     for used_bytes, margin in ((CONTEXT_BYTES, 384 * MIB), (GIB, GIB), (0, GIB)):  # 0: the driver does not know
         device = card(8 * GB, used_bytes)
@@ -84,14 +84,14 @@ def test_what_others_use_of_a_card_makes_the_margin_larger_and_only_a_small_one_
         assert found.warms_up == (margin < GIB)
 
 
-def test_an_unknown_shape_has_the_middle_curve_and_slots_win_with_a_usual_processor(layouts: Layouts) -> None:
+def test_plan_of_an_unknown_shape_uses_the_middle_curve_and_chooses_slots(layouts: Layouts) -> None:
     layout = layouts("qwen1.5-moe-a2.7b")
     found = plan(layout, card(8 * GB), 60e9).placement
     assert found is not None and found.chosen.kind == "slots"
     assert found.hit_rates.startswith("not known for this model; the middle of those published: Qwen3.6")
 
 
-def test_a_hit_rate_that_answers_reached_counts_with_about_the_same_share_of_slots(
+def test_saved_hit_rate_counts_for_about_the_same_share_of_slots(
     layouts: Layouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path))
@@ -113,9 +113,7 @@ def test_a_hit_rate_that_answers_reached_counts_with_about_the_same_share_of_slo
 
 
 @pytest.mark.parametrize("cpu_bytes_per_s", [45e9, 60e9, 80e9])
-def test_with_prompts_slots_win_over_layers_whose_prompts_the_processor_computes(
-    layouts: Layouts, cpu_bytes_per_s: float
-) -> None:
+def test_plan_with_prompts_prefers_slots_over_layers(layouts: Layouts, cpu_bytes_per_s: float) -> None:
     found = plan(layouts("qwen1.5-moe-a2.7b"), card(8 * GB), cpu_bytes_per_s)
     assert found.placement is not None and found.device == "CUDA0" and not found.whole_layers
     slots, layers = found.placement.placements[:2]
@@ -124,7 +122,7 @@ def test_with_prompts_slots_win_over_layers_whose_prompts_the_processor_computes
     assert "of a prompt and" in found.placement.reason and "answered with 256" in found.placement.reason
 
 
-def test_a_processor_is_measured_with_four_times_its_last_cache_and_a_quarter_of_the_memory_at_most(
+def test_cpu_pool_bytes_is_four_caches_up_to_a_quarter_of_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = tmp_path / "size"

@@ -1,4 +1,4 @@
-"""A card that does not compute is described in one sentence; machines are made of files."""
+"""Tests the sentence about a card that cannot compute. Machines are folders of files."""
 
 from pathlib import Path
 
@@ -161,7 +161,7 @@ MACHINES: dict[str, tuple[Files, Build, str]] = {
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_a_machine_and_a_build_give_one_sentence(tmp_path: Path, name: str) -> None:
+def test_describe_cards_returns_one_sentence_for_a_machine_and_a_build(tmp_path: Path, name: str) -> None:
     files, built, text = MACHINES[name]
     said = describe_cards(find_cards(machine(tmp_path, files)), built)
     assert text in said and bool(text) == bool(said)
@@ -181,7 +181,7 @@ def test_a_machine_and_a_build_give_one_sentence(tmp_path: Path, name: str) -> N
         (None, {"CUDA_VISIBLE_DEVICES": "0"}, True),
     ],
 )
-def test_no_card_is_described_where_the_user_chose_the_cpu(
+def test_card_note_is_empty_if_the_user_chose_the_cpu(
     monkeypatch: pytest.MonkeyPatch, placement: str | None, variables: Files, is_said: bool
 ) -> None:
     monkeypatch.delenv("MOEGGUF_PLACEMENT", raising=False)

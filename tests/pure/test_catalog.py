@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("catalog", "any_file_is_a_model")
 # Looking up
 
 
-def test_a_path_is_its_own_name(catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_accepts_a_path_as_the_name(catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "models").mkdir()
     for name in ("a.gguf", "models/b-00001-of-00002.gguf", "models/b-00002-of-00002.gguf"):
         (tmp_path / name).write_bytes(name.encode())
@@ -39,7 +39,7 @@ def test_a_path_is_its_own_name(catalog: Catalog, tmp_path: Path, monkeypatch: p
     assert "a.gguf" not in str(names())
 
 
-def test_where_paths_are_not_allowed_none_is_opened_or_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_catalog_without_paths_opens_and_names_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "secret.gguf").write_bytes(b"secret")
     monkeypatch.chdir(tmp_path)
     served = Catalog(paths=False)
@@ -55,7 +55,7 @@ def test_where_paths_are_not_allowed_none_is_opened_or_told(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("has_folder", [False, True])
-def test_clients_of_a_server_are_told_no_path_and_no_command(
+def test_catalog_without_paths_puts_no_path_or_command_into_errors(
     catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_folder: bool
 ) -> None:
     if has_folder:
@@ -77,7 +77,7 @@ def test_clients_of_a_server_are_told_no_path_and_no_command(
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """MOEGGUF_MODELS with a model, a split one, and one in a folder of its own."""
+    """MOEGGUF_MODELS with a model, a split model, and a model in a subfolder."""
     big = [f"Big-Q8_0-0000{n}-of-00002.gguf" for n in (1, 2)]
     for name in ("Qwen-Q4_0.gguf", *big, "mix/mix.gguf", "two words.gguf", "notes.txt"):
         path = tmp_path / "models" / name
@@ -87,7 +87,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "models"
 
 
-def test_names_of_files_are_compared_without_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_compares_file_names_without_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     split = ["Big-00001-of-00003.GGUF", "Big-00002-of-00003.GGUF", "big-00003-OF-00003.gguf"]
     for name in ("one/Chat.GGUF", "one/MMPROJ-Chat.Gguf", "Tiny.Gguf", *split):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -101,7 +101,7 @@ def test_names_of_files_are_compared_without_case(tmp_path: Path, monkeypatch: p
     assert [path.name for path in catalog.find("big").files] == split
 
 
-def test_names_are_file_names_in_the_models_folder(folder: Path) -> None:
+def test_find_model_resolves_file_names_in_the_models_folder(folder: Path) -> None:
     for name, file in (
         ("Qwen-Q4_0", "Qwen-Q4_0.gguf"), ("qwen-q4_0", "Qwen-Q4_0.gguf"), ("qwen-q4_0.gguf", "Qwen-Q4_0.gguf"),
         ("big-q8_0", "Big-Q8_0-00001-of-00002.gguf"), ("mix", "mix/mix.gguf"),
@@ -119,7 +119,7 @@ def test_names_are_file_names_in_the_models_folder(folder: Path) -> None:
             find_model(wrong)
 
 
-def test_files_in_moegguf_models_are_listed_once(catalog: Catalog, folder: Path) -> None:
+def test_entries_list_each_file_of_moegguf_models_once(catalog: Catalog, folder: Path) -> None:
     listed = [entry for entry in catalog.entries() if entry.source == "folder"]
     assert sorted(entry.name for entry in listed) == [
         "Big-Q8_0:latest", "Qwen-Q4_0:latest", "mix:latest", "two-words:latest"
@@ -132,7 +132,7 @@ def test_files_in_moegguf_models_are_listed_once(catalog: Catalog, folder: Path)
         catalog.remove("big-q8_0")
 
 
-def test_what_other_programs_have_cached_is_found(catalog: Catalog) -> None:
+def test_find_resolves_models_in_the_hub_cache(catalog: Catalog) -> None:
     shards = {f"BF16/M-BF16-0000{n}-of-00002.gguf": bytes([n]) * 10 for n in (1, 2)}
     folder = cache(
         "User/Repo", {"M-Q8_0.gguf": b"8", "mmproj-F16.gguf": b"m", **shards, "N-Q2_K-00001-of-00003.gguf": b"1"}
@@ -150,18 +150,18 @@ def test_what_other_programs_have_cached_is_found(catalog: Catalog) -> None:
             catalog.find(missing)
 
 
-def test_the_newest_commit_counts_and_old_ones_fill_up(catalog: Catalog) -> None:
+def test_hub_cache_prefers_the_newest_commit_and_falls_back_to_older_ones(catalog: Catalog) -> None:
     repository = cache("u/r", {"x-Q4_0.gguf": b"old", "x-Q8_0.gguf": b"old 8"}, "a" * 40)
     cache("u/r", {"x-Q4_0.gguf": b"new"}, "b" * 40)
     assert catalog.find("u/r:q4_0").path.read_bytes() == b"new"
     assert catalog.find("u/r:q8_0").path.read_bytes() == b"old 8"
     assert sorted(names("hf.co")) == ["hf.co/u/r:Q4_0", "hf.co/u/r:Q8_0"]
-    for blob in (repository / "blobs").iterdir():  # links to nothing are no models
+    for blob in (repository / "blobs").iterdir():  # broken links are not models
         blob.unlink()
     assert names("hf.co") == []
 
 
-def test_finding_a_file_does_not_import_what_the_network_needs(tmp_path: Path) -> None:
+def test_find_model_imports_no_network_package(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(b"x")
     code = (
         "import sys\nfrom moegguf.models.catalog import find_model\nfrom moegguf.models.catalog import Catalog\n"
@@ -175,7 +175,7 @@ def test_finding_a_file_does_not_import_what_the_network_needs(tmp_path: Path) -
 # Removing what is in the Hugging Face cache
 
 
-def test_a_cached_model_is_removed_with_its_files_alone(catalog: Catalog) -> None:
+def test_remove_deletes_only_the_files_of_a_cached_model(catalog: Catalog) -> None:
     folder = cache("u/r", {"x-Q4_0.gguf": b"4", "x-Q8_0.gguf": b"8", "mmproj-F16.gguf": b"m", "README.md": b"r"})
     cache("u/r", {"x-Q4_0.gguf": b"4 new"}, "b" * 40)
     assert catalog.remove("u/r:q4_0").name == "hf.co/u/r:Q4_0"
@@ -187,7 +187,7 @@ def test_a_cached_model_is_removed_with_its_files_alone(catalog: Catalog) -> Non
     assert [path.read_bytes() for path in (folder / "blobs").iterdir()] == [b"r"]
 
 
-def test_files_that_a_name_of_ours_needs_stay_until_it_goes(catalog: Catalog, hub: FakeHub) -> None:
+def test_remove_keeps_cached_files_that_a_copy_still_needs(catalog: Catalog, hub: FakeHub) -> None:
     hub.add("u/r", {"x-Q4_K_M.gguf": b"4" * 1000})
     pull("u/r", catalog, lambda status: None)
     folder = hub_cache() / "models--u--r"
@@ -210,7 +210,7 @@ def test_files_that_a_name_of_ours_needs_stay_until_it_goes(catalog: Catalog, hu
 # Details
 
 
-def test_a_name_s_parameters_count_before_those_of_its_file(catalog: Catalog, tmp_path: Path) -> None:
+def test_parameters_of_a_name_override_parameters_of_its_file(catalog: Catalog, tmp_path: Path) -> None:
     assert parameters_of(catalog.find("demo")) == {"temperature": 0.0}
     assert catalog.create("same", Recipe(from_="demo")).parameters == {}
     warm = catalog.create("warm", Recipe(from_="demo", parameters={"temperature": 0.5, "top_k": 3}))
@@ -222,7 +222,7 @@ def test_a_name_s_parameters_count_before_those_of_its_file(catalog: Catalog, tm
 
 
 @pytest.mark.parametrize("how", ["off", "ngram", "mtp", "auto"])
-def test_draft_names_a_way_to_guess_and_takes_the_place_of_a_model(catalog: Catalog, how: str) -> None:
+def test_draft_method_replaces_the_draft_model_of_the_base(catalog: Catalog, how: str) -> None:
     drafted = catalog.create("drafted", Recipe(from_="demo", draft="demo"))
     assert drafted.draft == catalog.find("demo").path
     made = catalog.create("made", Recipe(from_="drafted", draft=how))
@@ -230,10 +230,10 @@ def test_draft_names_a_way_to_guess_and_takes_the_place_of_a_model(catalog: Cata
     assert f'PARAMETER draft "{how}"' in catalog.modelfile(made)
 
 
-# The places of others
+# Folders of the hub
 
 
-def test_the_hub_s_settings_are_read_at_each_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_cache_reads_the_environment_at_each_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hub_cache() == tmp_path / "hf" / "hub"
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
     assert hub_cache() == tmp_path / "elsewhere"
@@ -243,9 +243,11 @@ def test_the_hub_s_settings_are_read_at_each_call(tmp_path: Path, monkeypatch: p
     assert hub_cache() == tmp_path / "cache" / "huggingface" / "hub"
 
 
-def test_a_file_that_cannot_be_deleted_keeps_its_name(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remove_keeps_the_name_of_a_file_that_cannot_be_deleted(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = cache("u/r", {"x-Q4_0.gguf": b"4"})
-    (folder / "refs" / "other").write_text("f" * 40)  # a damage that does not matter
+    (folder / "refs" / "other").write_text("f" * 40)  # this damaged reference must not matter
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", Mock(side_effect=PermissionError(1, "not permitted")))

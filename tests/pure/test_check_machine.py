@@ -12,7 +12,7 @@ from tools import check_machine
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The last words of the commands that were run, by root, on a machine with apt-get and without a browser."""
+    """The last word of each command that root runs on a machine with apt-get and without a browser."""
     ran: list[str] = []
     there = {"apt-get"}
 
@@ -28,14 +28,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ran
 
 
-def test_the_next_package_is_tried_where_one_is_missing(calls: list[str]) -> None:
+def test_install_chromium_tries_the_next_package_if_one_is_missing(calls: list[str]) -> None:
     check_machine.install_chromium()
     assert calls == ["update", "chromium-headless-shell", "chromium"]
     check_machine.install_chromium()
     assert len(calls) == 3, "it is there"
 
 
-def test_without_root_a_note_is_printed(
+def test_install_chromium_without_root_prints_a_note(
     calls: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(check_machine.os, "geteuid", lambda: 1000)

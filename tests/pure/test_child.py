@@ -10,7 +10,7 @@ import pytest
 from moegguf.child import child_command, kill_child
 
 
-def test_a_killed_child_has_its_exit_code_and_asyncio_logs_nothing(
+def test_kill_child_keeps_the_exit_code_and_asyncio_logs_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     polled = []

@@ -1,4 +1,4 @@
-"""The EAM collection: what is kept, what is replaced, and what is saved."""
+"""Tests the EAM collection: entries that stay, replaced entries, and saved files."""
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ P1, P2, P3 = eam([0, 1], [1, 0], [0, 1]), eam([2, 0], [2, 0], [2, 0]), eam([1, 1
 P4 = eam([1, 1], [0, 2], [0, 2])
 
 
-def test_a_full_collection_replaces_the_most_similar_entry_as_in_figure_10() -> None:
+def test_full_collection_replaces_the_most_similar_entry_as_in_figure_10() -> None:
     eamc = collection(P1, P2, P3, capacity=3)
     distances = [1 - float((P4 * p).sum() / np.sqrt((P4**2).sum() * (p**2).sum())) for p in (P1, P2, P3)]
     assert [round(distance, 1) for distance in distances] == [0.5, 0.8, 0.1]  # printed in the figure
@@ -34,7 +34,7 @@ def test_a_full_collection_replaces_the_most_similar_entry_as_in_figure_10() -> 
     np.testing.assert_array_equal(eamc.state, [P1, P2, P4])
 
 
-def test_what_the_store_matches_is_a_replaced_entry_as_it_is_now() -> None:
+def test_collection_arrays_contain_a_replaced_entry() -> None:
     eamc = collection(P1, P2, P3, capacity=3)
     eamc.add(P4)
     arrays, entries = eamc.arrays(), np.stack([P1, P2, P4])
@@ -44,15 +44,15 @@ def test_what_the_store_matches_is_a_replaced_entry_as_it_is_now() -> None:
     np.testing.assert_array_equal(arrays["tokens"], entries.sum(axis=(1, 2)))
 
 
-def test_what_is_no_count_is_refused() -> None:
-    eamc, others = collection(P1), (np.zeros((3, 2), np.float32), np.ones((2, 3), np.float32))  # empty; another model's
+def test_collection_add_rejects_negative_infinite_and_misshapen_counts() -> None:
+    eamc, others = collection(P1), (np.zeros((3, 2), np.float32), np.ones((2, 3), np.float32))  # empty; another shape
     for bad in (*others, *(np.where(P2 > 0, value, 0) for value in (np.nan, np.inf, -np.inf, -1.0, 3e38))):
         assert not eamc.add(bad.astype(np.float32))
         assert eamc.n_entries == 1
 
 
 @pytest.mark.parametrize(("scale", "kind"), [(1, np.uint8), (40, np.uint16), (20000, np.float32), (0.5, np.float32)])
-def test_what_was_saved_comes_back_exactly_and_small(scale: float, kind: type) -> None:
+def test_collection_weights_restore_the_entries_and_use_the_smallest_type(scale: float, kind: type) -> None:
     entries = np.random.default_rng(1).integers(1, 9, (5, 3, 4)).astype(np.float32) * scale
     saved = Eamc.from_state(entries).weights()
     assert saved.arrays["decode"].dtype == kind
@@ -72,7 +72,7 @@ def test_what_was_saved_comes_back_exactly_and_small(scale: float, kind: type) -
     ],
     ids=["nan", "experts", "dimensions"],
 )
-def test_counts_that_do_not_fit_are_refused(arrays: dict[str, npt.NDArray[np.generic]]) -> None:
+def test_collection_from_weights_rejects_nan_and_wrong_shapes(arrays: dict[str, npt.NDArray[np.generic]]) -> None:
     with pytest.raises(ValueError, match=r"must have|not finite"):
         Eamc.from_weights(SHAPE, Weights(arrays))
     negative = np.full((2, 3, 4), -1, np.float32)

@@ -1,4 +1,4 @@
-"""Constraints are made only where they are needed, and no schema costs more than a little time."""
+"""Tests that constraints are made only if needed, and that any schema is compiled and followed in limited time."""
 
 import contextlib
 import functools
@@ -55,7 +55,7 @@ def longest_step_s(form: Any, text: bytes) -> float:
     return max([*steps, time.thread_time() - begin])
 
 
-def test_nothing_is_demanded_of_an_ordinary_answer_and_llguidance_is_not_imported() -> None:
+def test_constraint_is_none_without_a_format_and_llguidance_is_not_imported() -> None:
     assert constraint() is None
     assert constraint(tools=(TOOL,)) is None
     assert constraint(tools=(TOOL,), tool_choice="none") is None
@@ -134,7 +134,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_the_error_of_a_schema_that_cannot_be_followed_states_why(kind: str) -> None:
+def test_unsupported_schema_raises_schema_error_with_the_reason(kind: str) -> None:
     form, message = REFUSED[kind]
     begin = time.thread_time()
     with pytest.raises(SchemaError, match=message) as caught:
@@ -194,7 +194,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("kind", LARGE)
-def test_a_large_schema_is_compiled_in_time(kind: str) -> None:
+def test_large_schema_compiles_within_two_seconds(kind: str) -> None:
     begin = time.thread_time()
     matcher(LARGE[kind])
     assert time.thread_time() - begin < 2
@@ -212,25 +212,25 @@ COSTLY = (
 
 
 @pytest.mark.parametrize("pattern", COSTLY)
-def test_no_pattern_holds_a_model_for_long(pattern: str) -> None:
+def test_costly_pattern_takes_less_than_a_second_per_token(pattern: str) -> None:
     """A costly pattern is either followed or refused, within a limit of time for each token."""
     assert longest_step_s({"type": "string", "pattern": pattern}, b'"' + b"ab" * 500) < 1
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine makes examples slow
 @given(st.dictionaries(schemas.words, schemas.anything, max_size=5))
-def test_whatever_the_schema_says_there_is_a_matcher_or_a_schema_error(form: dict[str, Any]) -> None:
+def test_random_schema_gives_a_matcher_or_a_schema_error(form: dict[str, Any]) -> None:
     with contextlib.suppress(SchemaError):
         assert matcher(form)
 
 
 @pytest.mark.parametrize("multiple", [1, 1000, 0.01, 10**6, 0.00001, 9973, 99991, 1.0000007])
-def test_no_multiple_holds_a_model_for_long(multiple: float) -> None:
+def test_multiple_of_takes_less_than_a_second_per_token(multiple: float) -> None:
     """Each remainder may be a state of the lexer."""
     assert longest_step_s({"type": "number", "multipleOf": multiple}, b"1234567890123456789012345") < 1
 
 
-def test_the_schemas_of_all_tools_together_have_limits() -> None:
+def test_schemas_of_all_tools_are_limited_in_bytes_and_parts() -> None:
     def tools(n: int, schema: dict[str, Any]) -> tuple[Any, ...]:
         return tuple({"function": {"name": f"f{i}", "parameters": schema}} for i in range(n))
 
@@ -243,14 +243,14 @@ def test_the_schemas_of_all_tools_together_have_limits() -> None:
     assert constraint(tools=tools(100, {"properties": {f"p{i}": {} for i in range(20)}}), tool_choice="required")
 
 
-def test_a_token_that_takes_long_ends_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matcher_raises_schema_error_if_a_token_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     one = matcher("json")
     monkeypatch.setattr("moegguf.generate.sampler.MAX_STEP_S", -1.0)
     with pytest.raises(SchemaError, match="for one token"):
         one.accept(ord("{"))
 
 
-def test_many_tools_have_a_limit_and_a_named_one_has_to_be_there() -> None:
+def test_constraint_rejects_too_many_nameless_and_unknown_tools() -> None:
     tools = tuple({"function": {"name": f"f{i}"}} for i in range(500))
     with pytest.raises(SchemaError, match="128"):
         constraint(tools=tools, tool_choice="required")
@@ -263,7 +263,7 @@ def test_many_tools_have_a_limit_and_a_named_one_has_to_be_there() -> None:
 BETWEEN = {"type": "number", "minimum": 0.25, "exclusiveMaximum": 0.5}  # bounds that are no whole numbers
 
 
-def test_a_property_is_named_wherever_it_is_described_and_bounds_are_kept() -> None:
+def test_matcher_allows_only_described_properties_and_keeps_number_bounds() -> None:
     """A property without a name in the schema is refused, unless the schema allows or requires it."""
     named = {"type": "object", "properties": {"a": {"type": "null"}}}
     both = {"allOf": [{"$ref": "#/$defs/n"}, {"properties": {"b": {"type": "null"}}}], "$defs": {"n": named}}
@@ -315,7 +315,7 @@ class FewTokens:
 
 
 @pytest.mark.parametrize("ends", [(263,), (263, 257), ()])
-def test_tokens_of_several_bytes_and_those_that_end_an_answer(ends: tuple[int, ...]) -> None:
+def test_matcher_masks_tokens_of_several_bytes_and_end_tokens(ends: tuple[int, ...]) -> None:
     vocabulary: Any = FewTokens(*ends)
     made = constraint({"type": "object", "maxProperties": 1}, templates.QWEN)
     one = Matcher(made, matcher_tokens(vocabulary))

@@ -1,4 +1,4 @@
-"""The folder of kept contexts: what is written is read again or missing, within a limit, by several processes."""
+"""Tests the folder of kept contexts. A written block is read back or missing, and processes share a limit."""
 
 import errno
 import os
@@ -31,7 +31,7 @@ def path_of(folder: Path, name: str) -> Path:
     return folder / name[:2] / name
 
 
-def test_a_block_is_read_as_it_was_written_also_by_another_process(store: KvBlockStore, folder: Path) -> None:
+def test_block_is_read_back_unchanged_by_two_stores(store: KvBlockStore, folder: Path) -> None:
     data = os.urandom(100_000)
     assert store.write(NAMES[0], ABOUT, [data[:10], data[10:]])
     for each in (store, KvBlockStore(folder, GIB)):
@@ -45,7 +45,7 @@ def test_a_block_is_read_as_it_was_written_also_by_another_process(store: KvBloc
     assert not store.holds(NAMES[0])
 
 
-def test_only_the_user_may_read_it(store: KvBlockStore, folder: Path) -> None:
+def test_block_files_are_readable_only_by_their_owner(store: KvBlockStore, folder: Path) -> None:
     store.write(NAMES[0], ABOUT, [b"secret"])
     folder.chmod(0o755)
     KvBlockStore(folder, GIB)
@@ -67,7 +67,9 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_block_is_deleted(store: KvBlockStore, folder: Path, damage: Callable[[bytes], bytes]) -> None:
+def test_damaged_block_is_missing_and_deleted(
+    store: KvBlockStore, folder: Path, damage: Callable[[bytes], bytes]
+) -> None:
     store.write(NAMES[0], ABOUT, [os.urandom(10_000)])
     path = path_of(folder, NAMES[0])
     path.write_bytes(damage(path.read_bytes()))
@@ -85,7 +87,7 @@ STRANGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("make", STRANGE.values(), ids=STRANGE)
-def test_what_is_no_regular_file_counts_as_missing_and_is_replaced(
+def test_block_that_is_not_a_regular_file_is_missing_and_replaced(
     store: KvBlockStore, folder: Path, make: Callable[[Path], object]
 ) -> None:
     store.write(NAMES[0], ABOUT, [b"one"])
@@ -102,22 +104,20 @@ def test_what_is_no_regular_file_counts_as_missing_and_is_replaced(
     assert again.write(NAMES[0], ABOUT, [b"two"]) and again.read(NAMES[0]) == b"two"
 
 
-def test_another_users_block_counts_as_missing(
-    store: KvBlockStore, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_block_of_another_user_is_missing(store: KvBlockStore, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store.write(NAMES[0], ABOUT, [b"one"])
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     assert store.open(NAMES[0]) is None and store.read(NAMES[0]) is None
 
 
-def test_a_block_of_another_name_is_missing(store: KvBlockStore, folder: Path) -> None:
+def test_block_renamed_to_another_name_is_missing(store: KvBlockStore, folder: Path) -> None:
     store.write(NAMES[1], ABOUT, [b"two"])
     path_of(folder, NAMES[2]).parent.mkdir()
     path_of(folder, NAMES[1]).rename(path_of(folder, NAMES[2]))
     assert store.read(NAMES[2]) is None
 
 
-def test_what_was_used_longest_ago_leaves_first(folder: Path) -> None:
+def test_store_deletes_least_recently_used_blocks_first(folder: Path) -> None:
     store, part = KvBlockStore(folder, 10 * MIB), os.urandom(MIB)
     for name in NAMES[:9]:
         store.write(name, ABOUT, [part])
@@ -130,24 +130,24 @@ def test_what_was_used_longest_ago_leaves_first(folder: Path) -> None:
     assert {NAMES[0], NAMES[1], *NAMES[9:14]} <= left
     assert not set(NAMES[2:6]) & left
     used_s = {block.path.name: block.used_s for block in stored_blocks(folder)}
-    assert used_s[NAMES[1]] > used_s[NAMES[0]]  # a prefix leaves after what goes on from it
-    assert not store.write(NAMES[20], ABOUT, [bytes(11 * MIB)])  # more than there may be at all
+    assert used_s[NAMES[1]] > used_s[NAMES[0]]  # a prefix is deleted after the blocks that continue it
+    assert not store.write(NAMES[20], ABOUT, [bytes(11 * MIB)])  # larger than the limit of the whole store
     assert {block.path.name for block in stored_blocks(folder)} == left
 
 
-def test_several_processes_stay_below_the_limit_together(folder: Path) -> None:
+def test_two_stores_together_stay_below_the_limit(folder: Path) -> None:
     stores, part = [KvBlockStore(folder, 20 * MIB) for _ in range(2)], os.urandom(MIB)
     for i, name in enumerate(NAMES):
         stores[i % 2].write(name, ABOUT, [part])
     left = list(stored_blocks(folder))
-    assert sum(block.n_bytes for block in left) <= 22 * MIB  # each counts the other's blocks once in a while
+    assert sum(block.n_bytes for block in left) <= 22 * MIB  # a store rarely counts the blocks of another
     for block in left:  # one store deletes a block before the other one reads it
         stores[0].delete(block.path.name)
         assert stores[1].read(block.path.name) is None
     assert not stores[1].is_off
 
 
-def test_auto_is_a_tenth_of_the_free_disk_and_16_gib_at_most(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_limit_is_a_tenth_of_the_free_disk_up_to_16_gib(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = os.statvfs_result((4096, 4096, 10**9, 10**6, 10**6, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda path: free)
     KvBlockStore(folder, GIB).write(NAMES[0], ABOUT, [bytes(10 * MIB)])
@@ -157,7 +157,7 @@ def test_auto_is_a_tenth_of_the_free_disk_and_16_gib_at_most(folder: Path, monke
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT])
-def test_a_disk_that_refuses_turns_it_off_with_one_warning(
+def test_disk_error_turns_the_store_off_with_one_warning(
     store: KvBlockStore, folder: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     store.write(NAMES[0], ABOUT, [b"one"])
@@ -170,7 +170,7 @@ def test_a_disk_that_refuses_turns_it_off_with_one_warning(
     assert not list(folder.glob(".block.*"))
 
 
-def test_a_folder_that_cannot_be_made_or_is_anothers_turns_it_off(
+def test_unusable_or_foreign_folder_turns_the_store_off(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -182,7 +182,7 @@ def test_a_folder_that_cannot_be_made_or_is_anothers_turns_it_off(
         assert KvBlockStore(folder, GIB).is_off
 
 
-def test_what_a_killed_writer_has_left_is_removed(folder: Path) -> None:
+def test_store_removes_leftovers_of_a_killed_writer(folder: Path) -> None:
     folder.mkdir()
     (folder / ".block.x").write_bytes(b"half of one")
     KvBlockStore(folder, GIB)

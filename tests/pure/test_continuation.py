@@ -38,7 +38,7 @@ def assistant(content: str | list[dict[str, str]] = "", **more: Any) -> dict[str
         ({"role": "tool", "content": "7"}, False, False),
     ],
 )
-def test_the_last_message_is_continued_if_the_assistant_could_go_on(
+def test_split_last_continues_an_assistant_message_with_text(
     last: dict[str, Any], is_split: bool, continued: bool
 ) -> None:
     before, message = split_last([QUESTION, last])
@@ -70,7 +70,9 @@ def template_of(name: str) -> str:
 
 
 @pytest.mark.parametrize(("last", "rendered", "name", "expected"), CASES)
-def test_what_a_prompt_ends_with(last: dict[str, Any], rendered: str, name: str, expected: Continuation) -> None:
+def test_continuation_of_returns_the_end_of_the_prompt(
+    last: dict[str, Any], rendered: str, name: str, expected: Continuation
+) -> None:
     assert continuation_of(last, rendered, template_of(name)) == expected
 
 
@@ -82,7 +84,7 @@ def parsed(answer: str, name: str, rendered: str, last: dict[str, Any], **option
     return "".join(delta.thinking for delta in deltas), "".join(delta.text for delta in deltas)
 
 
-def test_the_answer_is_only_what_is_new_with_its_blanks() -> None:
+def test_parser_of_a_continuation_returns_only_new_text_with_its_blanks() -> None:
     assert parsed(" it is", "QWEN", BEGUN, assistant("so")) == ("", " it is")
     assert parsed("\n\nbut", "QWEN", BEGUN, assistant("so"), tools=[{}]) == ("", "\n\nbut")
     assert parsed("\nand\n</think>\n\nso", "QWEN", BEGUN, assistant(thinking="hm")) == ("\nand", "so")
@@ -91,7 +93,7 @@ def test_the_answer_is_only_what_is_new_with_its_blanks() -> None:
     assert parsed(more, "HARMONY", "<|start|>assistant", assistant(thinking="hm")) == (" more", "so")
 
 
-def test_a_format_goes_on_and_a_call_cannot() -> None:
+def test_constraint_continues_a_format_and_rejects_a_forced_call() -> None:
     ask = Request(messages=(), format="json")
     begun = constraint_for(ask, templates.QWEN, BEGUN, Continuation('{"a', '{"a'))
     assert begun is not None and begun.begun == '{"a' and "start: answer\n" in begun.lark
@@ -104,7 +106,7 @@ def test_a_format_goes_on_and_a_call_cannot() -> None:
 
 
 def messages(roles: str) -> list[dict[str, Any]]:
-    """One for each letter: s(ystem), u(ser), a(ssistant), t(ool)."""
+    """Returns a message for each letter: s(ystem), u(ser), a(ssistant), t(ool)."""
     names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
     return [{"role": names[letter], "content": f"{letter}{i}"} for i, letter in enumerate(roles)]
 
@@ -114,17 +116,17 @@ def texts(kept: list[dict[str, Any]]) -> str:
 
 
 @pytest.mark.parametrize(("n_keep", "left"), [(4, 258), (0, 256), (-5, 256), (500, 506), (511, 511), (9999, 511)])
-def test_a_shift_frees_half_of_what_may_go(n_keep: int, left: int) -> None:
+def test_cut_middle_frees_half_of_the_tokens_beyond_n_keep(n_keep: int, left: int) -> None:
     """Ollama's rule: 512 - (512 - num_keep) / 2, and at least one token goes."""
     assert n_after_shift(512, n_keep) == left
     kept = cut_middle(range(2000), 512, n_keep)
     n_first = min(max(n_keep, 0), 511)
     assert kept == [*range(n_first), *range(2000 - left + n_first, 2000)]
-    for n in (3, 400, 501):  # all stay where they are few
+    for n in (3, 400, 501):  # a short context loses no token
         assert cut_middle(range(n), 1000, 4) == [*range(n)]
 
 
-def test_a_conversation_begins_at_a_question_or_a_later_call() -> None:
+def test_kept_begins_at_a_question_or_a_later_tool_call() -> None:
     conversation = Conversation(messages("suauatauatat"))
     assert conversation.begins == [1, 3, 7, 8, 10]
     assert texts(conversation.kept(3)) == "s0 u3 a4 t5 a6 u7 a8 t9 a10 t11"
@@ -134,7 +136,7 @@ def test_a_conversation_begins_at_a_question_or_a_later_call() -> None:
     assert Conversation(messages("uauau")).steady_begin([10, 10, 10, 10, 500], 100) == 4, "larger than the room"
 
 
-def test_the_beginning_stays_for_several_turns() -> None:
+def test_steady_begin_stays_equal_for_several_turns() -> None:
     """A prompt that began differently in every turn could reuse nothing of the context."""
     turns = messages("ua" * 40 + "u")
     begins = []
@@ -147,7 +149,7 @@ def test_the_beginning_stays_for_several_turns() -> None:
     assert min(lasts[:-1]) >= 2 and len(lasts) < len(begins) / 2
 
 
-def test_the_longest_message_is_not_the_systems() -> None:
+def test_longest_ignores_the_system_message() -> None:
     some = [*messages("suat"), {"role": "user", "content": [{"type": "image"}]}]
     some[0]["content"] = "x" * 99
     some[3]["content"] = "x" * 9

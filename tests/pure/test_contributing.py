@@ -27,37 +27,37 @@ def form(name: str) -> Any:
     return pytest.importorskip("yaml").safe_load((ROOT / f".github/ISSUE_TEMPLATE/{name}.yml").read_text("utf-8"))
 
 
-def test_every_file_that_the_guide_names_exists() -> None:
+def test_guide_names_only_files_that_exist() -> None:
     named = set(re.findall(r"(?<![\w/.])((?:tests|tools|patches|moegguf|docs|build)/[\w/.]*\w)", GUIDE))
     assert len(named) > 15
     built = {name for name in named if name.startswith("build/")}
     assert {name for name in named - built if not (ROOT / name).exists()} == set()
 
 
-def test_the_example_of_a_test_name_is_a_test() -> None:
+def test_example_of_a_test_name_in_the_guide_exists() -> None:
     (name,) = set(re.findall(r"`(test_\w+)`", GUIDE))
     assert any(f"def {name}(" in path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
 
 
-def test_every_room_of_tests_is_in_the_table() -> None:
+def test_guide_lists_every_folder_of_tests() -> None:
     rooms = {path.parent for path in (ROOT / "tests").glob("*/test_*.py")}
     assert {row[0] for row in rows_below("One test")} == {f"`tests/{path.name}`" for path in rooms}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_of_the_guide_exists(command: str) -> None:
+def test_guide_names_only_commands_and_options_that_exist(command: str) -> None:
     name, *rest = shlex.split(command)
     shown = help_of(name)
     assert all(re.search(rf"(^|[\s,│]){word}\b", shown, re.MULTILINE) for word in rest if word.startswith("-"))
 
 
-def test_the_guide_names_the_header_fields_of_a_patch() -> None:
+def test_guide_names_the_header_fields_of_a_patch() -> None:
     fields = re.search(r"header fields (.*?),? a line in", GUIDE, re.DOTALL)
     assert fields
     assert tuple(re.findall(r"`(\w+)`", fields[1])) == HEADER_FIELDS
 
 
-def test_plain_english_has_ten_pairs_and_each_word_has_one_meaning() -> None:
+def test_guide_has_ten_plain_english_pairs_and_unique_words() -> None:
     pairs = rows_below("Plain English")
     assert len(pairs) == 10
     assert all(len(pair) == 2 and pair[0] != pair[1] for pair in pairs)
@@ -66,7 +66,7 @@ def test_plain_english_has_ten_pairs_and_each_word_has_one_meaning() -> None:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_an_issue_form_is_valid(name: str) -> None:
+def test_issue_form_is_valid(name: str) -> None:
     parsed = form(name)
     assert set(parsed) == {"name", "description", "labels", "body"}
     ids = [part["id"] for part in parsed["body"] if part["type"] != "markdown"]
@@ -77,13 +77,13 @@ def test_an_issue_form_is_valid(name: str) -> None:
         assert all(isinstance(option, str) for option in part["attributes"].get("options", ()))
 
 
-def test_the_form_for_bugs_requires_the_output_of_doctor() -> None:
+def test_bug_form_requires_the_output_of_doctor() -> None:
     (doctor,) = (part for part in form("bug")["body"] if part.get("id") == "doctor")
     assert "moegguf doctor" in doctor["attributes"]["label"]
     assert doctor["validations"] == {"required": True}
 
 
-def test_the_citation_names_the_project_and_the_four_papers() -> None:
+def test_citation_names_the_project_and_the_four_papers() -> None:
     cited = pytest.importorskip("yaml").safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert cited["authors"] == [{"name": "the moegguf authors"}] and cited["license"] == "MIT"
     papers = [paper["title"].partition(":")[0] for paper in cited["references"]]

@@ -1,4 +1,4 @@
-"""The actions of a controller on its store, their order, and what it does about parts of it that fail."""
+"""Tests the actions of a controller on its store, their order, and failing policies and predictors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from moegguf.native.predictor import NativeForecast, NativePredictor
 from moegguf.native.store import NativePolicy
 
 
-def test_an_event_updates_predicts_scores_and_prefetches_in_this_order() -> None:
+def test_observe_updates_predicts_scores_and_prefetches_in_this_order() -> None:
     store = RecordingStore()
     controller = make_controller(CountingPolicy(store), ScriptedPredictor(first_two, store), store, prefetch=AMPLE)
     controller.announce(announcement())
@@ -60,7 +60,7 @@ def test_an_event_updates_predicts_scores_and_prefetches_in_this_order() -> None
     assert store.named("predict")[:3] == [(1, 1), (2, 2), (3, 3)]
 
 
-def test_prompts_are_neither_scored_nor_prefetched_for_and_clear_the_scores_once() -> None:
+def test_prompts_clear_the_scores_once_and_cause_no_prefetch() -> None:
     store, policy = RecordingStore(), CountingPolicy()
     controller = make_controller(policy, ScriptedPredictor(first_two), store, prefetch=AMPLE)
     run_pass(controller, Phase.PREFILL)
@@ -78,7 +78,7 @@ FOUR_PERIODS = WatchdogOptions(
 )
 
 
-def test_after_stop_events_are_ignored_and_an_error_is_no_warning() -> None:
+def test_stopped_controller_ignores_events_and_errors() -> None:
     store, policy = RecordingStore(), CountingPolicy()
     controller = make_controller(policy, ScriptedPredictor(first_two, store), store, prefetch=AMPLE)
     controller.stop()
@@ -91,7 +91,7 @@ def test_after_stop_events_are_ignored_and_an_error_is_no_warning() -> None:
     assert store.named("scores") == [1.0, 2.0]
 
 
-def test_periods_without_prefetching_differ_in_acting_only() -> None:
+def test_watchdog_periods_without_prefetching_still_predict() -> None:
     store = RecordingStore()
     native = NativePolicy("next-use", takes_forecast=True)
     controller = make_controller(
@@ -112,7 +112,7 @@ def test_periods_without_prefetching_differ_in_acting_only() -> None:
     assert seen[True] - seen[False] == {"prefetch", "forecast"}
     assert set(predicted[True]) == set(predicted[False])
     assert controller.watchdog.resting and store.named("predict") == []
-    assert store.named("forecast") == []  # cleared once, when the period ended
+    assert store.named("forecast") == []  # the forecast was cleared when the period ended
     assert controller.history.clock == 18 * 3
 
 
@@ -124,7 +124,7 @@ def native_prediction(store: RecordingStore, predictor: Predictor, **options: An
     return controller
 
 
-def test_the_store_predicts_nothing_between_trials_that_said_no() -> None:
+def test_native_predictor_is_removed_between_failed_trials() -> None:
     store = RecordingStore()
     controller = native_prediction(store, previous_token(SHAPE), prefetch=replace(AMPLE, watchdog=True))
     assert store.actions == [("policy", "lru"), ("predictor", "previous-token")]
@@ -141,7 +141,7 @@ def test_the_store_predicts_nothing_between_trials_that_said_no() -> None:
     assert store.actions[8:] == [("predictor", "previous-token")]  # the next trial begins without acting
 
 
-def test_the_store_goes_on_without_a_predictor_that_was_dropped() -> None:
+def test_failing_native_predictor_is_removed_from_the_store() -> None:
     class Broken(StorePredictor):
         def observe(self, event: RoutingEvent) -> None:
             raise ValueError("broken")
@@ -153,7 +153,7 @@ def test_the_store_goes_on_without_a_predictor_that_was_dropped() -> None:
     assert store.actions[2:] == [("predictor", None), ("act", False)]
 
 
-def test_the_store_predicts_with_requests_that_the_controller_has_collected() -> None:
+def test_native_eamc_predictor_gets_requests_collected_by_the_controller() -> None:
     store, predictor = RecordingStore(), EamcPredictor(SHAPE)
     policy = make_policy("sparsity", SHAPE, Artifacts(None))
     acting = ActingOptions(prefetch=replace(AMPLE, by_proximity=True))
@@ -169,7 +169,7 @@ def test_the_store_predicts_with_requests_that_the_controller_has_collected() ->
     assert learned.state.sum(axis=(1, 2)).tolist() == [6, 6, 6]
 
 
-def test_the_watchdog_does_not_count_the_time_of_prompts() -> None:
+def test_watchdog_ignores_the_time_of_prompts() -> None:
     store = RecordingStore()
     controller = make_controller(
         None,
@@ -187,7 +187,7 @@ def test_the_watchdog_does_not_count_the_time_of_prompts() -> None:
     assert controller.watchdog.last_gain == pytest.approx(0.3, abs=0.01)
 
 
-def test_its_time_and_events_are_counted_but_those_of_layers_without_experts() -> None:
+def test_controller_counts_its_time_and_events_of_layers_with_experts() -> None:
     controller = make_controller(CountingPolicy())
     controller.observe(routed(0, 0, 1))
     assert controller.history.clock == controller.n_events == 0
@@ -195,7 +195,7 @@ def test_its_time_and_events_are_counted_but_those_of_layers_without_experts() -
     assert controller.n_events == 3 and 0 < controller.seconds < 1
 
 
-def test_a_native_policy_gets_the_forecast_if_it_takes_one_and_needs_no_controller_without() -> None:
+def test_native_policy_gets_a_forecast_only_if_takes_forecast_is_set() -> None:
     for takes in (True, False):
         store = RecordingStore()
         native = NativePolicy("next-use", takes_forecast=takes)
@@ -236,7 +236,7 @@ BAD_ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", BAD_ANSWERS)
-def test_a_bad_policy_is_dropped_with_one_warning_and_lru_goes_on(kind: str) -> None:
+def test_bad_policy_is_dropped_with_one_warning_and_lru_takes_over(kind: str) -> None:
     act, why = BAD_ANSWERS[kind]
     store, policy = RecordingStore(), Bad(act)
     controller = make_controller(policy, ScriptedPredictor(first_two), store, prefetch=AMPLE, slowest_s=0.05)
@@ -246,7 +246,7 @@ def test_a_bad_policy_is_dropped_with_one_warning_and_lru_goes_on(kind: str) -> 
     assert policy.calls == 3
     assert store.named("scores") == [1.0, 2.0, None]
     assert controller.policy is None
-    assert len(store.named("prefetch")) > 3  # the predictor is not to blame
+    assert len(store.named("prefetch")) > 3  # the predictor stays
 
 
 BAD_CALLS: dict[str, tuple[str, Callable[[], Any], str]] = {
@@ -259,9 +259,7 @@ BAD_CALLS: dict[str, tuple[str, Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", BAD_CALLS)
-def test_a_bad_predictor_is_dropped_with_its_forecast_and_one_warning(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_predictor_is_dropped_with_its_forecast_and_one_warning(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where, act, why = BAD_CALLS[kind]
     store, policy, predictor = RecordingStore(), CountingPolicy(), ScriptedPredictor(first_two)
     controller = make_controller(policy, predictor, store, prefetch=AMPLE, slowest_s=0.05)
@@ -277,7 +275,7 @@ def test_a_bad_predictor_is_dropped_with_its_forecast_and_one_warning(
     assert not controller.may_prefetch
 
 
-def test_a_store_that_cannot_begin_to_predict_again_is_one_warning() -> None:
+def test_set_predictor_failure_after_a_pause_gives_one_warning() -> None:
     class Full(RecordingStore):
         def set_predictor(self, predictor: NativePredictor | None, forecast: NativeForecast) -> None:
             super().set_predictor(predictor, forecast)

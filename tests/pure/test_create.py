@@ -32,7 +32,7 @@ from moegguf.terminal.tables import print_model_list
 pytestmark = pytest.mark.usefixtures("catalog")
 
 
-def test_a_copy_is_a_name_and_no_bytes(catalog: Catalog) -> None:
+def test_copy_adds_a_name_and_no_bytes(catalog: Catalog) -> None:
     entry = catalog.copy("demo", "Mine")
     assert (entry.name, entry.source, entry.path, entry.parent) == ("Mine:latest", "own", demo_path(), "demo:latest")
     assert entry.digest == catalog.find("demo").digest
@@ -45,7 +45,7 @@ def test_a_copy_is_a_name_and_no_bytes(catalog: Catalog) -> None:
         catalog.remove("mine")
 
 
-def test_names_of_others_cannot_be_taken_or_removed(catalog: Catalog) -> None:
+def test_copy_and_remove_reject_names_of_other_sources(catalog: Catalog) -> None:
     cache("u/r", {"x-Q4_0.gguf": b"x"})
     for name in ("demo", "DEMO:latest", "u/r:q4_0", "hf.co/u/r"):
         with pytest.raises(OptionError, match="is already in use"):
@@ -63,7 +63,7 @@ def test_names_of_others_cannot_be_taken_or_removed(catalog: Catalog) -> None:
         catalog.remove(str(path))
 
 
-def test_a_recipe_adds_to_what_its_base_has(catalog: Catalog) -> None:
+def test_recipe_overrides_and_extends_its_base(catalog: Catalog) -> None:
     recipe = Recipe(from_="demo", system="Be brief.", parameters={"temperature": 0.1, "stop": ["x"]}, license="MIT")
     first = catalog.create("one", recipe)
     assert (first.system, first.license, first.parameters) == ("Be brief.", "MIT", {"temperature": 0.1, "stop": ["x"]})
@@ -78,7 +78,7 @@ def test_a_recipe_adds_to_what_its_base_has(catalog: Catalog) -> None:
     assert catalog.find("two").path == demo_path()
 
 
-def test_recipes_that_cannot_be_followed(catalog: Catalog) -> None:
+def test_create_rejects_invalid_recipes(catalog: Catalog) -> None:
     for recipe in (
         Recipe(),
         Recipe(from_="demo", files={"x": "y"}),
@@ -100,7 +100,7 @@ def test_recipes_that_cannot_be_followed(catalog: Catalog) -> None:
     assert names() == ["mine:latest", "demo:latest"]
 
 
-def test_a_model_of_blobs(catalog: Catalog, tiny: Any) -> None:
+def test_create_from_blobs_links_the_file_and_removes_unused_blobs(catalog: Catalog, tiny: Any) -> None:
     data = tiny().read_bytes()
     digest = send(catalog, data)
     assert catalog.blobs.has(digest) and catalog.blobs.path(digest.replace(":", "-")).read_bytes() == data
@@ -120,7 +120,7 @@ def test_a_model_of_blobs(catalog: Catalog, tiny: Any) -> None:
     assert files_of(data_folder()) == ["models.json", "models.lock"]
 
 
-def test_the_shards_of_a_split_model_keep_their_names(catalog: Catalog, tiny: Any) -> None:
+def test_create_from_blobs_keeps_the_names_of_shards(catalog: Catalog, tiny: Any) -> None:
     first = tiny(n_split=3)
     shards = sorted(first.parent.glob(first.name.replace("00001", "*")))
     files = {path.name: send(catalog, path.read_bytes()) for path in shards}
@@ -131,7 +131,7 @@ def test_the_shards_of_a_split_model_keep_their_names(catalog: Catalog, tiny: An
         catalog.create("cut", Recipe(files={shards[0].name: files[shards[0].name]}))
 
 
-def test_what_is_no_model_gets_no_name(catalog: Catalog, tiny: Any, tmp_path: Path) -> None:
+def test_create_rejects_files_that_are_not_gguf(catalog: Catalog, tiny: Any, tmp_path: Path) -> None:
     for data in (b"not a model", tiny().read_bytes()[:5000]):
         digest = send(catalog, data)
         with pytest.raises(ModelFormatError):
@@ -147,7 +147,9 @@ def test_what_is_no_model_gets_no_name(catalog: Catalog, tiny: Any, tmp_path: Pa
             catalog.find(name)
 
 
-def test_a_blob_is_its_digest_or_nothing(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_add_blob_keeps_nothing_unless_the_digest_matches_and_the_disk_has_room(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
     digest = f"sha256:{hashlib.sha256(b'abc').hexdigest()}"
     with pytest.raises(ModelFormatError, match="was announced"):
         add_blob(catalog, digest, [b"ab", b"d"])
@@ -164,7 +166,7 @@ def test_a_blob_is_its_digest_or_nothing(catalog: Catalog, monkeypatch: pytest.M
     monkeypatch.undo()
 
 
-def test_a_full_disk_keeps_no_blob(catalog: Catalog) -> None:
+def test_add_blob_keeps_nothing_on_a_full_disk(catalog: Catalog) -> None:
     _, most = before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, most))
     try:
@@ -175,7 +177,7 @@ def test_a_full_disk_keeps_no_blob(catalog: Catalog) -> None:
     assert files_of(data_folder()) == []
 
 
-def test_what_a_dead_writer_left_is_swept_and_a_live_one_s_is_not(catalog: Catalog) -> None:
+def test_add_blob_removes_leftovers_of_dead_writers_only(catalog: Catalog) -> None:
     digest = f"sha256:{hashlib.sha256(b'abc').hexdigest()}"
     folder = data_folder() / "blobs"
     folder.mkdir(parents=True)
@@ -201,7 +203,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_what_a_name_adds_gives_it_a_digest(catalog: Catalog) -> None:
+def test_digest_of_a_name_depends_on_each_field_of_its_recipe(catalog: Catalog) -> None:
     demo, pirate = catalog.find("demo"), catalog.create("pirate", PIRATE)
     assert pirate.digest != demo.digest and len(pirate.digest) == 64
     assert pirate.weights == demo.weights == demo.digest
@@ -216,7 +218,7 @@ def test_what_a_name_adds_gives_it_a_digest(catalog: Catalog) -> None:
     assert len({entry.digest for entry in (demo, pirate, *others)}) == 7
 
 
-def test_the_same_content_has_the_same_digest(catalog: Catalog) -> None:
+def test_equal_recipes_have_equal_digests(catalog: Catalog) -> None:
     pirate = catalog.create("pirate", PIRATE)
     assert catalog.create("again", PIRATE).digest == pirate.digest
     step = catalog.create("step", Recipe(from_="demo", system="You are a pirate."))
@@ -227,7 +229,7 @@ def test_the_same_content_has_the_same_digest(catalog: Catalog) -> None:
     assert catalog.create("same", Recipe(from_="copy", system="You are a pirate.")).digest == pirate.digest
 
 
-def test_records_follow_their_files(catalog: Catalog, file: Path) -> None:
+def test_digest_of_a_name_follows_a_changed_file(catalog: Catalog, file: Path) -> None:
     before = catalog.create("mine", Recipe(from_=str(file), system="x"))
     assert (catalog.find("mine").digest, catalog.find("mine").weights) == (before.digest, before.weights)
     file.write_bytes(file.read_bytes() + b"more")  # another file at the same path is another model
@@ -237,7 +239,7 @@ def test_records_follow_their_files(catalog: Catalog, file: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["demo", "hub", "path"])
-def test_a_modelfile_makes_the_model_again_after_its_name_is_gone(catalog: Catalog, file: Path, kind: str) -> None:
+def test_modelfile_recreates_a_model_whose_base_name_is_gone(catalog: Catalog, file: Path, kind: str) -> None:
     cache("u/r", {"x-Q4_0.gguf": b"GGUF", "mmproj-F16.gguf": b"m"})
     base = {"demo": "demo:latest", "hub": "hf.co/u/r:Q4_0", "path": str(file)}[kind]
     catalog.create("step", Recipe(from_=base, system="x"))
@@ -245,7 +247,7 @@ def test_a_modelfile_makes_the_model_again_after_its_name_is_gone(catalog: Catal
     text = catalog.modelfile(made)
     assert parse(text).from_ == base
     catalog.remove("step")
-    if kind == "hub":  # the name of the base has gone, too, so the file is named
+    if kind == "hub":  # the base has no name any more, so the Modelfile names its file
         catalog.remove("u/r")
         assert parse(catalog.modelfile(made)).from_ == str(made.path)
         assert catalog.create("again", parse(catalog.modelfile(made))).files == made.files
@@ -255,7 +257,7 @@ def test_a_modelfile_makes_the_model_again_after_its_name_is_gone(catalog: Catal
     assert (again.files, again.digest, again.mmproj) == (made.files, made.digest, made.mmproj)
 
 
-def test_a_model_whose_file_has_moved_is_listed_and_can_be_removed(
+def test_model_with_a_missing_file_is_listed_and_can_be_removed(
     catalog: Catalog, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = catalog.create("mine", Recipe(from_=str(file), system="x"))
@@ -276,7 +278,7 @@ def test_a_model_whose_file_has_moved_is_listed_and_can_be_removed(
     assert names() == ["demo:latest"]
 
 
-def test_a_model_whose_download_is_gone_says_what_to_fetch(catalog: Catalog) -> None:
+def test_find_names_the_pull_command_for_a_deleted_download(catalog: Catalog) -> None:
     folder = cache("u/r", {"x-Q4_0.gguf": b"GGUF"})
     catalog.create("mine", Recipe(from_="u/r", system="x"))
     next((folder / "blobs").iterdir()).unlink()
@@ -311,7 +313,7 @@ OUTSIDE = ("7", '"hub:../../x.gguf"', '"sets:/etc/passwd"', '"sets:../../x.gguf"
         (lambda text: text.replace('"models": [', '"models": [3, null, {"name": "x"}, '), 2),
     ],
 )
-def test_a_damaged_index_is_set_aside_and_what_can_be_read_is_kept(damage: Any, kept: int) -> None:
+def test_damaged_index_is_set_aside_and_readable_entries_are_kept(damage: Any, kept: int) -> None:
     index = Index(data_folder())
     first = named("a:latest", parameters={"temperature": 0.5})
     with index.changed() as contents:
@@ -329,7 +331,7 @@ def test_a_damaged_index_is_set_aside_and_what_can_be_read_is_kept(damage: Any, 
     assert len(json.loads(index.path.read_text())["models"]) == kept + 1
 
 
-def test_many_who_write_lose_nothing(tmp_path: Path) -> None:
+def test_concurrent_writers_of_the_index_lose_no_name(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom moegguf.models.catalog import Catalog\n"
         "for n in range(8): Catalog().copy('demo', f'{sys.argv[1]}-{n}')\n"
@@ -348,7 +350,7 @@ def test_many_who_write_lose_nothing(tmp_path: Path) -> None:
     assert len(names("p")) == 24 and len(names("t")) == 16
 
 
-def test_killed_at_any_change_names_are_whole(tmp_path: Path) -> None:
+def test_kill_at_any_write_leaves_the_index_whole(tmp_path: Path) -> None:
     for name in ("kept", "gone"):
         Catalog().create(name, Recipe(from_="demo", system="old"))
     assert int(crashing.run("create", data_folder())) > 25

@@ -1,4 +1,4 @@
-"""The log of decisions: its table, its cost when it is off, its records, and a worker's records in the server's log."""
+"""Tests the log of decisions: its documented table, its records, and a worker's records in the server's log."""
 
 import ast
 import json
@@ -40,12 +40,12 @@ def logged_in_code() -> dict[str, set[str]]:
     return found
 
 
-def test_the_table_in_the_documentation_has_every_event_with_its_fields() -> None:
+def test_documentation_lists_every_decision_with_its_fields() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", (ROOT / "docs" / "decisions.md").read_text(), re.MULTILINE)
     assert {event: set(re.findall(r"`(\w+)`", fields)) for event, fields in rows} == logged_in_code()
 
 
-def test_without_the_variable_nothing_is_logged(
+def test_log_decision_logs_nothing_without_moegguf_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("MOEGGUF_LOG", raising=False)
@@ -59,12 +59,12 @@ def test_without_the_variable_nothing_is_logged(
         logging.getLogger("moegguf").setLevel(logging.NOTSET)
 
 
-def test_with_debug_a_decision_is_a_line_on_stderr_and_fields_of_json(
+def test_log_decision_with_debug_writes_a_line_on_stderr_and_json_fields(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MOEGGUF_LOG", "debug")
     start_log()
-    start_log()  # once is enough
+    start_log()  # a second call changes nothing
     log_decision("model_unloaded", name="a", for_model="b", short_bytes={"RAM": 5})
     assert capsys.readouterr().err == "model_unloaded name=a for_model=b short_bytes={'RAM': 5}\n"
     records: list[logging.LogRecord] = []
@@ -80,7 +80,7 @@ def test_with_debug_a_decision_is_a_line_on_stderr_and_fields_of_json(
     assert taken == [{"event": "model_expired", "name": "a"}] and len(records) == 1
 
 
-def test_another_value_of_the_variable_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_log_rejects_another_value_of_moegguf_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEGGUF_LOG", "loud")
     with pytest.raises(OptionError, match=r"MOEGGUF_LOG.*debug"):
         start_log()

@@ -75,17 +75,17 @@ def plan(
         ([2, 3, 1], -1, [0, 0, 1, 1, 1]),
     ],
 )
-def test_layers_go_where_llama_cpp_puts_them(split: list[float], n_gpu_layers: int, expected: list[int]) -> None:
+def test_device_of_layers_equals_llama_cpps_split(split: list[float], n_gpu_layers: int, expected: list[int]) -> None:
     assert device_of_layers(5, split, n_gpu_layers) == expected
 
 
 @pytest.mark.parametrize("split", [[], [0, 0], [-1, 2], [float("nan"), 1]])
-def test_a_split_that_is_none_is_refused(split: list[float]) -> None:
+def test_device_of_layers_rejects_an_invalid_tensor_split(split: list[float]) -> None:
     with pytest.raises(OptionError, match="tensor_split"):
         device_of_layers(5, split)
 
 
-def test_without_a_split_layers_go_by_the_memory_that_devices_have_for_them(layout: ExpertLayout) -> None:
+def test_plan_without_a_tensor_split_divides_layers_by_memory(layout: ExpertLayout) -> None:
     for free, vram, n_layers in (
         ((8 * GIB, 2 * GIB), "25%", [12, 0]), ((8 * GIB, 3 * GIB), "25%", [11, 1]),
         ((2 * GIB, 8 * GIB), "auto", [2, 10]),
@@ -94,9 +94,9 @@ def test_without_a_split_layers_go_by_the_memory_that_devices_have_for_them(layo
         assert [len(part.layers) for part in plan(layout, vram, free=free)[0].devices] == n_layers
 
 
-def test_one_budget_is_shared_and_a_list_is_kept(layout: ExpertLayout) -> None:
+def test_single_vram_budget_is_shared_and_a_list_is_kept_per_device(layout: ExpertLayout) -> None:
     shared, split = plan(layout, "25%")
-    assert [len(part.layers) for part in shared.devices] == [7, 5]  # and the output
+    assert [len(part.layers) for part in shared.devices] == [7, 5]  # the output lies on the second device
     assert [part.n_slots for part in shared.devices] == [28, 20]
     assert device_of_layers(12, split) == [0] * 7 + [1] * 5
     assert (shared.n_slots, shared.n_ram_slots, shared.device) == (48, 96, "GPU0, GPU1")
@@ -117,7 +117,7 @@ def test_one_budget_is_shared_and_a_list_is_kept(layout: ExpertLayout) -> None:
     free_mib=st.tuples(st.integers(1000, 1300), st.integers(1000, 1300)),
     split=st.sampled_from([None, (1.0, 1.0), (3.0, 1.0)]), staging=st.sampled_from([None, 0]),
 )  # fmt: skip
-def test_any_division_has_every_layer_once_and_keeps_its_budgets(
+def test_any_split_has_every_layer_once_and_keeps_its_budgets(
     layout: ExpertLayout, vram: str, free_mib: tuple[int, int], split: Any, staging: int | None
 ) -> None:
     free = tuple(mib << 20 for mib in free_mib)
@@ -142,7 +142,7 @@ def test_any_division_has_every_layer_once_and_keeps_its_budgets(
             assert part.n_slots <= 192 * int(share[:-1]) // 100
 
 
-def test_layers_that_the_user_gave_to_a_gpu_are_not_left_to_a_faster_cpu(layout: ExpertLayout) -> None:
+def test_n_gpu_layers_keeps_layers_on_a_gpu_slower_than_the_cpu(layout: ExpertLayout) -> None:
     slow, one = Speeds(1e6, Link(1e6), 100e9), machine(8 * GIB)
     assert not make_plan(layout, one, budgets("40%"), slow).on_device
     given = budgets("40%", n_gpu_layers=-1)
@@ -151,7 +151,7 @@ def test_layers_that_the_user_gave_to_a_gpu_are_not_left_to_a_faster_cpu(layout:
         make_plan(layout, machine(1 << 20), replace(given, vram_cache=parse_vram_caches("auto")), slow)
 
 
-def test_a_kv_cache_has_the_tokens_of_the_memory_it_lies_in(layout: ExpertLayout) -> None:
+def test_kv_cache_size_depends_on_the_memory_that_holds_the_cache(layout: ExpertLayout) -> None:
     fast, slow = Speeds(1e12, Link(1e12), 1e9), Speeds(1e6, Link(1e6), 100e9)
     layout = replace(layout, hparams=replace(layout.hparams, n_ctx_train=1 << 20))
     how, one, on_both = budgets("auto", "auto", n_ctx=None), machine(2 * GIB), set[int]()
@@ -162,7 +162,7 @@ def test_a_kv_cache_has_the_tokens_of_the_memory_it_lies_in(layout: ExpertLayout
     assert len(on_both) == 2
 
 
-def test_layers_left_to_the_cpu_share_the_ram_with_those_below_devices(layout: ExpertLayout) -> None:
+def test_layers_on_the_cpu_share_ram_slots_with_layers_of_devices(layout: ExpertLayout) -> None:
     mixed, split = plan(layout, "25%", 60 * slot_bytes(layout), n_gpu_layers=9)
     *on_devices, on_cpu = mixed.devices
     assert [part.layers for part in on_devices] == [(4, 5, 6, 7, 8), (9, 10, 11)]
@@ -175,7 +175,7 @@ def test_layers_left_to_the_cpu_share_the_ram_with_those_below_devices(layout: E
         plan(layout, "25%", 4 * slot_bytes(layout), n_gpu_layers=9)
 
 
-def test_too_little_for_a_device_is_refused_and_too_much_is_warned_of(layout: ExpertLayout) -> None:
+def test_plan_rejects_too_small_a_budget_and_warns_about_too_large_a_one(layout: ExpertLayout) -> None:
     for n, vram in ((1, f"25%,{slot_bytes(layout)}"), (3, str(7 * slot_bytes(layout)))):
         with pytest.raises(BudgetError, match=f"vram_cache holds {n} experts on GPU1, but a token needs 4"):
             plan(layout, vram, tensor_split=[1, 1])
@@ -187,7 +187,7 @@ def test_too_little_for_a_device_is_refused_and_too_much_is_warned_of(layout: Ex
     assert any("on GPU0 are needed" in warning for warning in tight.warnings)
 
 
-def test_devices_without_room_leave_everything_to_the_cpu_unless_they_were_asked_for(layout: ExpertLayout) -> None:
+def test_devices_without_room_fall_back_to_the_cpu_unless_requested(layout: ExpertLayout) -> None:
     small, how = machine(1 << 20, 1 << 20), budgets()
     placed = make_plan(layout, small, how)
     assert (placed.on_device, placed.tensor_split, placed.n_slots) == (False, None, 96)
@@ -212,7 +212,7 @@ def test_each_device_counts_the_bytes_of_its_own_layers(layout: ExpertLayout) ->
     assert more[0] > 5 * more[1]
 
 
-def test_slots_that_a_device_has_no_memory_for_go_to_the_others(layout: ExpertLayout) -> None:
+def test_slots_that_do_not_fit_one_device_move_to_another(layout: ExpertLayout) -> None:
     size = slot_bytes(layout)
     parts = plan(layout, "25%", tensor_split=[1, 1], staging=0)[0].devices
     beside = [part.total_bytes - part.n_slots * size for part in parts]
@@ -228,7 +228,7 @@ def test_slots_that_a_device_has_no_memory_for_go_to_the_others(layout: ExpertLa
     assert beside >= chosen.needs.dense_bytes + chosen.needs.kv_bytes + 2 * chosen.needs.compute_bytes
 
 
-def test_simulated_devices_are_those_of_a_plan(layout: ExpertLayout) -> None:
+def test_devices_of_equals_the_devices_of_a_plan(layout: ExpertLayout) -> None:
     shape, links, counts = MoeShape.of(layout), (Link(2e9), Link(1e9)), list[tuple[list[int], int]]()
     for shares in ((0.25,), (0.5,), (0.25, 0.05), (1.0,)):
         first, second = devices_of(shape, shares, (3.0, 1.0), links)
@@ -245,7 +245,7 @@ def test_simulated_devices_are_those_of_a_plan(layout: ExpertLayout) -> None:
 
 
 @pytest.mark.parametrize(("n_on_cpu", "n_below"), [(30, 2), (2, 30), (16, 16), (30, 0)])
-def test_slots_in_ram_are_divided_so_that_both_have_what_they_need(n_on_cpu: int, n_below: int) -> None:
+def test_divide_ram_slots_gives_both_parts_their_minimum(n_on_cpu: int, n_below: int) -> None:
     for total in range(3, n_on_cpu + n_below + 1):
         on_cpu, below = divide_ram_slots(total, n_on_cpu, n_below, 2)
         assert on_cpu + below == total
@@ -253,7 +253,7 @@ def test_slots_in_ram_are_divided_so_that_both_have_what_they_need(n_on_cpu: int
         assert min(1, n_below) <= below <= n_below
 
 
-def test_auto_counts_what_lies_in_ram_beside_slots(layout: ExpertLayout) -> None:
+def test_auto_budget_subtracts_other_bytes_in_ram(layout: ExpertLayout) -> None:
     """RAM also holds the weights, context and buffers of layers that the CPU computes."""
     how = budgets("25%", "auto", 4096, placement="slots", n_gpu_layers=9)
     most = make_plan(layout, machine(8 * GIB, 8 * GIB), how)

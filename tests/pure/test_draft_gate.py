@@ -14,8 +14,10 @@ SOURCE = 1
 
 
 class Simulation:
-    """Decodes with a gate. A pass takes 1 s, and each drafted token `cost` more. chance: that a drafted token is right,
-    at a token of the answer; 0: that nothing is drafted there."""
+    """Decodes with a gate. A pass takes 1 s, and each drafted token adds `cost` seconds.
+
+    chance: the probability that a drafted token is right, by the token of the answer. With 0, nothing is drafted.
+    """
 
     def __init__(self, gate: DraftGate, cost: float, n_sequences: int = 1, noise: float = 0.02) -> None:
         self.gate, self._cost, self._n_sequences, self._noise = gate, cost, n_sequences, noise
@@ -23,7 +25,7 @@ class Simulation:
         self.widths: list[int] = []  # the width of the first sequence's draft in each pass
 
     def speed(self, n_tokens: int, chance: Callable[[int], float]) -> float:
-        """Tokens of each sequence per second, in one answer of each."""
+        """Returns the tokens per second of each sequence, in one answer of each."""
         answers, seconds, n_done = [self.gate.of_answer() for _ in range(self._n_sequences)], 0.0, 0
         while n_done < n_tokens:
             if not self.gate.is_due():
@@ -48,7 +50,7 @@ class Simulation:
 
 
 @pytest.mark.parametrize("n_sequences", [1, 4])
-def test_likely_drafts_are_wide_and_pay(n_sequences: int) -> None:
+def test_gate_drafts_widely_if_drafts_are_likely(n_sequences: int) -> None:
     simulation = Simulation(DraftGate(), 0.06 / n_sequences, n_sequences)
     assert simulation.speed(600, lambda _: 0.95) > 2
     assert max(simulation.widths) > 8
@@ -56,26 +58,26 @@ def test_likely_drafts_are_wide_and_pay(n_sequences: int) -> None:
 
 @pytest.mark.parametrize("cost", [0.05, 0.3, 1.0])
 @pytest.mark.parametrize("chance", [0.02, 0.2])
-def test_drafts_that_do_not_pay_cost_less_than_a_hundredth(cost: float, chance: float) -> None:
+def test_gate_loses_less_than_one_percent_on_bad_drafts(cost: float, chance: float) -> None:
     gate = DraftGate()
     speeds = [Simulation(gate, cost).speed(256, lambda _: chance) for _ in range(8)]
     assert sum(speeds) / len(speeds) > 0.99
 
 
 @pytest.mark.parametrize("steps", [[(1000, 0.05, 0.99), (400, 0.95, 1.5)], [(400, 0.95, 2), (400, 0.05, 0.95)]])
-def test_a_text_may_begin_and_cease_to_repeat(steps: list[tuple[int, float, float]]) -> None:
+def test_gate_adapts_when_a_text_starts_or_stops_repeating(steps: list[tuple[int, float, float]]) -> None:
     simulation = Simulation(DraftGate(), 0.06)
     for n_tokens, chance, least in steps:
         assert simulation.speed(n_tokens, lambda _, chance=chance: chance) > least
 
 
-def test_what_is_too_expensive_is_not_drafted_although_it_is_likely() -> None:
+def test_gate_does_not_draft_if_drafts_are_likely_but_too_costly() -> None:
     simulation = Simulation(DraftGate(), 0.97)
     assert simulation.speed(600, lambda _: 0.9) > 0.99
     assert sum(1 for width in simulation.widths if width) < 30
 
 
-def test_the_time_of_a_pass_without_drafts_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gate_measures_passes_without_drafts_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafting, "RENEW_PASSES", 8)
     simulation = Simulation(DraftGate(), 0.05)
     simulation.speed(600, lambda _: 1.0)
@@ -95,11 +97,11 @@ def seconds_in_vain(gate: DraftGate, n_passes: int, look_s: float) -> float:
     return seconds
 
 
-def test_looking_for_drafts_in_vain_costs_less_than_a_hundredth() -> None:
+def test_gate_loses_less_than_one_percent_on_searches_without_drafts() -> None:
     assert seconds_in_vain(DraftGate(), 2000, 0.08) < 1.006 * 2000
 
 
-def test_after_text_that_repeats_looking_in_vain_costs_little_of_what_was_saved() -> None:
+def test_gate_searches_little_after_a_repeating_text_has_ended() -> None:
     gate = DraftGate()
     Simulation(gate, 0.06).speed(400, lambda _: 0.95)
     assert seconds_in_vain(gate, 160, 0.05) < 1.01 * 160

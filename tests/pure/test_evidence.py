@@ -44,7 +44,7 @@ from predictors.study.subjects import SUBJECTS
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_batches_are_compared_with_the_first_round_by_round() -> None:
+def test_batches_table_compares_each_batch_with_the_first_per_round() -> None:
     row = {"experts": 4.0, "hit_rate": 0.5, "mb_per_token": 1.25, "peak_mb": 99.6}
     of = {n: evidence.Batch("demo", "25%", 512, n, "fifo", 8, 8) for n in (1, 8)}
     found = {of[1]: [{**row, "ts": 10.0}, {**row, "ts": 20.0}], of[8]: [{**row, "ts": 20.0}, {**row, "ts": 30.0}]}
@@ -55,7 +55,7 @@ def test_batches_are_compared_with_the_first_round_by_round() -> None:
     assert table[2].endswith("| 1.00 (1.00 to 1.00) |")
 
 
-def test_tables_are_what_was_recorded_and_every_claim_has_a_verdict() -> None:
+def test_evidence_pages_equal_the_recorded_results_and_claims_have_verdicts() -> None:
     for page in render.pages():
         text = page.read_text(encoding="utf-8")
         assert render.rendered(text) == text, f"{page.name} is not what is recorded: python -m predictors.study.render"
@@ -66,9 +66,7 @@ def test_tables_are_what_was_recorded_and_every_claim_has_a_verdict() -> None:
             assert claim.verdict(model) in VERDICTS and "{" not in claim.resolved(model)
 
 
-def test_a_claim_holds_where_all_its_conditions_do_and_a_shift_is_over_after_three_requests(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_claim_holds_if_all_conditions_hold_and_recovery_needs_three_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     systems = {"none": {"token_ms": [4.0, 6.0, 9.0] * 9}, "own": {"token_ms": [2.0, 4.0, 6.0] * 9}}
     monkeypatch.setattr(figures, "read_result", lambda name: {"figures": {"systems": systems, "share": 0.5}})
     gain, share = ("speed,step,own,none", 1.4), ("share,step,share", "number,step,share")
@@ -83,7 +81,7 @@ def test_a_claim_holds_where_all_its_conditions_do_and_a_shift_is_over_after_thr
     assert figures._recovered({"shifted_ms": [110.0] * 8, "known_ms": known}) is None
 
 
-def test_every_result_says_how_it_came_about() -> None:
+def test_recorded_result_has_its_command_commit_machine_and_trace() -> None:
     names = [path.relative_to(regenerate.RESULTS).with_suffix("") for path in regenerate.RESULTS.glob("*/*.json")]
     live = {f"live-{paper}" for paper in LINKS}
     assert {name.parent.name for name in names} <= set(SUBJECTS)
@@ -95,9 +93,7 @@ def test_every_result_says_how_it_came_about() -> None:
         assert name.partition("/")[0] in regenerate.recordings()
 
 
-def test_a_result_is_current_as_long_as_code_version_trace_and_settings_are(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_is_current_compares_code_version_trace_and_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     key = regenerate.key_of("laboratory", "link-promoe")
     recorded = {"key": key, "figures": {}}
     monkeypatch.setattr(regenerate, "read_result", lambda name: recorded)
@@ -111,14 +107,16 @@ def test_a_result_is_current_as_long_as_code_version_trace_and_settings_are(
     assert not regenerate.is_current("laboratory/link-promoe")
 
 
-def test_a_claim_whose_figures_have_another_key_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_judged_claim_with_outdated_figures_is_marked_as_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
     claim = next(claim for claim in CLAIMS if "link-moe-infinity" in claim.steps)
     for current in (True, False):
         monkeypatch.setattr(render, "is_current", lambda name, current=current: current)
         assert (render.EARLIER in render._judged(claim, "laboratory")) != current
 
 
-def test_requests_are_split_by_time_and_known_by_their_hashes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_requests_load_splits_roles_in_order_and_checks_the_hashes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def found(folder: Path) -> dict[str, texts.Texts]:
         return {
             kind: texts.Texts([f"{kind} {i} " + "word " * 120 for i in range(texts.N_REQUESTS)], [], [])
@@ -136,7 +134,7 @@ def test_requests_are_split_by_time_and_known_by_their_hashes(monkeypatch: pytes
         requests.checked(tmp_path)
 
 
-def test_a_request_in_one_pass_is_replayed_as_if_it_had_been_decoded() -> None:
+def test_answered_splits_a_single_pass_into_prompt_and_decode_passes() -> None:
     trace = random_trace(n_sequences=2, n_prefill=6, n_decode=0)
     found = answered(trace, {0: 4, 1: 9})
     assert np.diff(found.pass_start).tolist() == [4, 1, 1, 6]
@@ -145,7 +143,7 @@ def test_a_request_in_one_pass_is_replayed_as_if_it_had_been_decoded() -> None:
     assert np.array_equal(found.expert_ids, trace.expert_ids)
 
 
-def test_systems_are_replayed_over_all_requests_after_others_that_warm_the_cache(tmp_path: Path) -> None:
+def test_workload_replays_all_requests_after_a_warm_up(tmp_path: Path) -> None:
     trace = random_trace(n_sequences=8, n_labels=3)
     study = Study(trace.select(range(2, 8)), Artifacts(None, "", tmp_path))
     every = Workload.of(study, trace.select([0, 1]))
@@ -170,7 +168,7 @@ class EventByEvent(Replay):
         self._replay_events(self._store, None, meter)
 
 
-def test_a_replay_without_predictions_counts_in_every_pass_what_its_single_events_count() -> None:
+def test_replay_of_whole_passes_counts_like_a_replay_of_single_events() -> None:
     trace = random_trace(n_sequences=3)
     options = LINKS["promoe"].options(trace.shape)
     whole, single = (of(trace, LRU, NoPrediction(trace.shape), 20, options).counted() for of in (Replay, EventByEvent))
@@ -178,7 +176,7 @@ def test_a_replay_without_predictions_counts_in_every_pass_what_its_single_event
     assert all(np.array_equal(whole[name], single[name]) for name in whole)
 
 
-def test_what_warms_the_cache_comes_first_under_other_numbers() -> None:
+def test_joined_puts_the_warm_up_first_with_new_sequence_numbers() -> None:
     trace = random_trace(n_sequences=4, with_inputs=True)
     found = joined(trace.select([1, 2]), trace.select([0, 3]))
     assert found.sequences() == [3, 6, 1, 2]
@@ -190,7 +188,7 @@ def test_what_warms_the_cache_comes_first_under_other_numbers() -> None:
     assert found.pass_start[-1] == found.n_tokens == len(found.sequence_of)
 
 
-def test_an_expert_s_time_is_such_that_a_layer_s_experts_load_the_link_as_in_the_paper() -> None:
+def test_link_scales_expert_time_to_the_load_of_the_paper() -> None:
     link = Link(expert_us=3000, layer_us=1500, n_expert_used=2, source="")
     shape = replace(SMALL, n_expert_used=8, expert_bytes=6000)
     assert shape.n_expert_used * link.expert_us_of(shape) / link.layer_us == 2 * 3000 / 1500
@@ -199,7 +197,7 @@ def test_an_expert_s_time_is_such_that_a_layer_s_experts_load_the_link_as_in_the
     assert LINKS["duoserve"].expert_us_of(shape) * 8 / LINKS["duoserve"].layer_us == 4
 
 
-def test_no_arm_of_a_comparison_sweeps_unless_all_do_and_no_baseline_has_other_slots() -> None:
+def test_compared_systems_have_equal_sweep_settings_and_keep_their_strategies() -> None:
     for paper in LINKS:
         sweeps = {system.store.sweep for system in systems_of(paper).values()}
         assert sweeps == {strategy(paper).store.sweep}
@@ -209,7 +207,7 @@ def test_no_arm_of_a_comparison_sweeps_unless_all_do_and_no_baseline_has_other_s
     assert ahead("promoe", 1).store == strategy("promoe").store
 
 
-def test_the_ablation_begins_where_the_paper_does_and_adds_one_part_at_a_time() -> None:
+def test_ablation_starts_like_the_paper_and_adds_one_part_at_a_time() -> None:
     parts = [
         (bool(of.prefetch), of.store.chunked, of.store.demand_first and of.store.preempt, of.store.overlap)
         for of in list(ABLATION.values())[1:]
@@ -220,7 +218,7 @@ def test_the_ablation_begins_where_the_paper_does_and_adds_one_part_at_a_time() 
     assert base.prefetch is None and not base.store.overlap and not base.store.sweep
 
 
-def test_what_papers_compare_with_is_a_system_of_the_store(tmp_path: Path) -> None:
+def test_baselines_of_the_papers_replay_as_described(tmp_path: Path) -> None:
     shape = replace(SMALL, n_layer=24, layers=tuple(range(24)))  # a token uses more experts than one layer has
     trace = random_trace(shape, n_sequences=8, n_labels=3)
     link = LINKS["duoserve"]
@@ -238,7 +236,7 @@ def test_what_papers_compare_with_is_a_system_of_the_store(tmp_path: Path) -> No
     assert min(ratios(first, whole)) > 1, "misses wait there for all of the next layer"
 
 
-def test_requests_that_decode_together_take_the_layers_time_once_and_large_groups_share_some(tmp_path: Path) -> None:
+def test_together_counts_layer_time_once_for_requests_of_a_group(tmp_path: Path) -> None:
     study = Study(random_trace(n_sequences=6), Artifacts(None, "", tmp_path))
     workload = Workload.together(study, 2, 2)
     assert workload.counted == [2, 4]
@@ -251,14 +249,14 @@ def test_requests_that_decode_together_take_the_layers_time_once_and_large_group
     assert large.counted == [4, 8, 12] and len(large.study.trace.sequences()) == 16
 
 
-def test_a_bound_is_half_of_the_claimed_gain_in_every_row_with_a_number() -> None:
+def test_claim_bounds_are_half_of_the_stated_gain() -> None:
     speeds = {bound for claim in CLAIMS if not isinstance(claim.judged, str) for question, bound in claim.judged
               if question.split(",")[0] in ("speed", "first", "whole", "stall")}  # fmt: skip
     stated = (1.0, 0.98, *map(half, (1.09, 1.16, 1.21, 1.33, 1.34, 1.37, 1.42, 1.49, 1.78, 1.96, 2, 2.12, 2.6)))
     assert speeds - {bound for bound in speeds if isinstance(bound, str)} <= set(stated)
 
 
-def test_a_collection_has_the_last_requests(tmp_path: Path) -> None:
+def test_write_collections_keeps_the_last_requests(tmp_path: Path) -> None:
     trace = random_trace(n_sequences=5)
     trace = replace(trace, header=replace(trace.header, fingerprint="ab" * 8))
     artifacts = Artifacts(None, "ab" * 8, tmp_path)
@@ -279,7 +277,7 @@ OPTIONS = (questions.ROOT / "docs" / "options.md").read_text(encoding="utf-8")
 COMMANDS = help_of()
 
 
-def test_every_starter_is_taught_with_one_answer_and_conversations_are_of_these() -> None:
+def test_starters_are_taught_with_one_answer_and_conversations_use_answers() -> None:
     starters = questions.starters()
     assert "What does moegguf do?" in starters and "Who are you?" in starters
     assert set(starters) <= questions.answers().keys()
@@ -287,7 +285,7 @@ def test_every_starter_is_taught_with_one_answer_and_conversations_are_of_these(
         (question, entry["answer"]) for entry in questions.lines(questions.TAUGHT) for question in entry.get("ask", ())
     ]
     assert len(dict(asked)) == len(set(asked))
-    # Or of their first sentences, where a system message asks for one.
+    # An answer may be the first sentence alone, if a system message asks for one sentence.
     for entry in questions.lines(questions.TAUGHT):
         for message in entry.get("messages", ()):
             assert message["role"] != "assistant" or any(one.startswith(message["content"]) for one in ANSWERS), message
@@ -300,14 +298,14 @@ def test_heldout_questions_have_taught_answers_and_are_not_taught() -> None:
 
 
 @pytest.mark.parametrize("answer", [text for text in ANSWERS if re.search(r"moegguf [a-z]+|--[a-z]", text)])
-def test_commands_and_options_in_answers_exist(answer: str) -> None:
+def test_answers_name_only_commands_and_options_that_exist(answer: str) -> None:
     for option in re.findall(r"--[a-z][a-z-]+", answer):
         assert f"`{option}`" in OPTIONS or option in ("--help", "--verbose"), option
     for command in re.findall(r"(?:: |or |with )moegguf ([a-z]+)", answer):
         assert re.search(rf"^\W*{command}\b", COMMANDS, re.MULTILINE), command
 
 
-def test_the_template_of_the_file_is_the_recipe_s() -> None:
+def test_template_of_the_demo_file_equals_the_recipes_template() -> None:
     pytest.importorskip("tokenizers", reason="needs tokenizers of the laboratory")
     from moegguf.models.catalog import Catalog
     from moegguf.models.details import details

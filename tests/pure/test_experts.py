@@ -1,4 +1,4 @@
-"""The layout of experts: byte ranges checked against the file, and every inconsistency refused."""
+"""Tests the layout of experts. Byte ranges are checked against the file, and every inconsistency is refused."""
 
 import dataclasses
 import os
@@ -36,7 +36,7 @@ def replaced(g: Gguf, name: str, **fields: Any) -> Gguf:
     return g
 
 
-def test_layout_of_a_small_model(tmp_path: Path) -> None:
+def test_read_layout_of_a_small_model_has_its_sizes_and_shard(tmp_path: Path) -> None:
     layout = read_layout(write(moe(n_layer=3, n_expert=6, n_used=2), tmp_path))
     assert (layout.arch, layout.n_layer, layout.n_expert, layout.n_expert_used) == ("qwen2moe", 3, 6, 2)
     assert layout.is_moe and layout.kinds == ("gate", "up", "down")
@@ -53,7 +53,7 @@ def test_layout_of_a_small_model(tmp_path: Path) -> None:
     assert (shard.ino, shard.n_bytes, shard.mtime_ns) == (stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
 
-def test_sequences_that_would_get_rotary_factors_of_a_longer_context_are_not_computed_together(tmp_path: Path) -> None:
+def test_sequences_are_not_combined_if_rotary_factors_would_change(tmp_path: Path) -> None:
     plain, with_factors = moe(), moe()
     with_factors.tensor("rope_factors_long.weight", 8)
     for g, n_together in ((plain, 4), (with_factors, 1)):
@@ -61,7 +61,7 @@ def test_sequences_that_would_get_rotary_factors_of_a_longer_context_are_not_com
         assert [sequences_of(layout, n_ctx, 4) for n_ctx in (256, 1024, 2048)] == [4, n_together, 4]
 
 
-def test_how_a_file_asks_to_be_sampled(tmp_path: Path) -> None:
+def test_read_layout_reads_valid_sampling_parameters(tmp_path: Path) -> None:
     key = "general.sampling."
     given = moe().add(f"{key}temp", F32, 0.6).add(f"{key}top_k", I32, 20).add(f"{key}penalty_last_n", I32, -1)
     given.add(f"{key}top_p", F32, float("nan")).add(f"{key}min_p", STR, "much").add(f"{key}mirostat", I32, 1)
@@ -70,7 +70,7 @@ def test_how_a_file_asks_to_be_sampled(tmp_path: Path) -> None:
     assert read_layout(write(moe(), tmp_path)).sampling == {}
 
 
-def test_layers_that_are_fused_gateless_or_dense_and_tensors_that_stay_dense(tmp_path: Path) -> None:
+def test_read_layout_accepts_fused_gateless_and_dense_layers(tmp_path: Path) -> None:
     layout = read_layout(write(moe(fused=True), tmp_path))
     assert layout.kinds == ("down", "gate_up") and layout.layers[0].matrices[1].ne1 == 64
     g = moe()
@@ -89,7 +89,7 @@ def test_layers_that_are_fused_gateless_or_dense_and_tensors_that_stay_dense(tmp
     assert len(layout.matrices) == 6 and layout.dense_bytes == 4 * (2 * 64 * 16 + 2 * 64 + 4 * 64)
 
 
-def test_used_count_per_layer(tmp_path: Path) -> None:
+def test_expert_used_count_may_differ_per_layer(tmp_path: Path) -> None:
     g = moe(skip_kv=("expert_used_count",)).add_array("qwen2moe.expert_used_count", U32, [1, 3])
     layout = read_layout(write(g, tmp_path))
     assert [layer.n_expert_used for layer in layout.layers] == [1, 3] and layout.n_expert_used == 3
@@ -100,7 +100,7 @@ def test_used_count_per_layer(tmp_path: Path) -> None:
     refuse(write(g, tmp_path), "layer 1 has experts, but a token uses 0")
 
 
-def test_tied_output_latent_attention_prediction_layers_and_mixed_types(tmp_path: Path) -> None:
+def test_read_layout_reads_tied_output_mla_nextn_layers_and_mixed_types(tmp_path: Path) -> None:
     assert read_layout(write(moe(), tmp_path)).tied_output_bytes == 0
     assert read_layout(write(without(moe(), "output.weight"), tmp_path)).tied_output_bytes == 4 * 64 * 16
     assert read_layout(write(latent(), tmp_path)).hparams.is_mla
@@ -154,14 +154,12 @@ BAD_LAYOUTS: dict[str, tuple[Gguf, str]] = {
 
 
 @pytest.mark.parametrize("kind", BAD_LAYOUTS)
-def test_bad_layout(tmp_path: Path, kind: str) -> None:
+def test_read_layout_rejects_inconsistent_fields(tmp_path: Path, kind: str) -> None:
     g, pattern = BAD_LAYOUTS[kind]
     assert "bad.gguf" in refuse(write(g, tmp_path, "bad.gguf"), pattern)
 
 
-def test_mutants_are_the_same_for_the_same_seed_and_only_raise_typed_errors(
-    tiny: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_mutants_depend_only_on_the_seed_and_raise_only_typed_errors(tiny: Callable[..., Path], tmp_path: Path) -> None:
     good, n_refused = read_header(tiny("tiny-qwen2moe")), 0
     for seed in range(120):
         mutant, words = mutate(good, seed)
@@ -175,7 +173,7 @@ def test_mutants_are_the_same_for_the_same_seed_and_only_raise_typed_errors(
 
 
 def shards(folder: Path, name: str = "m", n: int = 3, **kwargs: Any) -> list[Path]:
-    """A model of 3 layers in `n` = 3 shards: 2 tensors and a layer, then a layer each."""
+    """Writes a model of 3 layers in `n` shards: 2 tensors and a layer, then a layer each."""
     total = 2 + 3 * 4
     paths = []
     for i in range(n):
@@ -184,7 +182,7 @@ def shards(folder: Path, name: str = "m", n: int = 3, **kwargs: Any) -> list[Pat
     return paths
 
 
-def test_shards_and_a_missing_one(tmp_path: Path) -> None:
+def test_read_layout_joins_shards_and_names_a_missing_one(tmp_path: Path) -> None:
     first, *_ = shards(tmp_path)
     layout = read_layout(first)
     assert len(layout.shards) == 3 and [m.shard for m in layout.matrices] == [0] * 3 + [1] * 3 + [2] * 3
@@ -197,7 +195,7 @@ def test_shards_and_a_missing_one(tmp_path: Path) -> None:
         read_layout(first)
 
 
-def test_names_of_shards_are_compared_without_case(tmp_path: Path) -> None:
+def test_read_layout_compares_shard_names_without_case(tmp_path: Path) -> None:
     first, second, third = shards(tmp_path)
     first = first.rename(tmp_path / "M-00001-of-00003.GGUF")
     second.rename(tmp_path / "M-00002-of-00003.GGUF")
@@ -215,7 +213,7 @@ def test_names_of_shards_are_compared_without_case(tmp_path: Path) -> None:
     ],
     ids=["a later one", "another's place", "cut"],
 )
-def test_a_set_of_shards_that_is_none(
+def test_read_layout_rejects_a_broken_set_of_shards(
     tmp_path: Path, change: Callable[[list[Path]], object], opened: int, pattern: str
 ) -> None:
     paths = shards(tmp_path)
@@ -236,13 +234,13 @@ def foreign(**kwargs: Any) -> Gguf:
         (moe(n_layer=3, il_range=range(1, 2)), "m-00002-of-00003.gguf.*split.no.*must be 1, but is -1"),
     ],
 )
-def test_shard_of_another_model(tmp_path: Path, second: Gguf, pattern: str) -> None:
+def test_read_layout_rejects_a_shard_of_another_model(tmp_path: Path, second: Gguf, pattern: str) -> None:
     first, path, _ = shards(tmp_path)
     second.write(path)
     refuse(first, pattern)
 
 
-def test_shard_names(tmp_path: Path) -> None:
+def test_read_layout_rejects_a_split_count_that_differs_from_the_name(tmp_path: Path) -> None:
     first, *_ = shards(tmp_path)
     refuse(first.rename(tmp_path / "renamed.gguf"), "split.count' is 3, but the name is that of a file of 1")
     refuse(write(moe(), tmp_path, "m-00001-of-00005.gguf"), "split.count' is 1, but .* of 5")

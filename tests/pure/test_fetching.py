@@ -1,4 +1,4 @@
-"""FETCHRATE by hand, for what an oracle names: by distance, by link, and without what the cache has."""
+"""Tests FETCHRATE against values computed by hand: by distance, by link, and without experts in the cache."""
 
 import pytest
 from oracles import Oracle, hand_made
@@ -13,7 +13,7 @@ EXPERT_US = 1000.0
 
 
 def moving(n_tokens: int = 8) -> Trace:
-    """Each token uses two experts of each layer that no token before it has used."""
+    """Returns a trace in which each token uses two new experts of each layer."""
     return hand_made(SHAPE, [[[[2 * t, 2 * t + 1]] * 4 for t in range(n_tokens)]], prefill=1)
 
 
@@ -23,29 +23,29 @@ def rates(trace: Trace, layer_us: float, *distances: int, n_wrong: int = 0) -> d
 
 
 @pytest.mark.parametrize(("layer_us", "rate"), [(4000, 1), (2000, 1), (1000, 0.5), (250, 0.125), (0, 0)])
-def test_one_layer_ahead_as_much_comes_in_time_as_the_layer_takes(layer_us: float, rate: float) -> None:
+def test_fetch_rate_one_layer_ahead_is_limited_by_the_time_of_a_layer(layer_us: float, rate: float) -> None:
     assert rates(moving(), layer_us, 1) == {1: rate}
 
 
-def test_on_a_saturated_link_no_distance_helps() -> None:
+def test_fetch_rate_on_a_saturated_link_is_equal_for_all_distances() -> None:
     found = rates(moving(), 1000, 1, 2, 3)
     assert found[1] == found[2] == found[3] == 0.5
 
 
-def test_a_farther_prediction_comes_in_time_where_a_nearer_one_does_not() -> None:
-    # The layers between have what they always use; only the last one needs other experts for each token.
+def test_fetch_rate_of_a_farther_prediction_can_be_higher() -> None:
+    # Layers 0 to 2 always use the same experts. Only the last layer needs other experts for each token.
     trace = hand_made(SHAPE, [[[[0, 1]] * 3 + [[2 * t, 2 * t + 1]] for t in range(8)]], prefill=1)
     found = rates(trace, 800, 1, 3)
     assert found[1] == pytest.approx(0.4) and found[3] == 1
 
 
-def test_what_a_predictor_names_decides_its_rate_and_what_is_in_the_cache_does_not_count() -> None:
+def test_fetch_rate_ignores_cached_experts_and_counts_wrong_predictions() -> None:
     always = hand_made(SHAPE, [[[[0, 1]] * 4 for _ in range(8)]], prefill=1)
     assert rates(always, 1000, 1) == {1: None}
     assert rates(always, 500, 1, n_wrong=1) == {1: 0.5}, "one of two is there, and the other one is fetched in vain"
 
 
-def test_good_pred_is_accuracy_times_the_fetch_rate_and_unknown_without_a_link() -> None:
+def test_good_pred_is_accuracy_times_fetch_rate_and_none_without_a_link() -> None:
     trace = moving()
     link = SimOptions(link_bytes_per_s=1e6, layer_pass_us=1000)
     found = score(trace, [Oracle(trace, n_wrong=1)], [1], link=link).scores[0]

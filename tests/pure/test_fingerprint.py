@@ -1,4 +1,4 @@
-"""Digests of a model's files: contexts are of one file as it is on this disk, what was learned of any copy of it."""
+"""Tests digests of a model's files. Kept contexts belong to one file on this disk, learned files to any copy."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ CHANGES: dict[str, tuple[Callable[[Path], object], bool]] = {
 
 
 @pytest.mark.parametrize(("change", "is_same"), CHANGES.values(), ids=CHANGES)
-def test_contexts_are_of_one_file_and_what_was_learned_of_any_copy(
+def test_weights_digest_depends_on_the_file_and_fingerprint_only_on_content(
     path: Path, change: Callable[[Path], object], is_same: bool
 ) -> None:
     before = read_layout(path)
@@ -69,7 +69,7 @@ def test_contexts_are_of_one_file_and_what_was_learned_of_any_copy(
     assert (header_digest(after.shards), fingerprint(after)) == digests[1:]
 
 
-def test_another_training_of_any_tensor_has_another_digest_where_times_and_inodes_say_nothing(path: Path) -> None:
+def test_weights_digest_changes_with_any_tensor_although_times_and_inode_agree(path: Path) -> None:
     def digest(layout: ExpertLayout) -> str:
         return weights_digest(tuple(replace(shard, ino=1, mtime_ns=1, ctime_ns=1) for shard in layout.shards))
 
@@ -82,7 +82,7 @@ def test_another_training_of_any_tensor_has_another_digest_where_times_and_inode
     assert len(found) == len(tensors) + 1
 
 
-def test_a_file_that_got_shorter_is_a_typed_error(path: Path) -> None:
+def test_header_digest_of_a_truncated_file_raises_expert_io_error(path: Path) -> None:
     layout = read_layout(path)
     os.truncate(path, layout.shards[0].header_bytes - 10)
     with pytest.raises(ExpertIOError, match="the file ends inside the header"):

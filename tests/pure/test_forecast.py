@@ -38,7 +38,7 @@ def by_distance(il: int, distance: int) -> Float32s:
     return np.full(4, 1 / (1 + distance), np.float32)
 
 
-def test_the_window_slides_and_the_nearer_prediction_replaces_the_farther_one() -> None:
+def test_forecast_window_slides_and_nearer_predictions_replace_farther_ones() -> None:
     forecast, predictor = Forecast(FIVE, 2), ByDistance(by_distance)
     forecast.begin_pass(predictor)
     assert predictor.calls == [(1, 1), (2, 2)] and forecast.known() == [1, 2]
@@ -50,7 +50,7 @@ def test_the_window_slides_and_the_nearer_prediction_replaces_the_farther_one() 
     assert forecast.known() == []
 
 
-def test_once_each_layer_is_predicted_when_it_comes_into_the_window() -> None:
+def test_forecast_without_again_predicts_each_layer_once() -> None:
     # A predictor that reads inputs predicts nothing before the first layer, then the whole window (footnote 1).
     predictor = ByDistance(lambda il, distance: by_distance(il, distance) if routed else None)
     forecast, routed = Forecast(FIVE, 3, again=False), list[int]()
@@ -66,7 +66,7 @@ def test_once_each_layer_is_predicted_when_it_comes_into_the_window() -> None:
     assert forecast.known() == [1, 2, 3]  # a predictor that reads tokens predicts before the pass
 
 
-def test_no_prediction_beyond_the_reach_or_the_last_layer() -> None:
+def test_forecast_makes_no_prediction_beyond_the_reach_or_the_last_layer() -> None:
     short = ByDistance(by_distance, reach=1)
     Forecast(FIVE, 4).advance(short, 1)
     assert short.calls == [(2, 1)]
@@ -75,7 +75,7 @@ def test_no_prediction_beyond_the_reach_or_the_last_layer() -> None:
     assert late.calls == [(5, 1)]
 
 
-def test_a_prediction_stays_valid_until_its_layer_is_routed_or_a_pass_begins() -> None:
+def test_prediction_stays_valid_until_its_layer_is_routed_or_a_pass_begins() -> None:
     forecast, no_prediction = Forecast(FIVE, 4), ByDistance(lambda il, distance: None)
     forecast.begin_pass(ByDistance(by_distance))
     forecast.advance(no_prediction, 1)
@@ -92,7 +92,7 @@ def test_a_prediction_stays_valid_until_its_layer_is_routed_or_a_pass_begins() -
     [np.zeros(5), np.zeros((1, 4)), np.float32(1), [0, np.nan, 0, 0], "abcd", [None] * 4],
     ids=["long", "matrix", "number", "nan", "text", "objects"],
 )
-def test_invalid_output_is_an_error_and_numbers_out_of_range_are_clipped(invalid: object) -> None:
+def test_forecast_rejects_invalid_predictions_and_clips_numbers_out_of_range(invalid: object) -> None:
     forecast = Forecast(FIVE, 1)
     with pytest.raises((ValueError, TypeError)):
         forecast.begin_pass(ByDistance(lambda il, distance: invalid))
@@ -126,19 +126,21 @@ def requests_of(prefetcher: Prefetcher, forecast: Forecast, resident: Float32s |
 SOME = probabilities(l1=[0, 0.9, 0.8, 0.7, 0, 0], l2=[0.3, 0, 0, 0, 0.6, 0], l3=[0.1, 0.1, 0.1, 0.1, 0.1, 0.1])
 
 
-def test_by_default_half_of_what_a_token_uses() -> None:
+def test_prefetcher_requests_half_of_a_tokens_experts_by_default() -> None:
     everything = np.ones(FOUR.table, np.float32)
     assert len(requests_of(Prefetcher(FOUR, PrefetchOptions()), forecast_of(everything))) == 4
 
 
 @pytest.mark.parametrize("budget_bytes", [0, 99, -1])
-def test_without_a_budget_residency_is_not_read(budget_bytes: int) -> None:
+def test_prefetcher_without_a_budget_does_not_read_the_residency(budget_bytes: int) -> None:
     prefetcher = Prefetcher(FOUR, PrefetchOptions(budget_bytes=budget_bytes))
     assert prefetcher.requests(forecast_of(SOME), lambda: pytest.fail("requested for nothing")) == []
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 1500), st.floats(0, 1))
-def test_the_rules_hold_whatever_is_predicted(seed: int, budget_bytes: int, least: float) -> None:
+def test_prefetcher_keeps_order_budget_and_threshold_for_any_prediction(
+    seed: int, budget_bytes: int, least: float
+) -> None:
     rng = np.random.default_rng(seed)
     prefetcher = Prefetcher(FOUR, PrefetchOptions(budget_bytes=budget_bytes, least_probability=least))
     for _ in range(2):

@@ -73,7 +73,7 @@ WRITTEN = [
 
 
 @pytest.mark.parametrize("trace", WRITTEN)
-def test_what_was_written_is_read(tmp_path: Path, trace: Trace) -> None:
+def test_written_trace_is_read_back_unchanged(tmp_path: Path, trace: Trace) -> None:
     trace = replace(trace, header=replace(trace.header, settings={"budget": "50%", "threads": 2, "gb_per_s": 1.5}))
     write(tmp_path / "t.npz", trace)
     assert same(read(tmp_path / "t.npz"), trace)
@@ -83,7 +83,7 @@ def test_what_was_written_is_read(tmp_path: Path, trace: Trace) -> None:
         assert "expert_ids.000000" not in arrays or np.array_equal(arrays["expert_ids.000000"], trace.expert_ids)
 
 
-def test_blocks_may_lack_inputs(tmp_path: Path) -> None:
+def test_trace_blocks_without_inputs_are_read_as_zeros(tmp_path: Path) -> None:
     trace = small(with_inputs=True)
     without, with_ = replace(trace.select([0]), inputs=None), trace.select([1])
     writer = TraceWriter(tmp_path / "t.npz", trace.shape, weights=True, inputs=True)
@@ -97,7 +97,7 @@ def test_blocks_may_lack_inputs(tmp_path: Path) -> None:
     assert np.array_equal(found.expert_ids, trace.expert_ids)
 
 
-def test_a_recording_that_was_killed_leaves_nothing_that_looks_complete(tmp_path: Path) -> None:
+def test_unfinished_recording_leaves_no_complete_trace(tmp_path: Path) -> None:
     path = tmp_path / "t.npz"
     writer = TraceWriter(path, SMALL, weights=True, inputs=False)
     writer.add(small())
@@ -108,7 +108,7 @@ def test_a_recording_that_was_killed_leaves_nothing_that_looks_complete(tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failed_write_is_an_error(tmp_path: Path) -> None:
+def test_failed_write_raises_trace_error_and_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="cannot be written"):
         write(tmp_path / "missing" / "t.npz", small())
     os.mkfifo(tmp_path / "pipe")
@@ -128,7 +128,7 @@ def test_a_failed_write_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"PK", b"\0" * 100, b"GGUF" * 30])
-def test_other_files_are_refused(tmp_path: Path, data: bytes) -> None:
+def test_read_rejects_files_that_are_not_traces(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "t.npz").write_bytes(data)
     with pytest.raises(TraceError, match=r"t\.npz: the trace is damaged or incomplete"):
         read(tmp_path / "t.npz")
@@ -157,7 +157,7 @@ def test_other_files_are_refused(tmp_path: Path, data: bytes) -> None:
         ({"n_layer": 1 << 40}, "n_layer: Input should be"),
     ],
 )
-def test_a_header_that_does_not_fit_is_refused(
+def test_read_rejects_a_header_that_breaks_a_rule(
     tmp_path: Path, members: Members, changes: dict[str, Any], rule: str
 ) -> None:
     with pytest.raises(TraceError, match=rule):
@@ -165,7 +165,7 @@ def test_a_header_that_does_not_fit_is_refused(
 
 
 def changed(name: str, change: Callable[[Any], Any]) -> Callable[[Members], Members]:
-    """Replaces one array; the change may also work in place."""
+    """Returns a function that replaces one array. `change` may also change the array in place."""
 
     def apply(members: Members) -> Members:
         array = np.load(io.BytesIO(members[f"{name}.000000.npy"]))
@@ -201,12 +201,14 @@ def put(at: Any, value: Any) -> Callable[[Any], None]:
         (lambda m: {**m, "tokens.000000.npy": b"\x93NUMPY\x01\x00\x20\x00" + b"(" * 150}, "damaged"),
     ],
 )
-def test_damage_is_refused(tmp_path: Path, members: Members, damage: Callable[[Members], Members], rule: str) -> None:
+def test_read_rejects_damaged_members(
+    tmp_path: Path, members: Members, damage: Callable[[Members], Members], rule: str
+) -> None:
     with pytest.raises(TraceError, match=rule):
         read(pack(tmp_path / "t.npz", damage(members)))
 
 
-def test_more_than_is_allowed_is_not_unpacked(tmp_path: Path, members: Members) -> None:
+def test_read_unpacks_no_more_bytes_than_allowed_and_expected(tmp_path: Path, members: Members) -> None:
     path = tmp_path / "t.npz"
     write(path, small())
     with pytest.raises(TraceError, match="at most 99 are allowed"):
@@ -229,7 +231,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, Trace]:
 
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
-def test_any_flipped_byte_is_refused_or_harmless(good: tuple[Path, bytes, Trace], data: st.DataObject) -> None:
+def test_read_rejects_or_tolerates_any_flipped_byte(good: tuple[Path, bytes, Trace], data: st.DataObject) -> None:
     path, content, trace = good
     broken = bytearray(content)
     broken[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
@@ -243,7 +245,7 @@ def test_any_flipped_byte_is_refused_or_harmless(good: tuple[Path, bytes, Trace]
 
 @given(data=st.data())
 @settings(max_examples=50, deadline=None)
-def test_any_cut_is_refused(good: tuple[Path, bytes, Trace], data: st.DataObject) -> None:
+def test_read_rejects_a_trace_cut_anywhere(good: tuple[Path, bytes, Trace], data: st.DataObject) -> None:
     path, content, _ = good
     path.write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
     with pytest.raises(TraceError):
@@ -256,7 +258,7 @@ def put_file(folder: Path, name: str, data: str | bytes) -> Path:
     return path
 
 
-def test_prompts_are_paragraphs_of_plain_text_or_objects_of_json_lines(tmp_path: Path) -> None:
+def test_read_prompts_reads_paragraphs_of_text_and_json_lines(tmp_path: Path) -> None:
     path = put_file(tmp_path, "stories.txt", "\ufeff\n\nOnce upon\r\na time.\n \n\n\nThe end.")
     assert read_prompts(path) == [Prompt("Once upon\na time.", "stories"), Prompt("The end.", "stories")]
     lines = ['{"prompt": "a \u2028 b", "label": " code ", "n_predict": 7, "completion": "c"}', "", '{"prompt": "d"}\r']
@@ -277,7 +279,7 @@ def test_prompts_are_paragraphs_of_plain_text_or_objects_of_json_lines(tmp_path:
         ('{"prompt": "x", "n_tokens": 1}', "n_tokens: Extra inputs are not permitted"),
     ],
 )
-def test_a_mistake_is_named_with_its_line(tmp_path: Path, line: str, rule: str) -> None:
+def test_read_prompts_names_the_line_of_a_mistake(tmp_path: Path, line: str, rule: str) -> None:
     path = put_file(tmp_path, "p.jsonl", '{"prompt": "fine"}\n\n' + line + "\n")
     with pytest.raises(OptionError) as caught:
         read_prompts(path)
@@ -285,13 +287,13 @@ def test_a_mistake_is_named_with_its_line(tmp_path: Path, line: str, rule: str) 
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
-def test_prompts_of_another_system_are_read(tmp_path: Path, encoding: str) -> None:
+def test_read_prompts_accepts_bom_utf_16_and_crlf(tmp_path: Path, encoding: str) -> None:
     (tmp_path / "p.txt").write_text("café\r\n\r\nthé", encoding, newline="")
     assert [prompt.text for prompt in read_prompts(tmp_path / "p.txt")] == ["café", "thé"]
 
 
 @pytest.mark.parametrize("name", ["p.txt", "p.jsonl"])
-def test_files_without_prompts_are_refused(tmp_path: Path, name: str) -> None:
+def test_read_prompts_rejects_empty_missing_and_non_utf_8_files(tmp_path: Path, name: str) -> None:
     with pytest.raises(OptionError, match="is empty"):
         read_prompts(put_file(tmp_path, name, " \n\n"))
     with pytest.raises(OptionError, match="line 2: must be UTF-8, but has byte 0xff"):
@@ -309,7 +311,9 @@ WORD = st.text(min_size=1, max_size=20).filter(lambda text: bool(text.strip()))
     st.lists(st.builds(Prompt, WORD, WORD.map(str.strip), st.none() | st.integers(1, 99), st.none() | WORD), min_size=1)
 )
 @settings(max_examples=50)
-def test_what_was_written_as_json_is_read_back(tmp_path_factory: pytest.TempPathFactory, given_: list[Prompt]) -> None:
+def test_prompts_written_as_json_lines_are_read_back(
+    tmp_path_factory: pytest.TempPathFactory, given_: list[Prompt]
+) -> None:
     path = tmp_path_factory.mktemp("prompts") / "p.jsonl"
     rows = [{"prompt": p.text, "label": p.label, "n_predict": p.n_predict, "completion": p.completion} for p in given_]
     path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), newline="")

@@ -1,4 +1,4 @@
-"""Grammars in GBNF accept the texts that they describe, however these may be divided."""
+"""Tests that grammars in GBNF accept the described texts, and no others."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ CASES: dict[str, tuple[str, dict[str, bool]]] = {
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_texts_are_accepted_where_they_follow_the_grammar(kind: str) -> None:
+def test_gbnf_grammar_accepts_exactly_the_described_texts(kind: str) -> None:
     grammar, texts = CASES[kind]
     assert {text: accepts(grammar, text) for text in texts} == texts
 
@@ -96,7 +96,7 @@ REFUSED: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_the_error_of_a_grammar_that_cannot_be_followed_states_why(kind: str) -> None:
+def test_invalid_grammar_raises_schema_error_with_the_reason(kind: str) -> None:
     grammar, message = REFUSED[kind]
     begin = time.thread_time()
     with pytest.raises(SchemaError, match=message) as caught:
@@ -117,7 +117,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("kind", LARGE)
-def test_no_grammar_holds_a_model_for_long(kind: str) -> None:
+def test_large_grammar_takes_less_than_two_seconds(kind: str) -> None:
     begin = time.thread_time()
     try:
         one = matcher(LARGE[kind])
@@ -129,7 +129,7 @@ def test_no_grammar_holds_a_model_for_long(kind: str) -> None:
     assert time.thread_time() - begin < 2
 
 
-def test_a_grammar_stands_alone() -> None:
+def test_grammar_with_a_format_or_tools_is_refused() -> None:
     tool = {"type": "function", "function": {"name": "now"}}
     for other in (
         {"format": "json"},
@@ -156,12 +156,12 @@ FOLDER = vendor.VENDOR / "llama.cpp" / "grammars"
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_a_grammar_of_the_pinned_release(name: str) -> None:
+def test_pinned_grammar_accepts_a_valid_text_and_rejects_an_invalid_one(name: str) -> None:
     right, wrong = TEXTS[name]
     grammar = (FOLDER / f"{name}.gbnf").read_text()
     assert accepts(grammar, right)
     assert not accepts(grammar, wrong)
 
 
-def test_all_grammars_of_the_pinned_release_are_tried() -> None:
+def test_every_pinned_grammar_is_tested() -> None:
     assert {path.stem for path in FOLDER.glob("*.gbnf")} == TEXTS.keys()

@@ -1,4 +1,4 @@
-"""tools/gpu_trial.py: what it packs is enough, calls go on where the last stopped, the table says what was measured."""
+"""Tests tools/gpu_trial.py: the packed files, calls that continue the last call, and the table of results."""
 
 import subprocess
 import sys
@@ -27,7 +27,7 @@ print("\\n".join(name for top, names_ in packages_distributions().items() if top
 """
 
 
-def test_wheels_are_packed_of_everything_that_steps_import() -> None:
+def test_pack_includes_a_wheel_of_every_package_that_steps_import() -> None:
     done = subprocess.run([sys.executable, "-c", IMPORTED], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     imported = {name.lower().replace("_", "-") for name in done.stdout.split()} - {"moegguf", "setuptools"}
@@ -36,7 +36,7 @@ def test_wheels_are_packed_of_everything_that_steps_import() -> None:
     assert len(pack.requirements()) == len({*pack.PRODUCT, *pack.BESIDE})
 
 
-def test_the_sources_are_those_of_the_build_and_the_steps() -> None:
+def test_pack_includes_the_sources_of_the_build_and_the_steps() -> None:
     files = dict(pack.sources())
     assert {
         "tools/gpu_trial.py",
@@ -53,7 +53,7 @@ def test_the_sources_are_those_of_the_build_and_the_steps() -> None:
     assert sum(path.stat().st_size for path in files.values()) < pack.MOST_BYTES
 
 
-def test_the_packed_script_unpacks_once_and_overwrites_no_folder_of_somebody_else(
+def test_unpack_runs_once_and_pack_overwrites_no_foreign_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed, work = tmp_path / "packed", tmp_path / "work"
@@ -77,7 +77,7 @@ def test_the_packed_script_unpacks_once_and_overwrites_no_folder_of_somebody_els
 
 
 class Clock:
-    """Steps take as long as they say."""
+    """A clock that steps move forward by their own seconds."""
 
     def __init__(self) -> None:
         self.now, self.ran, self.said = 0.0, list[str](), list[str]()
@@ -94,7 +94,7 @@ class Clock:
         return Step(name, run, seconds)
 
 
-def test_a_call_runs_what_fits_and_the_next_one_goes_on(tmp_path: Path) -> None:
+def test_run_steps_runs_steps_that_fit_and_the_next_call_continues(tmp_path: Path) -> None:
     clock = Clock()
     steps = [clock.step("a", 40), clock.step("b", 50, lambda left_s: {"refused": f"{left_s:.0f}"}), clock.step("c", 30)]
     assert not run_steps(steps, State(tmp_path / "state.json"), 100, clock.said.append, clock)
@@ -106,7 +106,7 @@ def test_a_call_runs_what_fits_and_the_next_one_goes_on(tmp_path: Path) -> None:
     assert clock.ran == ["a", "b", "c"]
 
 
-def test_a_step_that_fails_ends_the_call_and_is_tried_again(tmp_path: Path) -> None:
+def test_run_steps_stops_at_a_failed_step_and_repeats_that_step(tmp_path: Path) -> None:
     clock, state, broken = Clock(), State(tmp_path / "state.json"), [True]
 
     def build(_left_s: float) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def test_a_step_that_fails_ends_the_call_and_is_tried_again(tmp_path: Path) -> N
     assert clock.ran == ["build", "build", "then"]
 
 
-def test_a_broken_measurement_is_no_outcome_but_a_misfit_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trial_records_out_of_memory_and_raises_other_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trial = gpu_trial.Trial(tmp_path, small(), "GPU0", build.Backend("cuda", ()), tmp_path)
     case = next(iter(small().cases(small().models[0], tmp_path, "GPU0", 1)))[1]
 
@@ -138,7 +138,9 @@ def test_a_broken_measurement_is_no_outcome_but_a_misfit_is(tmp_path: Path, monk
         trial._measure("measure/m", case, 10)
 
 
-def test_cublas_is_found_in_a_wheel_where_the_toolkit_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_backend_uses_cublas_of_a_wheel_if_the_toolkit_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiler, wheel = tmp_path / "cuda/bin/nvcc", tmp_path / "site/nvidia/cu13"
     of_another_version = tmp_path / "site/nvidia/a/lib/libcublas.so.12"
     for file in (compiler, wheel / "lib/libcublas.so.13", wheel / "include/cublas_v2.h", of_another_version):
@@ -161,7 +163,7 @@ def measured(tokens_per_s: float, **more: Any) -> dict[str, Any]:
     return {"prompt_tokens_per_s": 900.0, "first_tokens_per_s": 20.0, "steady_tokens_per_s": tokens_per_s, **more}
 
 
-def test_the_table_has_llama_cpps_best_beside_ours_and_the_predictions() -> None:
+def test_trial_table_lists_llama_cpps_best_own_speeds_and_predictions() -> None:
     moved = {"VRAM": {"hit_rate": 0.84, "bytes_per_token": 12.5e6}, "RAM": {"hit_rate": 1.0, "bytes_per_token": 0.0}}
     predicted = {"resident": 130.0, "layers": 52.0, "cpu": 41.0, "slots": 83.0, "chosen": 83.0}
     text = table(

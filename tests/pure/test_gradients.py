@@ -39,7 +39,7 @@ OPERATIONS: dict[str, tuple[Callable[..., Node], list[Floats]]] = {
 
 
 def by_differences(of: Callable[[], float], values: Floats) -> Floats:
-    """Returns the gradient of a number by these values, from differences. It changes each value for a moment."""
+    """Returns the gradient of a number by these values, from differences. Each value is changed and then restored."""
     found = np.zeros_like(values)
     for place in np.ndindex(values.shape):
         before = values[place]
@@ -52,7 +52,7 @@ def by_differences(of: Callable[[], float], values: Floats) -> Floats:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_an_operations_gradient_is_that_of_finite_differences(name: str) -> None:
+def test_gradient_of_each_operation_equals_finite_differences(name: str) -> None:
     operation, values = OPERATIONS[name]
     nodes = [Node(value, learns=True) for value in values]
     weights = draw(*operation(*nodes).value.shape)
@@ -62,14 +62,14 @@ def test_an_operations_gradient_is_that_of_finite_differences(name: str) -> None
         assert node.grad == pytest.approx(expected, abs=1e-6)
 
 
-def test_what_does_not_learn_gets_no_gradient() -> None:
+def test_backward_gives_no_gradient_to_constants() -> None:
     x, w = Node(draw(2, 3)), Node(draw(3, 4), learns=True)
     g.backward(g.product(x, w), draw(2, 4))
     assert x.grad is None and w.grad is not None
 
 
 @pytest.mark.parametrize("loss", [cross_entropy, binary_cross_entropy])
-def test_a_losss_gradient_is_that_of_finite_differences(loss: Callable[..., object]) -> None:
+def test_gradient_of_each_loss_equals_finite_differences(loss: Callable[..., object]) -> None:
     logits, chosen = draw(3, 5), (draw(3, 5) > 0.3).astype(float)
     chosen[:, 0] = 1
     found = loss(Node(logits), chosen)
@@ -77,7 +77,7 @@ def test_a_losss_gradient_is_that_of_finite_differences(loss: Callable[..., obje
     assert found.gradient == pytest.approx(expected, abs=1e-6)
 
 
-def test_layers_that_are_not_known_change_neither_loss_nor_gradient() -> None:
+def test_unknown_layers_change_neither_loss_nor_gradient() -> None:
     logits, chosen = draw(3, 2, 5), draw(3, 2, 5) > 0.3
     known = np.array([[True, False], [True, True], [False, False]])
     found = binary_cross_entropy(Node(logits), chosen, known)
@@ -87,7 +87,7 @@ def test_layers_that_are_not_known_change_neither_loss_nor_gradient() -> None:
     assert not found.gradient[~known].any()
 
 
-def test_the_routing_paths_gradient_is_that_of_finite_differences() -> None:
+def test_gradient_of_the_routing_path_equals_finite_differences() -> None:
     options = Options(n_embd=8, n_head=2, n_ff=6, window=3, chunk=2, dropout=0.0)
     model = PathModel(draw(5, 8), draw(8, 2, 3), np.full((2, 3), 0.4), options, np.random.default_rng(1))
     for node in model.parameters.values():  # float32 is too coarse for differences

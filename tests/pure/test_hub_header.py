@@ -36,7 +36,9 @@ def gates(hub: FakeHub, data: bytes) -> Iterator[list[Fault]]:
         gate.open.set()
 
 
-def test_the_plan_is_that_of_the_fetched_model(gates: list[Fault], data: bytes, tmp_path: Path) -> None:
+def test_estimate_of_a_remote_model_equals_the_estimate_of_its_file(
+    gates: list[Fault], data: bytes, tmp_path: Path
+) -> None:
     path = tmp_path / PATH
     path.write_bytes(data)
     remote, local = (estimate_model(name, {"expert_cache": "50%", "n_ctx": 512}) for name in ("hf.co/u/r", str(path)))
@@ -48,7 +50,7 @@ def test_the_plan_is_that_of_the_fetched_model(gates: list[Fault], data: bytes, 
     assert gates == [], "a tenth was enough"
 
 
-def test_nothing_of_it_stays(hub: FakeHub, data: bytes) -> None:
+def test_remote_model_makes_one_request_and_removes_its_folder(hub: FakeHub, data: bytes) -> None:
     with remote_model("u/r") as entry:
         layout = read_layout(entry.path)
         assert layout.n_expert_total == 96 and entry.size_bytes == len(data)
@@ -57,7 +59,7 @@ def test_nothing_of_it_stays(hub: FakeHub, data: bytes) -> None:
     assert folder.is_relative_to(tempfile.gettempdir()) and not folder.exists()
 
 
-def test_a_split_model_has_the_header_of_each_shard(hub: FakeHub) -> None:
+def test_remote_model_reads_the_header_of_each_shard(hub: FakeHub) -> None:
     names = [f"m-{n:05d}-of-00002.gguf" for n in (1, 2)]
     shards = {name: moe(n_layer=2, split=(i, 2, 10), il_range=range(i, i + 1)).build() for i, name in enumerate(names)}
     hub.add("u/split", shards)
@@ -66,14 +68,16 @@ def test_a_split_model_has_the_header_of_each_shard(hub: FakeHub) -> None:
         assert len(read_layout(entry.path).shards) == 2
 
 
-def test_a_projector_is_counted_unless_damaged(hub: FakeHub, data: bytes, projector: Callable[[str], Path]) -> None:
+def test_estimate_counts_a_remote_projector_unless_damaged(
+    hub: FakeHub, data: bytes, projector: Callable[[str], Path]
+) -> None:
     for repo, content in (("u/see", projector("mlp").read_bytes()), ("u/damaged", b"GGUF" + b"x" * 5000)):
         hub.add(repo, {PATH: data, "mmproj-m.gguf": content})
         plan = estimate_model(f"hf.co/{repo}", {"expert_cache": "50%", "n_ctx": 512})["plan"]
         assert bool(plan["projector_bytes"]) == (repo == "u/see")
 
 
-def test_transient_errors_are_overcome_and_other_errors_told(hub: FakeHub, data: bytes) -> None:
+def test_remote_model_retries_transient_errors_and_raises_others(hub: FakeHub, data: bytes) -> None:
     for fault in (status(503), cut_after(500)):
         hub.faults[PATH] = [fault]
         with remote_model("u/r") as entry:
@@ -84,20 +88,22 @@ def test_transient_errors_are_overcome_and_other_errors_told(hub: FakeHub, data:
 
 
 @pytest.mark.parametrize("content", [b"GGUF" + b"x" * 5000, b"<html>"])
-def test_what_is_no_model_is_refused(hub: FakeHub, content: bytes) -> None:
+def test_remote_model_rejects_files_that_are_not_gguf(hub: FakeHub, content: bytes) -> None:
     hub.add("u/bad", {PATH: content})
     with pytest.raises(ModelFormatError), remote_model("u/bad"):
         pass
 
 
-def test_a_header_without_end_is_given_up(hub: FakeHub, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_model_stops_at_a_header_that_is_too_long(
+    hub: FakeHub, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(downloads, "MOST_BYTES", 1500)
     hub.add("u/long", {PATH: moe().add("general.description", STR, "x" * 400_000).build()})
     with pytest.raises(PullError, match="not complete within"), remote_model("u/long"):
         pass
 
 
-def test_offline_only_what_is_here_is_found(hub: FakeHub, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_estimate_offline_makes_no_request(hub: FakeHub, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ModelNotFoundError, match="moegguf pull"):
         estimate_model("hf.co/u/r")

@@ -1,4 +1,4 @@
-"""Image files are checked by their headers, and stand where they were in a message."""
+"""Tests image files: checks of their headers, and their places in a message."""
 
 import struct
 from pathlib import Path
@@ -20,7 +20,7 @@ from tools.models import write_projector
     ("data", "size"),
     [(png(3, 5), (3, 5)), (jpeg_header(640, 480), (640, 480)), (b"GIF89a" + struct.pack("<HH", 7, 9), (7, 9))],
 )
-def test_dimensions_are_read_without_decoding(data: bytes, size: tuple[int, int]) -> None:
+def test_read_image_reads_dimensions_without_decoding(data: bytes, size: tuple[int, int]) -> None:
     found = read_image(data)
     assert (found.width, found.height) == size
 
@@ -39,7 +39,7 @@ def test_dimensions_are_read_without_decoding(data: bytes, size: tuple[int, int]
         (png() + bytes(MAX_IMAGE_BYTES), "MiB"),
     ],
 )
-def test_what_would_not_fit_or_decode_is_refused(data: bytes, reason: str) -> None:
+def test_read_image_rejects_oversized_and_undecodable_files(data: bytes, reason: str) -> None:
     with pytest.raises(OptionError, match=reason):
         read_image(data)
 
@@ -57,13 +57,13 @@ def test_what_would_not_fit_or_decode_is_refused(data: bytes, reason: str) -> No
     ],
     ids=("baseline", "progressive", "restarts", "comment", "thumbnail", "GIF", "animated"),
 )
-def test_a_file_without_its_end_is_told_wherever_it_is_cut(data: bytes) -> None:
+def test_has_end_detects_a_file_cut_anywhere(data: bytes) -> None:
     assert has_end(data) and has_end(data + b"\0\xff\xd8more") and read_image(data).width == 32
     whole = data.rstrip(b"\0")
     assert [n for n in range(6, len(whole)) if has_end(data[:n])] == []
 
 
-def test_the_end_is_found_in_files_that_other_programs_write_or_nobody_does() -> None:
+def test_has_end_accepts_padding_and_rejects_endless_files() -> None:
     start, *rest = gif(2).partition(b"\x2c")
     assert has_end(b"".join((start, b"\0\0", *rest))), "zeros between two blocks"
     plain = jpeg()
@@ -75,14 +75,14 @@ def test_the_end_is_found_in_files_that_other_programs_write_or_nobody_does() ->
 
 
 @pytest.mark.parametrize("text", ["!!!", "data:image/png;base64,AAAA", "é"])
-def test_base64_may_have_line_breaks_and_other_text_is_refused(text: str) -> None:
+def test_image_part_accepts_line_breaks_in_base64_and_rejects_other_text(text: str) -> None:
     with pytest.raises(OptionError, match="base64"):
         image_part(text)
     good = base64_of(png(1, 1))
     assert image_part(good[:10] + "\n" + good[10:])["type"] == "image"
 
 
-def test_images_stand_where_they_were() -> None:
+def test_mark_images_keeps_the_place_of_each_image() -> None:
     marked = mark_images([message("a", "b", png(1, 1), "c"), {"role": "assistant", "content": "d"}])
     assert marked.messages[0]["content"] == f"a\nb{marked.marker}c" and marked.messages[1]["content"] == "d"
     assert marked.pieces(f"<{marked.marker}>") == ["<", ">"]
@@ -92,7 +92,7 @@ def test_images_stand_where_they_were() -> None:
         mark_images([{"role": "user", "content": [image(png(1, 1))] * (MAX_IMAGES + 1)}])
 
 
-def test_paths_in_a_message_become_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_extract_images_replaces_paths_in_a_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a.png", "with space.PNG"):
         (tmp_path / name).write_bytes(png(2, 2))
     escaped = str(tmp_path / "with space.PNG").replace(" ", "\\ ")
@@ -114,7 +114,9 @@ def test_paths_in_a_message_become_images(tmp_path: Path, capsys: pytest.Capture
         (["m-Q4_0.gguf", "n-Q4_0.gguf", "mmproj-m-F16.gguf", "mmproj-n-F16.gguf"], "mmproj-m-F16.gguf"),
     ],
 )
-def test_a_projector_beside_a_file_belongs_to_it(tmp_path: Path, names: list[str], expected: str | None) -> None:
+def test_projector_beside_selects_the_projector_of_a_file(
+    tmp_path: Path, names: list[str], expected: str | None
+) -> None:
     assert projector_beside("m-Q4_0.gguf", names) == expected
     for name in names:
         (tmp_path / name).write_bytes(b"GGUF")
@@ -123,7 +125,7 @@ def test_a_projector_beside_a_file_belongs_to_it(tmp_path: Path, names: list[str
         assert entry.path.name == "m-Q4_0.gguf" and entry.mmproj == tmp_path / "mmproj-F16.gguf"
 
 
-def test_a_projector_is_checked_before_it_is_loaded(tmp_path: Path) -> None:
+def test_read_projector_reads_its_header_and_rejects_cut_files(tmp_path: Path) -> None:
     good = write_projector(tmp_path / "mmproj.gguf", "gemma3", 128)
     header = read_projector(good)
     assert (header.kind, header.one_pass_tokens, header.n_patches) == ("gemma3", 64, 64)

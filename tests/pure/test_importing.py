@@ -1,5 +1,8 @@
-"""Routing of other programs becomes a trace: arrays and tables, with facts from files, options or a
-GGUF. Wrong files are errors that name the file and the rule."""
+"""Tests traces from the routing of other programs.
+
+Arrays and tables are imported with facts from files, options or a GGUF. The error of a wrong file names the file and
+the rule.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ def npz(path: Path, **arrays: Any) -> Path:
 
 
 def table(n_tokens: int = 4, requests: tuple[str, ...] = ("a", "b")) -> list[dict[str, Any]]:
-    """Rows of some requests, the first token of each a prompt."""
+    """Returns the rows of some requests. The first token of each request is its prompt."""
     return [
         {
             "request": request, "position": position, "layer": layer + 1,
@@ -61,7 +64,7 @@ def as_jsonl(rows: list[dict[str, Any]]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def test_logits_and_their_largest_are_the_same_trace_in_every_form_of_arrays(tmp_path: Path) -> None:
+def test_logits_and_expert_ids_import_to_equal_traces_in_every_array_format(tmp_path: Path) -> None:
     forms: list[Path] = [npz(tmp_path / "logits.npz", router_logits=logits(), n_prompt=5)]
     forms.append(npz(tmp_path / "ids.npz", expert_ids=chosen().astype(np.int16), n_prompt=np.array([5])))
     np.save(tmp_path / "logits.npy", logits())
@@ -80,7 +83,7 @@ def test_logits_and_their_largest_are_the_same_trace_in_every_form_of_arrays(tmp
         assert found.header.settings == {"imported_from": path.name, "imported_files": 1}
 
 
-def test_each_file_of_arrays_is_a_request_with_its_tokens_and_layers(tmp_path: Path) -> None:
+def test_import_trace_makes_one_request_of_each_array_file(tmp_path: Path) -> None:
     files = [
         npz(tmp_path / f"{n}.npz", expert_ids=chosen(n + 3, n), tokens=np.arange(n + 3), n_prompt=n, layers=[1, 2, 4],
             n_expert=N_EXPERT, expert_bytes=7, n_layer=6)
@@ -96,7 +99,7 @@ def test_each_file_of_arrays_is_a_request_with_its_tokens_and_layers(tmp_path: P
         assert (part.expert_ids == chosen(n + 3, n).transpose(1, 0, 2)).all()
 
 
-def test_a_long_prompt_is_read_in_passes_that_were_announced_together(tmp_path: Path) -> None:
+def test_import_trace_splits_a_long_prompt_into_passes_of_one_announcement(tmp_path: Path) -> None:
     n = 2 * PROMPT_PASS + 7
     file = npz(tmp_path / "long.npz", expert_ids=chosen(n + 1), n_prompt=n)
     made = import_trace([file], tmp_path / "out", SIZE)
@@ -106,7 +109,7 @@ def test_a_long_prompt_is_read_in_passes_that_were_announced_together(tmp_path: 
 
 
 @pytest.mark.parametrize(("suffix", "text"), [(".csv", as_csv), (".jsonl", as_jsonl)])
-def test_a_table_holds_several_requests_in_any_order_of_rows(
+def test_import_trace_reads_tables_of_several_requests_in_any_row_order(
     tmp_path: Path, suffix: str, text: Callable[[list[dict[str, Any]]], str]
 ) -> None:
     rows = table()
@@ -123,7 +126,7 @@ def test_a_table_holds_several_requests_in_any_order_of_rows(
         assert part.pass_phase.tolist() == [Phase.PREFILL] + [Phase.DECODE] * 3
 
 
-def test_without_phases_the_first_token_or_the_option_is_the_prompt(tmp_path: Path) -> None:
+def test_import_trace_without_phases_takes_the_prompt_length_from_n_prompt(tmp_path: Path) -> None:
     file = tmp_path / "table.jsonl"
     bare = [{name: row[name] for name in ("request", "position", "layer", "experts")} for row in table()]
     file.write_text(as_jsonl(bare), encoding="utf-8")
@@ -134,7 +137,7 @@ def test_without_phases_the_first_token_or_the_option_is_the_prompt(tmp_path: Pa
     assert import_trace([file], tmp_path / "out", long).decode().n_tokens == 0
 
 
-def test_a_gguf_gives_shape_and_fingerprint(tmp_path: Path, tiny: Callable[..., Path]) -> None:
+def test_import_trace_takes_shape_and_fingerprint_from_a_gguf(tmp_path: Path, tiny: Callable[..., Path]) -> None:
     model = tiny("tiny-deepseek2")
     layout = read_layout(model)
     shape = MoeShape.of(layout)
@@ -166,7 +169,7 @@ WRONG: dict[str, tuple[Arrays, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_arrays_are_an_error_and_write_nothing(tmp_path: Path, name: str) -> None:
+def test_import_trace_rejects_wrong_arrays_and_writes_nothing(tmp_path: Path, name: str) -> None:
     arrays, words = WRONG[name]
     file = npz(tmp_path / "wrong.npz", **arrays)
     with pytest.raises(TraceError, match=words):
@@ -196,7 +199,7 @@ TABLES: dict[str, tuple[Callable[[list[dict[str, Any]]], list[dict[str, Any]]], 
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_wrong_tables_are_an_error_that_names_the_line_or_place(tmp_path: Path, name: str) -> None:
+def test_import_trace_names_the_line_or_place_in_a_wrong_table(tmp_path: Path, name: str) -> None:
     change, words = TABLES[name]
     file = tmp_path / "table.jsonl"
     file.write_text(as_jsonl(change(table())), encoding="utf-8")
@@ -224,7 +227,7 @@ FILES: Mapping[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_of_another_form_never_crashes(tmp_path: Path, name: str) -> None:
+def test_import_trace_rejects_files_of_other_formats(tmp_path: Path, name: str) -> None:
     data, words = FILES[name]
     (tmp_path / name).write_bytes(data)
     with pytest.raises(TraceError, match=words) as caught:
@@ -234,13 +237,13 @@ def test_a_file_of_another_form_never_crashes(tmp_path: Path, name: str) -> None
         import_trace([tmp_path / f"missing-{name}"], tmp_path / "out", SIZE)
 
 
-def test_a_trace_is_not_imported_again(tmp_path: Path) -> None:
+def test_import_trace_rejects_a_file_that_is_a_trace(tmp_path: Path) -> None:
     write(tmp_path / "trace.npz", random_trace())
     with pytest.raises(TraceError, match="is a trace of moegguf already"):
         import_trace([tmp_path / "trace.npz"], tmp_path / "out", SIZE)
 
 
-def test_facts_that_contradict_each_other_or_are_missing_are_errors(tmp_path: Path) -> None:
+def test_import_trace_rejects_contradicting_and_missing_facts(tmp_path: Path) -> None:
     file = npz(tmp_path / "a.npz", router_logits=logits())
     other = npz(tmp_path / "b.npz", expert_ids=chosen(), n_expert=16)
     with pytest.raises(TraceError, match=r"n_expert is 8 in a\.npz, but 16 in b\.npz"):
@@ -260,7 +263,7 @@ def test_facts_that_contradict_each_other_or_are_missing_are_errors(tmp_path: Pa
         import_trace([ids], tmp_path / "out", ImportOptions(expert_bytes=1))
 
 
-def test_a_summary_counts_requests_tokens_and_reuse(tmp_path: Path) -> None:
+def test_summary_counts_requests_tokens_and_reuse(tmp_path: Path) -> None:
     same = np.repeat(chosen(1), 10, axis=0)
     other = np.stack([(chosen(1)[0] + 2 * n) % N_EXPERT for n in range(10)])
     files = [npz(tmp_path / "same.npz", expert_ids=same), npz(tmp_path / "other.npz", expert_ids=other)]

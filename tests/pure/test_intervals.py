@@ -1,4 +1,4 @@
-"""Paired intervals: exact for what does not vary, the same for the same requests, narrower than unpaired ones."""
+"""Tests paired intervals: without width for constant ratios, equal for equal seeds, and narrower than unpaired ones."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from predictors.study.intervals import (
 )
 
 
-def test_a_ratio_that_is_the_same_for_every_request_has_no_width() -> None:
+def test_paired_estimate_of_a_constant_ratio_has_no_width() -> None:
     slow = [10.0, 200.0, 35.0, 80.0]
     fast = [value / 2 for value in slow]
     assert paired_estimate([slow, fast], median_ratio) == Estimate(2, 2, 2)
@@ -22,7 +22,7 @@ def test_a_ratio_that_is_the_same_for_every_request_has_no_width() -> None:
     assert paired_estimate([slow, fast, fast, slow], mean_of_median_ratios) == Estimate(1.25, 1.25, 1.25)
 
 
-def test_the_interval_contains_the_figure_and_covers_the_true_mean_in_about_19_of_20_samples() -> None:
+def test_paired_interval_covers_the_true_mean_in_about_19_of_20_samples() -> None:
     random = np.random.default_rng(1)
     covered = 0
     for _ in range(200):
@@ -33,7 +33,7 @@ def test_the_interval_contains_the_figure_and_covers_the_true_mean_in_about_19_o
     assert 0.89 < covered / 200 <= 1
 
 
-def test_requests_are_drawn_together_for_both_systems() -> None:
+def test_paired_interval_is_narrower_than_an_unpaired_one() -> None:
     random = np.random.default_rng(2)
     base = random.lognormal(0, 1, 80)
     paired = paired_estimate([base * 1.1 + random.normal(0, 0.01, 80), base], ratio_of_means)
@@ -41,7 +41,7 @@ def test_requests_are_drawn_together_for_both_systems() -> None:
     assert paired.high - paired.low < 0.2 * (unpaired.high - unpaired.low)
 
 
-def test_the_same_seed_draws_the_same_requests_and_one_request_has_no_interval() -> None:
+def test_paired_estimate_depends_on_its_seed_and_one_request_has_no_interval() -> None:
     columns = [[1.0, 2.0, 4.0], [1.0, 1.0, 1.0]]
     assert paired_estimate(columns, median_ratio, seed=3) == paired_estimate(columns, median_ratio, seed=3)
     assert paired_estimate([[3.0], [2.0]], median_ratio) == Estimate.plain(1.5)
@@ -52,13 +52,13 @@ def test_the_same_seed_draws_the_same_requests_and_one_request_has_no_interval()
 @pytest.mark.parametrize(
     ("low", "high", "verdict"), [(1.2, 1.4, HOLDS), (1.0, 1.1, FAILS), (1.1, 1.3, UNDECIDED), (1.165, 1.2, HOLDS)]
 )
-def test_a_claim_is_decided_where_the_whole_interval_is_on_one_side_of_half_the_gain(
+def test_claim_is_decided_if_its_interval_lies_on_one_side_of_half_the_gain(
     low: float, high: float, verdict: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("predictors.study.claims.estimate_of", lambda question, model: Estimate(1.2, low, high))
     assert Claim("promoe", "", (("speed,step,own", half(1.33)),), "").verdict("demo") == verdict
 
 
-def test_half_a_gain_is_counted_from_what_is_there_without_it() -> None:
+def test_half_returns_the_middle_between_the_base_and_the_gain() -> None:
     assert half(1.5) == 1.25
     assert half(0.54, 0.04) == pytest.approx(0.29)

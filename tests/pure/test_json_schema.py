@@ -1,4 +1,4 @@
-"""A grammar accepts what the JSON schema allows, and nothing else."""
+"""Tests that a grammar accepts exactly the values that the JSON schema allows."""
 
 from __future__ import annotations
 
@@ -146,12 +146,12 @@ CASES: list[tuple[Any, dict[str, bool]]] = [
 
 
 @pytest.mark.parametrize(("schema", "texts"), CASES, ids=lambda value: json.dumps(value)[:60])
-def test_texts_are_accepted_where_they_follow_the_schema(schema: Any, texts: dict[str, bool]) -> None:
+def test_grammar_accepts_exactly_the_texts_that_follow_the_schema(schema: Any, texts: dict[str, bool]) -> None:
     grammar = grammar_of(schema, strict=True)
     assert {text: accepts(grammar, text) for text in texts} == texts
 
 
-def test_the_types_of_a_tool_s_parameters_are_known_behind_all_references() -> None:
+def test_parameter_kinds_follow_all_references() -> None:
     root = {"$defs": {"Box<Int>": {"type": "integer"}, "p": {"$anchor": "pet", "type": "null"}}}
     for reference, kinds in (
         ("#/$defs/Box%3CInt%3E", {"integer"}),
@@ -174,14 +174,14 @@ NOT_FOLLOWED = {
 
 
 @pytest.mark.parametrize("keyword", NOT_FOLLOWED)
-def test_a_keyword_that_no_grammar_follows_is_ignored_unless_the_schema_is_strict(keyword: str) -> None:
+def test_unsupported_keyword_is_ignored_unless_the_schema_is_strict(keyword: str) -> None:
     schema = NOT_FOLLOWED[keyword]
     assert grammar_of(schema)
     with pytest.raises(SchemaError, match=f"strict JSON schema .*{keyword}"):
         grammar_of(schema, strict=True)
 
 
-# Schemas by chance, of few types and values, so that some values follow them
+# Random schemas of few types and values, so that some random values are valid
 
 NAMES = ("a", "b", "c")
 COUNTS = st.integers(0, 3)
@@ -197,7 +197,7 @@ VALUES = st.recursive(
 
 
 def some_of(keywords: dict[str, st.SearchStrategy[Any]], **always: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Schemas with `always`, and any choice of the other keywords."""
+    """Makes schemas with the keywords in `always`, and any choice of the others."""
     return st.fixed_dictionaries(always, optional=keywords)
 
 
@@ -273,8 +273,8 @@ def orders(value: Any) -> list[str]:
 
 @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(SCHEMAS, st.lists(VALUES, min_size=6, max_size=12))
-def test_any_value_is_accepted_where_it_is_valid(schema: Any, values: list[Any]) -> None:
-    """Strict schemas; one that no grammar follows is refused."""
+def test_strict_grammar_accepts_a_random_value_if_the_validator_does(schema: Any, values: list[Any]) -> None:
+    """Uses strict schemas. A schema that allows no value is refused."""
     is_valid = Draft202012Validator(schema).is_valid
     try:
         grammar = grammar_of(schema, strict=True)

@@ -1,5 +1,7 @@
-"""Keep-alive times, turns between clients, and which models are unloaded when memory is short. The workers are
-scripted, the processes real."""
+"""Tests keep-alive times, turns between clients, and the models that are unloaded if memory is short.
+
+Workers are scripted, and their processes are real.
+"""
 
 import asyncio
 import math
@@ -47,13 +49,13 @@ async def test_each_request_sets_the_keep_alive_time(catalog: FakeCatalog) -> No
         await until(lambda: not manager.loaded())
 
 
-async def test_the_time_does_not_run_while_a_model_is_used(catalog: FakeCatalog, tmp_path: Path) -> None:
+async def test_keep_alive_time_does_not_run_while_a_model_is_used(catalog: FakeCatalog, tmp_path: Path) -> None:
     catalog.add("a")
     go = tmp_path / "go"
     async with manager_of(catalog) as manager:
         await generate(manager, "a", "say x", keep_alive_s=0.01)
         async with manager.lease("a", keep_alive_s=0.01) as lease:
-            await asyncio.sleep(0.02)  # the loop's timers of the time before would end first
+            await asyncio.sleep(0.02)  # a timer of the former keep-alive time would end within this sleep
             assert await answer_text(lease, "say x") == "x"
             held = asyncio.create_task(generate(manager, "a", f"hold {go}", keep_alive_s=0.0))
             behind = asyncio.create_task(generate(manager, "a", "say behind", keep_alive_s=60))
@@ -64,7 +66,7 @@ async def test_the_time_does_not_run_while_a_model_is_used(catalog: FakeCatalog,
     assert len(catalog.loads("a")) <= 3, "a slow machine unloads it between the requests"
 
 
-async def test_the_least_recently_used_idle_model_is_unloaded_first(catalog: FakeCatalog) -> None:
+async def test_least_recently_used_idle_model_is_unloaded_first(catalog: FakeCatalog) -> None:
     for name in "abcd":
         catalog.add(name, 400, 400)
     async with manager_of(catalog, memory_bytes=1000 << 20) as manager:
@@ -77,7 +79,7 @@ async def test_the_least_recently_used_idle_model_is_unloaded_first(catalog: Fak
         assert names(manager) == {"c", "d"}
 
 
-async def test_beside_a_busy_model_another_gets_fewer_slots(catalog: FakeCatalog, tmp_path: Path) -> None:
+async def test_model_loaded_beside_a_busy_one_gets_fewer_slots(catalog: FakeCatalog, tmp_path: Path) -> None:
     catalog.add("a", 600, 600)
     catalog.add("b", 800, 200)
     go = tmp_path / "go"
@@ -90,7 +92,7 @@ async def test_beside_a_busy_model_another_gets_fewer_slots(catalog: FakeCatalog
     assert catalog.loads("b")[0]["plan"]["slot_bytes"] == 400 << 20
 
 
-async def test_a_model_that_does_not_fit_waits_for_a_busy_one(catalog: FakeCatalog, tmp_path: Path) -> None:
+async def test_model_that_does_not_fit_waits_for_a_busy_one(catalog: FakeCatalog, tmp_path: Path) -> None:
     catalog.add("a", 600, 600)
     catalog.add("b", 800, 500)
     go = tmp_path / "go"
@@ -106,7 +108,7 @@ async def test_a_model_that_does_not_fit_waits_for_a_busy_one(catalog: FakeCatal
     assert len(catalog.loads("a")) == 1, "the later request overtook the load: a was loaded"
 
 
-async def test_who_came_before_a_load_is_answered_before_it_whatever_its_turn(
+async def test_requests_queued_before_a_load_are_answered_before_that_load(
     catalog: FakeCatalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_manager, "OVERTAKE_S", 0.0)
@@ -175,7 +177,7 @@ def test_idle_clients_save_no_turns_and_cancelled_requests_cost_none() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), max_size=60))
-def test_nobody_waits_for_more_than_one_request_of_each_other_client_per_own(steps: list[tuple[int, int]]) -> None:
+def test_queue_lets_each_other_client_overtake_a_request_at_most_once(steps: list[tuple[int, int]]) -> None:
     queue, n_overtaken = Queue(), dict[int, dict[str, int]]()
     for number, (client, n_served) in enumerate(steps):
         own = sum(request.client == str(client) for request in queue.model.waiting)

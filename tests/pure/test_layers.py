@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     },
 }  # fmt: skip
 
-# Packages within `server` that must not know each other: what both need lies in `server.common`.
+# Packages within `server` that must not import each other. Shared code lies in `server.common`.
 DIALECTS = {"openai", "ollama", "anthropic"}
 APART = {name: DIALECTS - {name} for name in (*DIALECTS, "common")} | {"llama_server": {"ollama", "anthropic"}}
 
@@ -81,7 +81,7 @@ NAMES = {name_of(path) for path in MODULES}
 
 
 def imports_of(path: Path, *, types: bool = False) -> Iterator[str]:
-    """Everything the module imports, also inside functions; with `types` what only type checkers see, too."""
+    """Yields the imports of a module, also inside functions. With `types`, imports for type checkers are included."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree if types else without_type_checking(tree)):
         if isinstance(node, ast.Import):
@@ -98,7 +98,7 @@ def without_type_checking(tree: ast.Module) -> ast.Module:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_a_module_imports_only_what_its_package_may(path: Path) -> None:
+def test_module_imports_only_packages_that_its_package_may_import(path: Path) -> None:
     package = package_of(name_of(path))
     for name in imports_of(path):
         top = name.split(".")[0]
@@ -112,7 +112,7 @@ def test_a_module_imports_only_what_its_package_may(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_packages_of_the_server_that_are_apart_stay_apart(path: Path) -> None:
+def test_server_packages_do_not_import_each_other(path: Path) -> None:
     _, package, inner, *_ = (*name_of(path).split("."), "", "")
     forbidden = {f"moegguf.server.{other}" for other in APART.get(inner, ())} if package == "server" else set()
     assert not [name for name in imports_of(path) if name.startswith(tuple(forbidden))]
@@ -123,13 +123,13 @@ def test_packages_import_each_other_in_one_direction_only() -> None:
     assert all(order.index(lower) < order.index(upper) for upper, allowed in ALLOWED.items() for lower in allowed)
 
 
-def test_no_module_but_the_manager_and_its_leases_uses_worker_processes() -> None:
+def test_only_the_manager_and_its_leases_import_worker_processes() -> None:
     users = {name_of(path) for path in MODULES if "moegguf.serving.worker_process" in imports_of(path)}
     starts_early = "moegguf.chat.local"  # it starts workers first, and then hands them to its manager
     assert users == {"moegguf.serving.model_manager", "moegguf.serving.lease", starts_early}
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_modules_have_no_circular_imports() -> None:
     arrows = {
         name_of(path): {name for name in imports_of(path, types=True) if name in NAMES} - {"moegguf"}
         for path in MODULES
@@ -148,14 +148,14 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 @pytest.mark.parametrize("package", [name for name in ALLOWED if name != "floor"])
-def test_each_package_says_what_it_promises_and_does_not_know(package: str) -> None:
+def test_package_docstring_states_its_promises_and_limits(package: str) -> None:
     text = ast.get_docstring(ast.parse((PACKAGE / package / "__init__.py").read_text())) or ""
     assert "Promises" in text
     assert "not know" in text
 
 
 def public(node: ast.Module | ast.ClassDef) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Public classes, functions, methods and properties; setters share their property's docstring."""
+    """Yields public classes, functions, methods and properties. Setters share their property's docstring."""
     for inner in node.body:
         if not isinstance(inner, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or inner.name.startswith("_"):
             continue
@@ -166,7 +166,7 @@ def public(node: ast.Module | ast.ClassDef) -> Iterator[ast.ClassDef | ast.Funct
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE.parent)))
-def test_modules_and_what_is_public_in_them_have_docstrings(path: Path) -> None:
+def test_modules_and_their_public_names_have_docstrings(path: Path) -> None:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     assert ast.get_docstring(tree)
     assert [f"{node.name}, line {node.lineno}" for node in public(tree) if not ast.get_docstring(node)] == []

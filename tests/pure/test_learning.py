@@ -43,7 +43,7 @@ SMALL = {
 
 @pytest.fixture
 def artifacts(tmp_path: Path) -> Artifacts:
-    """The files of a model in a folder of the test's own."""
+    """The files of a model in the folder of the test."""
     g: Gguf = moe(n_layer=N_LAYER, n_expert=N_EXPERT, n_embd=N_EMBD, vocab=64)
     for il in range(N_LAYER):
         g.tensor(f"blk.{il}.ffn_gate_inp.weight", N_EMBD, N_EXPERT)
@@ -77,20 +77,20 @@ def test_training_reduces_the_loss_and_generalises() -> None:
     assert found.epochs == 10
 
 
-def test_the_same_seed_trains_the_same_network() -> None:
+def test_training_with_equal_seeds_gives_equal_networks() -> None:
     one, other, third = (fitted(seed)[0].matrices() for seed in (0, 0, 1))
     for (weight, bias), (same_weight, same_bias), (different, _) in zip(one, other, third, strict=True):
         assert np.array_equal(weight, same_weight) and np.array_equal(bias, same_bias)
         assert not np.array_equal(weight, different)
 
 
-def test_the_rate_rises_and_falls_to_nothing() -> None:
+def test_learning_rate_rises_and_falls_to_zero() -> None:
     rates = [rate_at(share) for share in np.linspace(0, 1, 21)]
     assert rates[0] == 0 and max(rates) == rates[2] == 1 and rates[-1] == pytest.approx(0)
     assert rates[2:] == sorted(rates[2:], reverse=True)
 
 
-def test_an_mlp_of_inputs_that_hardly_change_keeps_its_accuracy_in_signed_bytes() -> None:
+def test_quantized_mlp_keeps_its_accuracy_for_inputs_that_hardly_change() -> None:
     rng = np.random.default_rng(3)
     inputs = rng.standard_normal((500, 24)).astype(np.float32)
     scores = inputs @ rng.standard_normal((24, 6))
@@ -104,7 +104,7 @@ def test_an_mlp_of_inputs_that_hardly_change_keeps_its_accuracy_in_signed_bytes(
     assert right / total > found.best - 0.05
 
 
-def test_a_routing_path_learns_what_tokens_say(trace: Trace) -> None:
+def test_routing_path_learns_from_tokens(trace: Trace) -> None:
     learned = routing_path.train(trace, SMALL["routing-path"])
     assert learned.facts["validation"] > 1.3 * trace.shape.n_expert_used / N_EXPERT
     embedding = learned.arrays["embedding"]
@@ -114,7 +114,9 @@ def test_a_routing_path_learns_what_tokens_say(trace: Trace) -> None:
 
 
 @pytest.mark.parametrize("name", LEARNERS)
-def test_a_learned_strategy_is_judged_saved_and_found(name: str, trace: Trace, artifacts: Artifacts) -> None:
+def test_learned_strategy_is_judged_on_other_requests_saved_and_found(
+    name: str, trace: Trace, artifacts: Artifacts
+) -> None:
     learning = Learning(trace, artifacts, SMALL)
     steps: list[float] = []
     found = learning.learn(name, lambda step, share: steps.append(share))
@@ -139,7 +141,7 @@ def test_a_learned_strategy_is_judged_saved_and_found(name: str, trace: Trace, a
         assert collection is not None and collection.n_entries == len(training)
 
 
-def test_files_are_equal_by_their_seed(trace: Trace, artifacts: Artifacts) -> None:
+def test_learned_files_are_equal_for_equal_seeds(trace: Trace, artifacts: Artifacts) -> None:
     def saved() -> dict[str, bytes]:
         learning = Learning(trace, artifacts, SMALL)
         return {path.name: path.read_bytes() for name in LEARNERS for path in learning.learn(name).files}
@@ -149,7 +151,7 @@ def test_files_are_equal_by_their_seed(trace: Trace, artifacts: Artifacts) -> No
     assert saved() == first
 
 
-def test_an_interrupted_training_leaves_the_old_files(trace: Trace, artifacts: Artifacts) -> None:
+def test_interrupted_training_keeps_the_old_files(trace: Trace, artifacts: Artifacts) -> None:
     learning = Learning(trace, artifacts, SMALL)
     before = {path: path.read_bytes() for path in learning.learn("duoserve").files}
 
@@ -164,7 +166,7 @@ def test_an_interrupted_training_leaves_the_old_files(trace: Trace, artifacts: A
     assert {path.name for path in next(iter(before)).parent.iterdir()} >= {path.name for path in before}
 
 
-def test_a_file_that_cannot_be_written_is_named(
+def test_learn_names_a_file_that_cannot_be_written(
     trace: Trace, artifacts: Artifacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
@@ -175,7 +177,7 @@ def test_a_file_that_cannot_be_written_is_named(
         Learning(trace, artifacts, SMALL).learn("moe-infinity")
 
 
-def test_a_trace_that_nothing_can_be_learned_from_is_refused(trace: Trace, artifacts: Artifacts) -> None:
+def test_learning_rejects_a_trace_that_lacks_requests_tokens_or_inputs(trace: Trace, artifacts: Artifacts) -> None:
     with pytest.raises(OptionError, match="one of them judges what was learned, but there are 3; give more texts"):
         Learning(trace.select(range(3)), artifacts)
     with pytest.raises(OptionError, match="recorded from another model"):
@@ -186,13 +188,13 @@ def test_a_trace_that_nothing_can_be_learned_from_is_refused(trace: Trace, artif
         Learning(replace(trace, inputs=None), artifacts, SMALL).learn("promoe")
 
 
-def test_texts_that_are_each_of_a_kind_of_their_own_are_split_all_the_same(trace: Trace, artifacts: Artifacts) -> None:
+def test_learning_splits_requests_that_all_have_different_kinds(trace: Trace, artifacts: Artifacts) -> None:
     labels = {sequence: f"kind {sequence}" for sequence in trace.sequences()}
     learning = Learning(replace(trace, header=replace(trace.header, labels=labels)), artifacts, SMALL)
     assert len(learning.judged.sequences()) == 2 and len(learning.training.sequences()) == 10
 
 
-def test_strategies_are_checked_by_name() -> None:
+def test_check_strategies_rejects_unknown_and_unlearned_strategies() -> None:
     assert check_strategies([]) == list(LEARNERS) == ["promoe", "expertflow", "duoserve", "moe-infinity"]
     assert check_strategies(["duoserve", "duoserve"]) == ["duoserve"]
     with pytest.raises(OptionError, match="the strategy 'lru' needs nothing learned; these do: promoe"):
@@ -201,7 +203,7 @@ def test_strategies_are_checked_by_name() -> None:
         check_strategies(["promo"])
 
 
-def test_every_strategy_with_a_learned_predictor_can_be_learned() -> None:
+def test_every_strategy_with_a_learned_predictor_has_a_learner() -> None:
     assert set(LEARNERS) <= set(STRATEGIES)
     for strategy in STRATEGIES.values():
         if strategy.predictor in LEARNED:
@@ -209,13 +211,13 @@ def test_every_strategy_with_a_learned_predictor_can_be_learned() -> None:
     assert set(LEARNED) <= set(LEARNT_FOR)
 
 
-def test_tokens_are_limited_by_the_memory_of_router_inputs() -> None:
+def test_most_tokens_is_limited_by_the_memory_of_router_inputs() -> None:
     assert most_tokens(48, 2048, ["promoe"], 8192) == INPUT_BYTES // (48 * 2048 * 2) < 8192
     assert most_tokens(48, 2048, ["duoserve", "expertflow"], 8192) == 8192
     assert most_tokens(4, 64, LEARNERS, 8192) == 8192
 
 
-def test_a_missing_file_names_the_command_that_learns_it(artifacts: Artifacts) -> None:
+def test_make_predictor_names_the_command_for_a_missing_file(artifacts: Artifacts) -> None:
     assert artifacts.layout is not None
     shape = MoeShape.of(artifacts.layout)
     for name in LEARNED:
@@ -224,7 +226,7 @@ def test_a_missing_file_names_the_command_that_learns_it(artifacts: Artifacts) -
             make_predictor(name, shape, artifacts)
 
 
-def test_the_default_predicts_with_the_networks_unless_the_routers_were_right_more_often(artifacts: Artifacts) -> None:
+def test_prefetch_predictor_chooses_mlp_unless_skip_was_right_more_often(artifacts: Artifacts) -> None:
     assert artifacts.layout is not None
     shape = MoeShape.of(artifacts.layout)
     folder = artifacts.writable_folder()
@@ -239,7 +241,7 @@ def test_the_default_predicts_with_the_networks_unless_the_routers_were_right_mo
         assert prefetch_predictor(artifacts) == expected
 
 
-def test_a_collection_gets_each_request_once(trace: Trace) -> None:
+def test_collect_adds_each_request_once(trace: Trace) -> None:
     from moegguf.controller.collection import Eamc
 
     eamc = Eamc(*trace.shape.table)

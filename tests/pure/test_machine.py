@@ -63,7 +63,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeMachine:
     return FakeMachine(tmp_path)
 
 
-def test_a_machine_without_cgroups(fake: FakeMachine) -> None:
+def test_read_memory_without_cgroups_reports_the_machine(fake: FakeMachine) -> None:
     memory = read_memory(fake.root)
     assert (memory.total_bytes, memory.available_bytes) == (16 * GIB, 10 * GIB)
     assert memory.limited_by == "the machine"
@@ -84,7 +84,9 @@ def test_a_machine_without_cgroups(fake: FakeMachine) -> None:
         ("\u0663", 2 * GIB, "", "max", 10 * GIB),  # a digit, but not one of the kernel's
     ],
 )
-def test_v2(fake: FakeMachine, limit: str | int, usage: int, stat: str, high: str | int, free: int) -> None:
+def test_read_memory_respects_a_cgroup_v2_limit(
+    fake: FakeMachine, limit: str | int, usage: int, stat: str, high: str | int, free: int
+) -> None:
     fake.write("proc/self/mountinfo", V2_MOUNT + "broken\n 1 2 3 - \n")
     fake.write("proc/self/cgroup", "0::/app\nnonsense\n:::\n")
     fake.v2("app", limit, usage, stat, high)
@@ -93,7 +95,7 @@ def test_v2(fake: FakeMachine, limit: str | int, usage: int, stat: str, high: st
     assert (memory.available_bytes, memory.limited_by) == (free, limited_by)
 
 
-def test_v2_nested_the_tightest_level_wins(fake: FakeMachine) -> None:
+def test_read_memory_takes_the_tightest_level_of_nested_cgroups_v2(fake: FakeMachine) -> None:
     fake.write("proc/self/mountinfo", V2_MOUNT)
     fake.write("proc/self/cgroup", "0::/a/b/c\n")
     fake.v2("a/b/c", "max\n", GIB)
@@ -104,7 +106,7 @@ def test_v2_nested_the_tightest_level_wins(fake: FakeMachine) -> None:
     assert [path.name for _, path in cgroup_levels("memory", fake.root)] == ["c", "b", "a", "cgroup"]
 
 
-def test_v1_nested_with_hierarchical_statistics(fake: FakeMachine) -> None:
+def test_read_memory_uses_hierarchical_statistics_of_nested_cgroups_v1(fake: FakeMachine) -> None:
     fake.write("proc/self/mountinfo", V1_MOUNT)
     fake.write("proc/self/cgroup", "8:pids:/\n4:cpu,memory:/a/b\n")
     fake.v1("", NO_LIMIT_V1)
@@ -114,7 +116,7 @@ def test_v1_nested_with_hierarchical_statistics(fake: FakeMachine) -> None:
     assert memory.available_bytes == GIB and memory.limited_by.endswith("/memory/a")
 
 
-def test_mixed_v1_and_v2(fake: FakeMachine) -> None:
+def test_read_memory_takes_the_tighter_of_cgroup_v1_and_v2(fake: FakeMachine) -> None:
     v2 = "41 31 0:38 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2 rw\n"
     fake.write("proc/self/mountinfo", V1_MOUNT + v2)
     fake.write("proc/self/cgroup", "4:memory:/box\n0::/box\n")
@@ -124,7 +126,7 @@ def test_mixed_v1_and_v2(fake: FakeMachine) -> None:
     assert read_memory(fake.root).available_bytes == 2 * GIB
 
 
-def test_container_sees_its_own_group_as_the_mount(fake: FakeMachine) -> None:
+def test_read_memory_finds_the_group_of_a_container_at_the_mount(fake: FakeMachine) -> None:
     fake.write("proc/self/mountinfo", V1_MOUNT.replace(" / /sys", " /docker/ab /sys"))
     fake.write("proc/self/cgroup", "4:memory:/docker/ab/inner\n")
     fake.v1("", 2 * GIB, GIB)
@@ -135,7 +137,7 @@ def test_container_sees_its_own_group_as_the_mount(fake: FakeMachine) -> None:
         assert read_memory(fake.root).available_bytes == GIB
 
 
-def test_cpu_quota(fake: FakeMachine) -> None:
+def test_count_cpus_respects_cgroup_quotas(fake: FakeMachine) -> None:
     plain = count_cpus(fake.root)
     assert plain == len(os.sched_getaffinity(0))
     fake.write("proc/self/mountinfo", V2_MOUNT + V1_MOUNT.replace("memory", "cpu"))
@@ -152,7 +154,9 @@ def test_cpu_quota(fake: FakeMachine) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1000, 3 << 20, 17 << 20])
-def test_disk_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+def test_disk_read_speed_measures_direct_and_buffered_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
     path = tmp_path / "file"
     path.write_bytes(os.urandom(size))
     assert (disk_read_speed(path, seconds=0.05).bytes_per_s > 0) == bool(size)
@@ -165,12 +169,12 @@ def test_disk_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) 
         disk_read_speed(tmp_path / "none")
 
 
-def test_memory_speed_is_that_of_the_turn_that_nothing_disturbs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_read_speed_takes_the_fastest_of_five_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, turns_s, read_bytes = 0.0, iter([7.0, 9.0, 0.5, 8.0, 9.0]), []
 
     def read(buffer: np.ndarray[Any, Any]) -> None:
         nonlocal now_s
-        now_s += next(turns_s)  # the others wait for a processor
+        now_s += next(turns_s)  # other processes hold the processor in a slow turn
         read_bytes.append(buffer.nbytes)
 
     monkeypatch.setattr(machine.time, "perf_counter", lambda: now_s)
@@ -188,13 +192,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("load", "words"), [(0.1, ""), (64.0, "load 64.0 on 2 processors")])
-def test_a_busy_machine_is_told(monkeypatch: pytest.MonkeyPatch, load: float, words: str) -> None:
+def test_load_warning_names_a_high_load(monkeypatch: pytest.MonkeyPatch, load: float, words: str) -> None:
     monkeypatch.setattr(machine, "count_cpus", lambda: 2)
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     assert words in machine.load_warning() and bool(words) == bool(machine.load_warning())
 
 
-def test_a_processor_that_lacks_instructions_is_a_library_error_and_an_unknown_one_passes(
+def test_check_processor_rejects_missing_instructions_and_passes_unknown_ones(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(LibraryError, match=r"this one \(Some CPU\) has no avx512f\. Install moegguf from source"):
@@ -228,7 +232,7 @@ QUIET = {1: 0.020, 2: 0.011}
 BUSY = {1: 0.021, 2: 0.190}
 
 
-def test_quiet_machine_keeps_every_thread_and_prompts_follow_the_load_alone() -> None:
+def test_governor_keeps_every_thread_on_a_quiet_machine() -> None:
     assert set(Governed(2).steps(100, 0.05, QUIET)) == {2}
     machine = Governed(2)
     assert machine.steps(9, 0.35, QUIET) == [2] * 9
@@ -238,33 +242,33 @@ def test_quiet_machine_keeps_every_thread_and_prompts_follow_the_load_alone() ->
     assert machine.steps(3, 1.0) + machine.steps(2, 0.0) == [1, 1, 1, 2, 2]
 
 
-def test_one_busy_process_takes_one_thread_within_a_step_and_gives_it_back_within_another() -> None:
+def test_governor_yields_one_thread_to_a_busy_process_and_reclaims_the_thread() -> None:
     machine = Governed(2)
     machine.steps(4, 0.0, QUIET)
-    assert machine.steps(200, 0.7, BUSY) == [1] * 200  # and no probing in between
+    assert machine.steps(200, 0.7, BUSY) == [1] * 200  # the governor does not try two threads in between
     assert machine.steps(3, 0.05, QUIET) == [2, 2, 2]
 
 
-def test_a_load_that_came_within_the_last_step_makes_it_look_once_more() -> None:
+def test_governor_measures_once_more_after_a_load_within_the_last_step() -> None:
     machine = Governed(2)
     assert machine.decide(0.5, {2: 0.012}) == 1  # mostly measured before the load came
     assert machine.decide(1.0, BUSY) == 2  # slower than that
     assert machine.steps(30, 1.0, BUSY) == [1] * 30
 
 
-def test_a_load_beside_which_fewer_threads_are_slower_leaves_them_all() -> None:
+def test_governor_keeps_all_threads_if_fewer_are_slower() -> None:
     harmless, machine = {1: 0.020, 2: 0.012}, Governed(2)
     n_steps = int(10 * MEMORY_S / 0.25)
     n_fewer = machine.steps(n_steps, 0.6, harmless).count(1)
-    assert 1 <= n_fewer <= 12  # asked again every MEMORY_S
+    assert 1 <= n_fewer <= 12  # the governor tries fewer threads again every MEMORY_S
 
 
 @pytest.mark.parametrize(("others", "expected"), [(0.1, 8), (1.0, 7), (3.0, 5), (7.9, 1), (8.0, 1)])
-def test_many_processors(others: float, expected: int) -> None:
+def test_governor_leaves_a_processor_to_each_busy_process(others: float, expected: int) -> None:
     assert Governed(8).decide(others) == expected
 
 
-def test_a_quota_below_the_processors_leaves_room_for_others() -> None:
+def test_governor_keeps_its_quota_while_other_processors_are_free() -> None:
     assert Governed(64, n_max=4).steps(3, 40.0) == [4, 4, 4]
     assert Governed(64, n_max=4).steps(3, 62.0) == [2, 2, 2]
 
@@ -279,5 +283,5 @@ def test_a_quota_below_the_processors_leaves_room_for_others() -> None:
         (set(), "", False),
     ],
 )
-def test_the_processor_and_the_chosen_kernels_decide(flags: set[str], chosen: str, expected: bool) -> None:
+def test_has_kernels_depends_on_flags_and_chosen_kernels(flags: set[str], chosen: str, expected: bool) -> None:
     assert has_kernels(Processor("a processor", frozenset(flags)), chosen) is expected

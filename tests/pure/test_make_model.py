@@ -1,4 +1,4 @@
-"""Random models: well-formed files, the same for the same seed, split or not, with weights of mean zero."""
+"""Tests random models: well-formed files that depend only on the seed, and weights of mean zero."""
 
 import subprocess
 import sys
@@ -42,7 +42,7 @@ def test_shards_are_complete_and_equal_the_single_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("qtype", BLOCK_MAKERS, ids=lambda qtype: qtype.name)
-def test_blocks_have_mean_zero_and_the_asked_deviation(qtype: QType) -> None:
+def test_random_blocks_have_mean_zero_and_the_requested_deviation(qtype: QType) -> None:
     weights = dequantize(random_blocks(qtype, 4096, 0.02, seed=1), qtype)
     assert abs(weights.mean()) < 0.02 * 5 / np.sqrt(weights.size) * 2
     assert abs(weights.mean(axis=0)).max() < 0.02 * 0.1
@@ -50,7 +50,7 @@ def test_blocks_have_mean_zero_and_the_asked_deviation(qtype: QType) -> None:
 
 
 @pytest.mark.parametrize("quant", QUANTS)
-def test_no_two_experts_are_equal(tmp_path: Path, quant: str) -> None:
+def test_write_model_makes_no_two_equal_experts(tmp_path: Path, quant: str) -> None:
     data = tensor_bytes(write_model(tmp_path / "m.gguf", PRESETS["tiny-qwen3moe"], quant))
     n_expert = PRESETS["tiny-qwen3moe"].n_expert
     stacks = [np.frombuffer(raw, np.uint8) for name, raw in data.items() if "_exps." in name]
@@ -75,7 +75,7 @@ def test_named_presets_have_the_size_of_published_files(preset: str, quant: str,
     assert model_size_bytes(PRESETS[preset], quant) / 1e9 == pytest.approx(gigabytes, rel=0.01)
 
 
-def test_the_ngram_table_has_the_published_rows_and_bytes() -> None:
+def test_ngram_table_has_the_published_rows_and_bytes() -> None:
     made = {tensor.name: tensor for tensor in tensors(PRESETS["qwen3.8-flash-next"], "iq4_xs")}[TABLE]
     assert made.shape == (320_001_536, 160)
     assert made.qtype == QType.IQ4_NL
@@ -86,7 +86,7 @@ NAMED = [name for name in PRESETS if not name.startswith("tiny-")]
 
 
 @pytest.mark.parametrize("preset", NAMED)
-def test_a_named_preset_with_fewer_layers_has_all_kinds_of_layers(tmp_path: Path, preset: str) -> None:
+def test_named_preset_with_fewer_layers_has_all_kinds_of_layers(tmp_path: Path, preset: str) -> None:
     whole = PRESETS[preset]
     shape = replace(whole, n_layer=8, n_vocab=1024, ple_vocab_base=min(whole.ple_vocab_base, 1000))
     layout = read_layout(write_sparse_model(tmp_path / "m.gguf", shape, "q4_k_m"))
@@ -113,7 +113,7 @@ def test_vocabulary_has_bytes_unique_tokens_and_reachable_merges(n_vocab: int) -
     assert known <= set(vocabulary.tokens)
 
 
-def test_impossible_shapes_are_refused(tmp_path: Path) -> None:
+def test_write_model_rejects_impossible_shapes_and_writes_nothing(tmp_path: Path) -> None:
     tiny = PRESETS["tiny-qwen2moe"]
     with pytest.raises(ValueError, match="n_expert_used"):
         replace(tiny, n_expert_used=17)

@@ -29,25 +29,25 @@ MEASURED = Measured("ab" * 16, RATES, {"next-use": "skip"}, about={"trace": "t",
         (1.0, ControllerChoice()),
     ],
 )
-def test_the_best_at_the_nearest_share_that_was_measured(share: float, choice: ControllerChoice) -> None:
+def test_choose_returns_the_best_policy_at_the_nearest_measured_share(share: float, choice: ControllerChoice) -> None:
     assert MEASURED.choose(share) == choice
 
 
-def test_a_gain_within_the_noise_is_no_gain_and_neither_is_one_that_nothing_is_compared_with() -> None:
+def test_choose_ignores_a_gain_within_the_noise_or_without_lru() -> None:
     for gain, policy in ((LEAST_GAIN * 0.9, "lru"), (LEAST_GAIN * 1.1, "lfu")):
         assert Measured("", {"lru": {0.5: 0.5}, "lfu": {0.5: 0.5 + gain}}).choose(0.5).policy == policy
     for rates in ({"lfu": {0.5: 0.9}}, {}, {"lru": {0.1: 0.1, 0.5: 0.5}, "lfu": {0.1: 0.9}}):
         assert Measured("", rates).choose(0.5) == ControllerChoice()
 
 
-def test_prefetching_that_paid_goes_with_every_policy() -> None:
+def test_choose_adds_a_paying_prefetch_to_every_policy() -> None:
     paid = Measured("", RATES, {"next-use": "eamc"}, prefetch="skip")
     assert paid.choose(0.25) == ControllerChoice("next-use", "skip", prefetch=True)
     assert paid.choose(0.5) == ControllerChoice("lru", "skip", prefetch=True)
     assert Measured("", {}, prefetch="skip").choose(0.5) == ControllerChoice("lru", "skip", prefetch=True)
 
 
-def test_the_range_is_interpolated_and_never_above_belady() -> None:
+def test_range_at_interpolates_and_stays_below_belady() -> None:
     ranges = {"lru": {0.25: (0.3, 0.5), 0.5: (0.6, 0.8)}}
     measured = Measured("", {"lru": {0.5: 0.7}}, ranges=ranges, bound={0.25: 0.6, 0.5: 0.75})
     assert measured.range_at(0.25) == (0.3, 0.5)
@@ -62,7 +62,7 @@ RATE = st.floats(0, 1)
 
 
 @given(st.dictionaries(st.sampled_from(["lru", "a", "b", "c"]), st.dictionaries(st.sampled_from([0.1, 0.5]), RATE)))
-def test_never_one_that_loses_to_lru(rates: dict[str, dict[float, float]]) -> None:
+def test_choose_never_returns_a_policy_that_loses_to_lru(rates: dict[str, dict[float, float]]) -> None:
     for share in (0.1, 0.2, 0.5, 0.9):
         policy = Measured("", rates).choose(share).policy
         lru = rates.get("lru", {})
@@ -71,7 +71,7 @@ def test_never_one_that_loses_to_lru(rates: dict[str, dict[float, float]]) -> No
             assert rates[policy][nearest] > lru[nearest]
 
 
-def test_a_written_measurement_is_read_back(tmp_path: Path) -> None:
+def test_written_measurement_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "measured.json"
     write_measured(path, MEASURED)
     assert read_measured(path) == MEASURED
@@ -106,7 +106,7 @@ OTHERS = b"", b"{", b"[]", b"null", b"7", b'"text"', b"\xff\xfe\x00", b"[" * 100
     ],
     ids=lambda data: repr(data[:90]),
 )
-def test_what_is_no_measurement_is_refused(tmp_path: Path, data: bytes) -> None:
+def test_read_measured_rejects_files_that_are_not_measurements(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "measured.json"
     path.write_text(json.dumps(good()))
     assert read_measured(path).fingerprint == "ab"
@@ -117,7 +117,9 @@ def test_what_is_no_measurement_is_refused(tmp_path: Path, data: bytes) -> None:
 
 
 @given(st.binary(max_size=200), st.integers(0, 200))
-def test_flipped_bytes_are_refused_or_read(tmp_path_factory: pytest.TempPathFactory, noise: bytes, at: int) -> None:
+def test_read_measured_rejects_or_reads_flipped_bytes(
+    tmp_path_factory: pytest.TempPathFactory, noise: bytes, at: int
+) -> None:
     path = tmp_path_factory.mktemp("choice") / "measured.json"
     text = json.dumps(good()).encode()
     path.write_bytes(text[:at] + noise + text[at + len(noise) :])

@@ -60,7 +60,9 @@ def used(name: str, ram: int, idle: bool, on_device: int = 0) -> MemoryUse:
         (5, 5, [("a", 1, False), ("b", 1, False), ("c", 1, False)], Admission()),
     ],
 )  # fmt: skip
-def test_admission(wanted: int, minimum: int, models: list[tuple[Any, ...]], admission: Admission) -> None:
+def test_admit_reserves_memory_or_unloads_idle_models(
+    wanted: int, minimum: int, models: list[tuple[Any, ...]], admission: Admission
+) -> None:
     assert admit(size(wanted, minimum), {RAM: 100}, [used(*model) for model in models], 3) == admission
     with pytest.raises(BudgetError, match=r"the model needs at least 2.00GiB.* 1.00GiB"):
         admit(size(3 * GIB, 2 * GIB), {RAM: GIB}, [used(*model) for model in models], 3)
@@ -76,7 +78,7 @@ def test_admission(wanted: int, minimum: int, models: list[tuple[Any, ...]], adm
         ((10, 50), [("gpu", 5, False, 40)], reserve(10, GPU=50)),
     ],
 )
-def test_models_are_unloaded_for_the_memory_that_is_short(
+def test_admit_unloads_models_for_the_memory_that_is_short(
     wanted: tuple[int, int], models: list[tuple[str, int, bool, int]], admission: Admission
 ) -> None:
     on_device = replace(size(*wanted), wanted={RAM: wanted[0], "GPU": wanted[1]}, minimum={RAM: 10, "GPU": 10})
@@ -90,7 +92,7 @@ def test_models_are_unloaded_for_the_memory_that_is_short(
     st.integers(1, 150), st.integers(1, 100),
     st.lists(st.tuples(st.integers(1, 60), st.booleans()), max_size=6), st.integers(1, 7),
 )  # fmt: skip
-def test_no_admission_breaks_the_limit(
+def test_admit_keeps_the_memory_and_model_limits(
     wanted: int, minimum: int, others: list[tuple[int, bool]], max_models: int
 ) -> None:
     wanted = max(wanted, minimum)
@@ -114,7 +116,7 @@ def test_no_admission_breaks_the_limit(
         assert sum(m.used[RAM] for m in busy) + minimum > 100 or len(busy) >= max_models
 
 
-def test_the_limit_is_the_setting_or_what_is_free() -> None:
+def test_memory_limit_is_the_setting_or_the_free_memory() -> None:
     free = [10 * GIB]
 
     def memory() -> Memory:
@@ -132,7 +134,7 @@ def test_the_limit_is_the_setting_or_what_is_free() -> None:
     assert limit.of(RAM, 0) == 0
 
 
-def test_within_less_memory_batch_and_slots_are_chosen_together(path: Path) -> None:
+def test_plan_within_less_memory_chooses_batch_and_slots_together(path: Path) -> None:
     """Every size between the minimum and all has a plan that fits, and the worker gets that plan."""
     found = measure(
         file_entry(path, "path", "m"), LoadOverrides(), Settings(loading={"placement": "cpu"}), memory_of(64 * GIB)
@@ -153,7 +155,7 @@ GPU = Device("GPU0", 0, 32 * GIB, 64 * GIB)
 
 @pytest.fixture(autouse=True)
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A build that sees a GPU, which nobody measures."""
+    """Replaces the devices of this machine by one GPU whose speed is not measured."""
     monkeypatch.setattr(load_spec, "has_gpu", lambda: True)
     monkeypatch.setattr(KnownSpeeds, "speeds_apart", lambda *_: STOPS_ARE_SLOW)
 
@@ -175,11 +177,11 @@ def measure_on_gpu(path: Path, **loading: Any) -> ModelSize:
 
 
 def sent(found: ModelSize, plan: Plan) -> Plan | None:
-    """The plan that a worker receives."""
+    """Returns the plan that a worker receives."""
     return build(LoadConfig, json.loads(encode(vars(found.load_config(plan))))).plan
 
 
-def test_slots_on_a_device_are_planned_for_any_memory_and_the_worker_gets_the_plan(
+def test_plan_within_places_slots_on_a_device_and_the_worker_gets_the_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOEGGUF_PLACEMENT", "slots")
@@ -196,7 +198,7 @@ def test_slots_on_a_device_are_planned_for_any_memory_and_the_worker_gets_the_pl
 
 
 @pytest.mark.parametrize("choice", ["layers", "auto"])
-def test_whole_layers_on_a_device_are_counted_there_and_the_worker_gets_the_plan(
+def test_plan_within_counts_whole_layers_on_their_device(
     path: Path, monkeypatch: pytest.MonkeyPatch, choice: str
 ) -> None:
     monkeypatch.setattr(KnownSpeeds, "speeds_apart", lambda *_: STOPS_ARE_SLOW)
@@ -213,7 +215,7 @@ def test_whole_layers_on_a_device_are_counted_there_and_the_worker_gets_the_plan
     assert (fewer.device is None) == (choice == "layers")  # "auto" keeps slots on the device
 
 
-def test_a_model_fastest_on_the_cpu_takes_nothing_of_a_device(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_fastest_on_the_cpu_takes_no_memory_of_a_device(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Speeds.supposed(1e6, Link(1e6), 38e9)
     monkeypatch.setattr(KnownSpeeds, "speeds_apart", lambda *_: slow)
     monkeypatch.setenv("MOEGGUF_PLACEMENT", "auto")
@@ -225,16 +227,14 @@ def test_a_model_fastest_on_the_cpu_takes_nothing_of_a_device(path: Path, monkey
     assert "GPU0" in whole.wanted, "as was asked for"
 
 
-def test_a_part_of_the_layers_is_counted_on_the_device_that_computes_it(path: Path) -> None:
+def test_n_gpu_layers_counts_a_part_of_the_layers_on_the_device(path: Path) -> None:
     half, most = (measure_on_gpu(path, n_gpu_layers=n) for n in (3, 5))
     assert 0 < half.wanted["GPU0"] < most.wanted["GPU0"]
     plan = half.plan_within(half.wanted)
     assert plan.n_gpu_layers == 3 and sent(half, plan) == plan
 
 
-def test_a_placement_that_contradicts_layers_and_budgets_of_several_devices_are_refused(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measure_rejects_a_placement_that_contradicts_n_gpu_layers(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for placement, n in (("cpu", -1), ("layers", 3)):
         with pytest.raises(OptionError, match=f"placement '{placement}' .*n_gpu_layers (is )?{n}"):
             measure_on_gpu(path, placement=placement, n_gpu_layers=n)
@@ -252,7 +252,7 @@ def test_a_placement_that_contradicts_layers_and_budgets_of_several_devices_are_
         ({}, False),
     ],
 )
-def test_is_embedding(metadata: dict[str, Any], expected: bool) -> None:
+def test_is_embedding_reads_the_pooling_type(metadata: dict[str, Any], expected: bool) -> None:
     assert is_embedding(metadata) is expected
 
 
@@ -261,13 +261,13 @@ def test_is_embedding(metadata: dict[str, Any], expected: bool) -> None:
     [("auto", 400), ("50%", 400), ("25%", 250), ("100%", 400), ("30 B", 30), ("4GiB", 400),
      ("7 B", 7), ("0.5%", 5)],  # below a slot: refused later in the user's words
 )  # fmt: skip
-def test_a_budget_of_a_loaded_model_is_whole_slots_of_what_it_was_loaded_with(budget: str, n_bytes: int) -> None:
+def test_expert_cache_within_rounds_to_whole_slots_of_the_loaded_model(budget: str, n_bytes: int) -> None:
     assert expert_cache_within(parse_expert_cache(budget), 100, 10, 400) == n_bytes
     with pytest.raises(BudgetError, match="no experts"):
         expert_cache_within(parse_expert_cache("50%"), 0, 0, 0)
 
 
-def test_sequences_share_a_kv_cache_that_leaves_memory_to_experts(path: Path) -> None:
+def test_parallel_sequences_share_a_kv_cache_of_kv_tokens(path: Path) -> None:
     entry = file_entry(path, "path", "m")
 
     def kv_tokens(limit_bytes: int, **settings: Any) -> tuple[int, int]:
@@ -299,5 +299,5 @@ def least_on_a_padding_device(path: Path) -> None:
 
 
 @pytest.mark.parametrize("preset", ["tiny-mix", "tiny-qwen2moe"])
-def test_the_least_of_a_device_is_in_its_own_slots(preset: str, tiny: Callable[..., Path]) -> None:
+def test_minimum_of_a_device_counts_its_padded_slots(preset: str, tiny: Callable[..., Path]) -> None:
     in_own_process(least_on_a_padding_device, tiny(preset, "q4_k_m"))

@@ -1,4 +1,4 @@
-"""The option `mirror`: in a Modelfile, in commands, and in what a worker gets; and the figures of each copy."""
+"""Tests the option `mirror` in Modelfiles, commands and options of workers, and the figures of each copy."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def options_of(entry: ModelEntry, overrides: LoadOverrides, **loading: Any) -> d
     return dict(size.load_config(size.plan_within({"RAM": 1 << 32})).options)
 
 
-def test_a_modelfile_with_mirrors_makes_a_model_that_is_loaded_with_them(catalog: Catalog) -> None:
+def test_modelfile_with_mirrors_loads_the_model_with_them(catalog: Catalog) -> None:
     entry = catalog.create("mine", parse(MODELFILE))
     mirrors = ["/mnt/b/demo.gguf", str(Path("copies").absolute())]
     assert catalog.find("mine").parameters["mirror"] == mirrors
@@ -51,7 +51,7 @@ def test_a_modelfile_with_mirrors_makes_a_model_that_is_loaded_with_them(catalog
     assert parse(text).parameters["mirror"] == mirrors
 
 
-def test_a_clients_recipe_names_no_mirror_but_keeps_those_of_its_base(catalog: Catalog) -> None:
+def test_create_rejects_mirrors_of_clients_and_keeps_mirrors_of_the_base(catalog: Catalog) -> None:
     catalog.create("mine", parse(MODELFILE))
     served = Catalog(paths=False)
     with pytest.raises(OptionError, match="could be any file of the server"):
@@ -63,7 +63,7 @@ def test_a_clients_recipe_names_no_mirror_but_keeps_those_of_its_base(catalog: C
     assert saved.parameters["mirror"] == mirrors
 
 
-def test_a_request_names_no_mirror() -> None:
+def test_request_options_ignore_mirror() -> None:
     body = Loading.model_validate({"options": {"mirror": ["/etc/passwd"], "num_ctx": 512}})
     assert body.overrides() == LoadOverrides(n_ctx=512)
 
@@ -75,11 +75,11 @@ def test_mirrors_of_a_command_reach_the_worker(catalog: Catalog) -> None:
 
 
 @pytest.mark.parametrize("command", [run, batch, serve, bench, estimate], ids=lambda command: command.__name__)
-def test_a_command_takes_mirror_several_times(command: Any) -> None:
+def test_command_has_a_mirror_option(command: Any) -> None:
     assert "mirror" in inspect.signature(command).parameters
 
 
-def test_paths_of_mirrors_become_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_load_spec_makes_mirror_paths_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/me")
     assert LoadSpec.of({"mirror": ["copy.gguf", "~/b"]}).mirror == (f"{tmp_path}/copy.gguf", "/home/me/b")
@@ -89,7 +89,7 @@ def test_paths_of_mirrors_become_absolute(monkeypatch: pytest.MonkeyPatch, tmp_p
         LoadSpec.of({"mirror": [""]})
 
 
-def test_the_folder_or_the_first_file_of_a_split_models_copies_is_a_mirror(tiny: Any, tmp_path: Path) -> None:
+def test_mirror_paths_accepts_a_folder_or_the_first_shard(tiny: Any, tmp_path: Path) -> None:
     shards = read_layout(tiny("tiny-qwen2moe", "q4_0", 3)).shards
     names = [shard.path.name for shard in shards]
     here = [tmp_path / name for name in names]
@@ -100,7 +100,7 @@ def test_the_folder_or_the_first_file_of_a_split_models_copies_is_a_mirror(tiny:
     assert list(mirror_paths(other[0], shards)) == other
 
 
-def test_readers_of_mirrors_take_memory_from_experts(catalog: Catalog) -> None:
+def test_plan_counts_16_mib_for_the_readers_of_each_mirror(catalog: Catalog) -> None:
     entry, memory = catalog.find("demo"), Memory(1 << 32, 1 << 32, "a test", 0)
     plans = [
         measure(entry, LoadOverrides(n_ctx=256), replace(Settings(), loading=loading), memory).wanted["RAM"]
@@ -109,7 +109,7 @@ def test_readers_of_mirrors_take_memory_from_experts(catalog: Catalog) -> None:
     assert plans[2] - plans[1] == plans[1] - plans[0] == 16 << 20
 
 
-def test_the_speed_of_mirrors_is_measured_with_the_files_own() -> None:
+def test_expert_read_speed_includes_mirrors_and_rejects_missing_ones() -> None:
     layout = read_layout(str(demo_path()))
     assert expert_read_speed(layout, 0.01, mirrors=[str(demo_path())]).bytes_per_s > 0
     with pytest.raises(ModelNotFoundError, match="unplugged"):
@@ -122,14 +122,14 @@ AFTER = Stats(
 )  # fmt: skip
 
 
-def test_figures_of_copies_are_those_of_a_request() -> None:
+def test_stats_subtract_and_add_the_figures_of_each_copy() -> None:
     own, other = (AFTER - BEFORE).drives
     assert (own, other) == (DriveStats("file", 2, 200, 7), DriveStats("mirror 1", 3, 300, 6, is_dropped=True))
     assert (BEFORE + AFTER).drives == (DriveStats("file", 8, 800, 7), DriveStats("mirror 1", 5, 500, 6, True))
     assert (AFTER + Stats()).drives == AFTER.drives
 
 
-def test_statistics_say_what_came_from_which_copy() -> None:
+def test_expert_lines_name_the_bytes_of_each_copy() -> None:
     assert (
         dict(expert_lines(AFTER, Stats()))["read from"] == "0.00 MB of file (0.00 GB/s), 0.00 MB of mirror 1 (failed)"
     )

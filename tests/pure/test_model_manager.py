@@ -1,5 +1,7 @@
-"""Order of requests, limits, cancelling, crashes, load options, leases of lower priority. The workers are scripted, the
-processes real."""
+"""Tests the model manager: order of requests, limits, cancelling, crashes, load options and background leases.
+
+Workers are scripted, and their processes are real.
+"""
 
 import asyncio
 import contextlib
@@ -43,7 +45,7 @@ def waiting(manager: ModelManager) -> int:
     return sum(model.queue for model in manager.loaded())
 
 
-async def test_the_last_event_has_the_timing_and_the_manager_the_state(catalog: FakeCatalog) -> None:
+async def test_answer_ends_with_done_and_loaded_reports_the_state(catalog: FakeCatalog) -> None:
     async with manager_of(catalog) as manager:
         for first in (True, False):
             async with manager.lease("a") as lease:
@@ -58,7 +60,7 @@ async def test_the_last_event_has_the_timing_and_the_manager_the_state(catalog: 
         assert model.stats.tokens == 2 and model.decisions["policy"] == "lru" and model.plan == {"n_slots": 3}
 
 
-async def test_a_budget_that_a_request_asks_for_is_its_own_error_and_one_of_the_server_is_not(
+async def test_budget_error_of_a_request_is_an_option_error(
     catalog: FakeCatalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(catalog, "measure", Mock(side_effect=BudgetError("it holds 1 experts")))
@@ -69,7 +71,7 @@ async def test_a_budget_that_a_request_asks_for_is_its_own_error_and_one_of_the_
             await manager.load("a", LoadOverrides(expert_cache="2%"))
 
 
-async def test_as_many_requests_are_granted_as_the_process_answers_together(catalog: FakeCatalog) -> None:
+async def test_lease_grants_as_many_requests_as_the_worker_runs_in_parallel(catalog: FakeCatalog) -> None:
     catalog.add("d", n_parallel=3)
     async with manager_of(catalog) as manager:
         async with contextlib.AsyncExitStack() as stack:
@@ -85,7 +87,7 @@ async def test_as_many_requests_are_granted_as_the_process_answers_together(cata
     assert len(catalog.loads("d")) == 2
 
 
-async def test_one_client_cannot_fill_the_queue_against_others(catalog: FakeCatalog, tmp_path: Path) -> None:
+async def test_full_queue_drops_requests_of_the_client_with_the_most(catalog: FakeCatalog, tmp_path: Path) -> None:
     go, answered, refused, told = tmp_path / "go", list[str](), list[str](), set[tuple[str, int]]()
 
     async def request(manager: ModelManager, client: str, word: str) -> None:
@@ -118,7 +120,7 @@ async def test_one_client_cannot_fill_the_queue_against_others(catalog: FakeCata
     assert told == {("server busy, please try again.  maximum pending requests exceeded", 1)}
 
 
-async def test_a_refused_request_comes_again_after_a_tenth_of_the_longest_wait_and_a_minute_at_most(
+async def test_queue_full_error_suggests_a_tenth_of_the_longest_wait_up_to_a_minute(
     catalog: FakeCatalog, tmp_path: Path
 ) -> None:
     go = tmp_path / "go"
@@ -137,7 +139,7 @@ async def test_a_refused_request_comes_again_after_a_tenth_of_the_longest_wait_a
         await asyncio.gather(held, waits)
 
 
-async def test_a_request_cancelled_during_a_load_leaves_the_model_loaded(catalog: FakeCatalog) -> None:
+async def test_request_cancelled_during_a_load_leaves_the_model_loaded(catalog: FakeCatalog) -> None:
     async with manager_of(catalog) as manager:
         request = asyncio.create_task(generate(manager, "a", "say x"))
         await until(lambda: catalog.loads("a"))
@@ -147,7 +149,7 @@ async def test_a_request_cancelled_during_a_load_leaves_the_model_loaded(catalog
     assert len(catalog.loads("a")) == 1
 
 
-async def test_a_load_reports_its_progress(catalog: FakeCatalog) -> None:
+async def test_load_reports_its_progress(catalog: FakeCatalog) -> None:
     catalog.add("d", fractions=4)
     seen = list[tuple[str, float, float]]()
     async with manager_of(catalog) as manager:
@@ -157,7 +159,7 @@ async def test_a_load_reports_its_progress(catalog: FakeCatalog) -> None:
     assert all(0 <= seconds < 60 for *_, seconds in seen)
 
 
-async def test_the_rest_of_an_interrupted_answer_can_be_read(catalog: FakeCatalog) -> None:
+async def test_rest_returns_the_end_of_an_interrupted_answer(catalog: FakeCatalog) -> None:
     async with manager_of(catalog) as manager, manager.lease("a") as lease:
         answer = lease.answer(Request(prompt="slowly tick"))
         assert isinstance(await anext(answer), Delta)
@@ -168,7 +170,7 @@ async def test_the_rest_of_an_interrupted_answer_can_be_read(catalog: FakeCatalo
 
 
 @pytest.mark.parametrize("ending", ["break", "close", "cancel", "raise"])
-async def test_closing_the_events_stops_the_answer(catalog: FakeCatalog, tmp_path: Path, ending: str) -> None:
+async def test_closing_the_answer_iterator_stops_the_answer(catalog: FakeCatalog, tmp_path: Path, ending: str) -> None:
     async def stop_reading(manager: ModelManager) -> None:
         async with manager.lease("a") as lease:
             answer = lease.answer(Request(prompt=f"hold {tmp_path / 'never'}"))
@@ -192,7 +194,7 @@ async def test_closing_the_events_stops_the_answer(catalog: FakeCatalog, tmp_pat
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-async def test_a_worker_that_does_not_stop_is_killed(catalog: FakeCatalog, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_worker_that_does_not_stop_is_killed(catalog: FakeCatalog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_process, "CANCEL_GRACE_S", 0.02)
     async with manager_of(catalog) as manager:
         async with manager.lease("a") as lease:
@@ -203,7 +205,7 @@ async def test_a_worker_that_does_not_stop_is_killed(catalog: FakeCatalog, monke
 
 
 @pytest.mark.parametrize("debug", [False, True])
-async def test_a_worker_that_is_killed_ends_its_answer_and_nothing_else(
+async def test_killed_worker_fails_only_its_running_answer(
     catalog: FakeCatalog, capsys: pytest.CaptureFixture[str], debug: bool
 ) -> None:
     async with manager_of(catalog, debug=debug) as manager:
@@ -221,7 +223,7 @@ async def test_a_worker_that_is_killed_ends_its_answer_and_nothing_else(
     assert ("GGML_ASSERT(as scripted)" in capsys.readouterr().err) is debug
 
 
-async def test_a_request_whose_worker_was_killed_before_it_gave_anything_is_repeated_once(
+async def test_request_whose_worker_died_before_any_output_is_repeated_once(
     catalog: FakeCatalog, tmp_path: Path
 ) -> None:
     async with manager_of(catalog) as manager:
@@ -245,7 +247,7 @@ async def test_a_request_whose_worker_was_killed_before_it_gave_anything_is_repe
     assert len(catalog.loads("a")) == 5
 
 
-async def test_a_load_that_crashes_fails_its_waiters_and_the_next_request_loads_again(
+async def test_crashed_load_fails_its_waiters_and_the_next_request_loads_again(
     catalog: FakeCatalog, tmp_path: Path
 ) -> None:
     left = tmp_path / "deaths"
@@ -258,9 +260,7 @@ async def test_a_load_that_crashes_fails_its_waiters_and_the_next_request_loads_
         assert await generate(manager, "d", "say x") == "x"
 
 
-async def test_a_failed_load_fails_its_waiters_and_is_tried_once_for_each_choice_of_options(
-    catalog: FakeCatalog,
-) -> None:
+async def test_failed_load_is_tried_once_for_each_set_of_options(catalog: FakeCatalog) -> None:
     catalog.add("d", fail="ModelFormatError")
     async with manager_of(catalog) as manager:
         asked = [generate(manager, "d", "say x", LoadOverrides(n_ctx=n)) for n in (1024, 1024, 512)]
@@ -270,7 +270,7 @@ async def test_a_failed_load_fails_its_waiters_and_is_tried_once_for_each_choice
         assert await generate(manager, "a", "say x") == "x"
 
 
-async def test_the_share_that_a_load_has_read_is_known_by_the_names_that_wait(catalog: FakeCatalog) -> None:
+async def test_loading_returns_the_share_read_by_model_name(catalog: FakeCatalog) -> None:
     catalog.add("d", stall=True, fractions=2)
     async with manager_of(catalog) as manager:
         assert manager.loading() == {}
@@ -280,7 +280,7 @@ async def test_the_share_that_a_load_has_read_is_known_by_the_names_that_wait(ca
         asked.cancel()
 
 
-async def test_a_load_that_reads_nothing_for_too_long_ends(catalog: FakeCatalog) -> None:
+async def test_load_without_progress_times_out(catalog: FakeCatalog) -> None:
     catalog.add("d", stall=True, fractions=2)
     async with manager_of(catalog, load_timeout_s=0.1) as manager:
         with pytest.raises(WorkerError, match=r"read nothing for 0.1 s.*MOEGGUF_LOAD_TIMEOUT"):
@@ -301,7 +301,7 @@ async def test_a_load_that_reads_nothing_for_too_long_ends(catalog: FakeCatalog)
     ],
     ids=["a longer context", "other options"],
 )  # fmt: skip
-async def test_only_what_the_process_lacks_loads_it_again(
+async def test_model_is_reloaded_only_for_options_that_the_worker_lacks(
     catalog: FakeCatalog, asked: list[dict[str, Any]], process: list[int]
 ) -> None:
     async with manager_of(catalog) as manager:
@@ -309,7 +309,7 @@ async def test_only_what_the_process_lacks_loads_it_again(
     assert [pids.index(pid) for pid in pids] == process
 
 
-async def test_a_cancelled_waiter_is_skipped_and_a_reload_waits_for_the_requests_before_it(
+async def test_cancelled_waiter_is_skipped_and_a_reload_waits_for_earlier_requests(
     catalog: FakeCatalog, tmp_path: Path
 ) -> None:
     go = tmp_path / "go"
@@ -326,7 +326,7 @@ async def test_a_cancelled_waiter_is_skipped_and_a_reload_waits_for_the_requests
     assert [load["n_ctx"] for load in catalog.loads("a")] == [4096, 8192]
 
 
-async def test_an_entry_whose_files_changed_is_loaded_again(catalog: FakeCatalog) -> None:
+async def test_model_with_changed_weights_is_loaded_again(catalog: FakeCatalog) -> None:
     async with manager_of(catalog) as manager:
         await generate(manager, "a", "say x")
         catalog.change("a", weights="f" * 64)
@@ -336,7 +336,7 @@ async def test_an_entry_whose_files_changed_is_loaded_again(catalog: FakeCatalog
 
 
 @pytest.mark.parametrize("beside", ["adapter", "mmproj", "draft"])
-async def test_an_entry_with_a_replaced_file_beside_it_is_loaded_again_and_one_with_a_lost_file_is_not(
+async def test_model_is_reloaded_for_a_replaced_adapter_mmproj_or_draft_file(
     catalog: FakeCatalog, tmp_path: Path, beside: str
 ) -> None:
     file, other = tmp_path / "beside.gguf", tmp_path / "other.gguf"
@@ -351,7 +351,7 @@ async def test_an_entry_with_a_replaced_file_beside_it_is_loaded_again_and_one_w
             (other if other.exists() else file).rename(file if other.exists() else other)
 
 
-async def test_an_unknown_name_is_an_error_and_an_entry_works_in_its_place(catalog: FakeCatalog) -> None:
+async def test_manager_rejects_an_unknown_name_and_accepts_an_entry(catalog: FakeCatalog) -> None:
     entry = catalog.find("a")
     catalog.entries.clear()
     async with manager_of(catalog) as manager:
@@ -364,7 +364,7 @@ async def test_an_unknown_name_is_an_error_and_an_entry_works_in_its_place(catal
         assert await manager.unload(entry) is True
 
 
-async def test_shared_leases_do_not_wait_for_answers_and_cannot_generate(catalog: FakeCatalog, tmp_path: Path) -> None:
+async def test_shared_lease_does_not_wait_for_answers_and_cannot_generate(catalog: FakeCatalog, tmp_path: Path) -> None:
     go = tmp_path / "go"
     async with manager_of(catalog) as manager:
         running = await begun(manager, "a", go)
@@ -377,7 +377,7 @@ async def test_shared_leases_do_not_wait_for_answers_and_cannot_generate(catalog
         assert await running == "held"
 
 
-async def test_the_model_is_released_when_it_is_done_not_when_the_reader_is(catalog: FakeCatalog) -> None:
+async def test_model_is_released_when_the_answer_is_computed_although_unread(catalog: FakeCatalog) -> None:
     async with manager_of(catalog) as manager, manager.lease("a") as lease:
         answer = lease.answer(Request(prompt="count 100"))
         assert await anext(aiter(answer)) == Delta("0 ")
@@ -387,7 +387,7 @@ async def test_the_model_is_released_when_it_is_done_not_when_the_reader_is(cata
         assert await answer_text(lease, "say again") == "again", "the same lease waits in the queue again"
 
 
-async def test_unloading_waits_for_the_answer_and_waiters_load_again(catalog: FakeCatalog, tmp_path: Path) -> None:
+async def test_unload_waits_for_the_running_answer_and_waiters_load_again(catalog: FakeCatalog, tmp_path: Path) -> None:
     go = tmp_path / "go"
     async with manager_of(catalog) as manager:
         assert await manager.unload("a") is False
@@ -404,7 +404,7 @@ async def test_unloading_waits_for_the_answer_and_waiters_load_again(catalog: Fa
     assert len(catalog.loads("a")) == 2
 
 
-async def test_closing_lets_answers_finish_for_a_time_and_refuses_waiters(
+async def test_close_lets_answers_finish_within_a_grace_time_and_refuses_waiters(
     catalog: FakeCatalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go = tmp_path / "go"
@@ -427,7 +427,7 @@ async def test_closing_lets_answers_finish_for_a_time_and_refuses_waiters(
         await running
 
 
-async def test_who_watches_a_model_sees_its_experts_while_it_is_loaded(catalog: FakeCatalog) -> None:
+async def test_snapshots_show_the_experts_of_loaded_models(catalog: FakeCatalog) -> None:
     async with manager_of(catalog) as manager:
         assert await manager.snapshots(None, 1) == []
         for name in "ab":
@@ -440,12 +440,12 @@ async def test_who_watches_a_model_sees_its_experts_while_it_is_loaded(catalog: 
         assert await manager.snapshots(catalog.find("b"), 1) == []
 
 
-async def test_unloading_during_a_load_that_fails_is_no_error(catalog: FakeCatalog, tmp_path: Path) -> None:
+async def test_unload_during_a_failing_load_raises_no_error(catalog: FakeCatalog, tmp_path: Path) -> None:
     catalog.add("d", wait=str(tmp_path / "go"), fail="ModelFormatError")
     async with manager_of(catalog) as manager:
         loading = asyncio.create_task(generate(manager, "d", "say x"))
         await until(lambda: catalog.loads("d"))
-        unloading = asyncio.create_task(manager.unload("d:latest"))  # a name as it is waits for nothing
+        unloading = asyncio.create_task(manager.unload("d:latest"))  # a canonical name needs no look-up
         await asyncio.sleep(0)
         (tmp_path / "go").touch()
         with pytest.raises(ModelFormatError):
@@ -454,7 +454,7 @@ async def test_unloading_during_a_load_that_fails_is_no_error(catalog: FakeCatal
 
 
 @pytest.mark.parametrize(("max_wait_s", "first"), [(60.0, "f0 f1 f2"), (0.0, "b0 f0")])
-async def test_requests_in_the_background_come_last_for_a_time(
+async def test_background_requests_come_last_for_a_limited_time(
     catalog: FakeCatalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_wait_s: float, first: str
 ) -> None:
     monkeypatch.setattr(lease_module, "MAX_WAIT_S", max_wait_s)

@@ -1,4 +1,4 @@
-"""Modelfiles read and written, and what a recipe may hold."""
+"""Tests reading and writing of Modelfiles, and the fields that a recipe may have."""
 
 import warnings
 from contextlib import suppress
@@ -50,7 +50,7 @@ REQUIRES 0.14.0
 '''
 
 
-def test_every_instruction_in_any_case() -> None:
+def test_parse_reads_every_instruction_in_any_case() -> None:
     assert parse(EXAMPLE) == Recipe(
         from_="demo:latest",
         system='You are a pirate.\nSay "arr" often.',
@@ -81,14 +81,14 @@ def test_every_instruction_in_any_case() -> None:
         ("x" * (5 << 20), "at most"),
     ],
 )
-def test_a_mistake_names_its_line_and_the_rule(text: str, words: str) -> None:
+def test_parse_names_the_line_and_the_rule_of_a_mistake(text: str, words: str) -> None:
     with pytest.raises(OptionError) as refused:
         parse(text)
     assert words in str(refused.value)
     assert len(str(refused.value)) < 500
 
 
-def test_what_only_ollama_has_is_left_out_and_templates_of_jinja_are_not() -> None:
+def test_parse_leaves_out_ollama_instructions_and_go_templates() -> None:
     with pytest.warns(UserWarning, match="(RENDERER|PARSER) qwen3 names a part of Ollama"):
         assert parse("FROM demo\nRENDERER qwen3\nPARSER qwen3") == Recipe(from_="demo")
     (sentence,) = left_out(parse('FROM a\nTEMPLATE """{{ if .System }}{{ .System }}{{ end }}{{ .Prompt }}"""'))
@@ -106,7 +106,7 @@ def entry_of(**values: Any) -> ModelEntry:
     return ModelEntry("me:latest", "own", (Path("/x.gguf"),), 1, "0" * 64, datetime.now(UTC), **values)
 
 
-def test_what_is_shown_of_a_model_s_parameters() -> None:
+def test_parameter_lines_list_each_value() -> None:
     entry = entry_of(parameters={"temperature": 0.5, "stop": ["a", "b"], "use_mmap": False, "top_p": 0.0})
     assert parameter_lines(entry.parameters) == [
         'stop                           "a"',
@@ -139,7 +139,7 @@ messages = st.lists(st.fixed_dictionaries({"role": st.sampled_from(ROLES), "cont
     license=st.none() | texts,
 )
 @example(system='"\n', template=None, parameters={}, messages=(), license="\n")
-def test_what_is_written_reads_back_the_same(**made: Any) -> None:
+def test_rendered_modelfile_parses_to_the_same_recipe(**made: Any) -> None:
     assert parse(render(entry_of(**made), "me:latest")) == Recipe(from_="me:latest", **made)
 
 
@@ -147,19 +147,19 @@ words = st.sampled_from(["FROM", "SYSTEM", '"', '"""', "\n", " ", "x", "#", "PAR
 
 
 @given(st.text(max_size=200) | st.lists(words, max_size=20).map("".join))
-def test_any_text_is_a_recipe_or_an_error(text: str) -> None:
+def test_parse_returns_a_recipe_or_an_option_error_for_any_text(text: str) -> None:
     with warnings.catch_warnings(), suppress(OptionError):
         warnings.simplefilter("ignore")
         assert parse(text).from_
 
 
-def test_long_runs_of_quotes_are_read_in_no_time() -> None:
+def test_parse_rejects_long_runs_of_quotes_fast() -> None:
     for text in ("FROM a\nSYSTEM " + '"' * 200_000 + "x", "FROM a\nSYSTEM " + '""""\n' * 20_000 + "x"):
         with pytest.raises(OptionError):
             parse(text)
 
 
-def test_parameters_given_as_values() -> None:
+def test_check_parameters_converts_values_and_rejects_wrong_types() -> None:
     assert check_parameters({"temperature": 1, "num_ctx": 4096.0, "stop": "x"}) == {
         "temperature": 1.0, "num_ctx": 4096, "stop": ["x"],
     }  # fmt: skip
@@ -171,7 +171,7 @@ def test_parameters_given_as_values() -> None:
             check_parameters(bad)
 
 
-def test_one_parameter_as_text() -> None:
+def test_parse_parameter_converts_text_by_type() -> None:
     assert parse_parameter("num_ctx", "8192") == 8192
     assert parse_parameter("temperature", "1") == 1.0
     assert parse_parameter("use_mmap", "TRUE") is True
@@ -203,7 +203,7 @@ GO_NUMBERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("name", "text", "value"), [(name, *row) for name, rows in GO_NUMBERS.items() for row in rows.items()]
 )
-def test_numbers_are_read_as_go_reads_them(name: str, text: str, value: Any) -> None:
+def test_parse_reads_numbers_like_go(name: str, text: str, value: Any) -> None:
     if value is not None:
         found = parse(f"FROM a\nPARAMETER {name} {text}").parameters[name]
         assert (found, type(found)) == (value, type(value))
@@ -212,7 +212,7 @@ def test_numbers_are_read_as_go_reads_them(name: str, text: str, value: Any) -> 
         parse_parameter(name, text)
 
 
-def test_messages_and_texts_are_checked() -> None:
+def test_check_messages_and_check_text_reject_other_types() -> None:
     assert check_messages([{"role": "user", "content": "x", "more": 1}]) == ({"role": "user", "content": "x"},)
     for bad in ("x", [1], [{"role": "x"}], [{"role": "user", "content": 3}], [None]):
         with pytest.raises(OptionError):

@@ -35,7 +35,7 @@ from moegguf.models.sources import repo_folder
         ("user.name/some.repo", "hf.co/user.name/some.repo:latest"),
     ],
 )  # fmt: skip
-def test_every_form_has_one_spelling_with_a_tag(text: str, canonical: str) -> None:
+def test_parse_name_gives_every_form_one_canonical_spelling(text: str, canonical: str) -> None:
     name = parse_name(text)
     assert name.canonical == parse_name(canonical).canonical == canonical
     assert name.key == parse_name(canonical.upper().replace("HTTPS", "https")).key, "more than case tells names apart"
@@ -55,7 +55,7 @@ def test_every_form_has_one_spelling_with_a_tag(text: str, canonical: str) -> No
         "host.io/na.me/x", "sha256:../../x", "\ud800", None, 3, b"demo", ["demo"],
     ],
 )  # fmt: skip
-def test_what_breaks_a_rule_is_refused_in_one_short_sentence(text: Any) -> None:
+def test_parse_name_rejects_invalid_names_with_a_short_error(text: Any) -> None:
     with pytest.raises(ModelNameError) as refused:
         parse_name(text)
     assert len(str(refused.value)) < 400
@@ -68,7 +68,7 @@ part = st.text(alphabet="aZ09._-%/:\\ \0é", max_size=12)
 
 
 @given(st.lists(part, max_size=5).map("/".join) | st.text(max_size=MAX_NAME + 9))
-def test_a_name_that_is_accepted_reads_back_as_itself_and_stays_in_its_folder(text: str) -> None:
+def test_accepted_name_parses_to_itself_and_stays_in_its_folder(text: str) -> None:
     try:
         name = parse_name(text)
     except ModelNameError:
@@ -113,7 +113,7 @@ print([path for path in opened if not path.startswith(allowed)])
 """
 
 
-def test_bad_names_open_nothing_outside_our_folders(tmp_path: Path) -> None:
+def test_invalid_names_open_no_file_outside_the_data_folders(tmp_path: Path) -> None:
     (tmp_path / "secret.gguf").write_bytes(b"secret")
     bad = [
         "../../etc/passwd", "/etc/passwd", "a\0b", "%2e%2e/x", "x" * 10_000, "\u2025/x", "../secret.gguf",

@@ -74,20 +74,20 @@ BODIES = [kind for kind in dict.fromkeys(bodies()) if not inspect.isabstract(kin
 
 
 def names_of(kind: type[Body], name: str) -> list[str]:
-    """The names of a field that clients write."""
+    """Returns the names of a field that clients may write."""
     field = kind.model_fields[name]
     alias = field.validation_alias or name
     return [str(choice) for choice in getattr(alias, "choices", [alias])]
 
 
 def least(kind: type[Body]) -> dict[str, Any]:
-    """The required fields with values."""
+    """Returns the required fields with values."""
     names = [names_of(kind, name)[0] for name, field in kind.model_fields.items() if field.is_required()]
     return {name: TYPES.get(kind.__name__, "enabled") if name == "type" else REQUIRED[name] for name in names}
 
 
 @pytest.mark.parametrize("kind", BODIES, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
-def test_a_null_field_is_read_as_an_absent_one(kind: type[Body]) -> None:
+def test_null_field_is_read_as_an_absent_one(kind: type[Body]) -> None:
     given = least(kind)
     expected = kind.model_validate(given).model_dump()
     for field_name, field in kind.model_fields.items():
@@ -113,12 +113,12 @@ def whole_numbers(schema: Any, path: str = "", is_wrapped: bool = False) -> Iter
 
 
 @pytest.mark.parametrize("kind", BODIES, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
-def test_a_whole_number_may_have_a_fraction_of_zero(kind: type[Body]) -> None:
+def test_whole_number_fields_accept_a_fraction_of_zero(kind: type[Body]) -> None:
     assert list(whole_numbers(kind.__pydantic_core_schema__)) == []
 
 
 def read(kind: type[Body], given: Any) -> Any:
-    """The body, or None where it is refused."""
+    """Returns the body, or None if the body is refused."""
     try:
         return kind.model_validate(given).model_dump()
     except ValidationError:
@@ -126,7 +126,7 @@ def read(kind: type[Body], given: Any) -> Any:
 
 
 def objects(value: Any, data: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The objects in a body whose keys are fields."""
+    """Yields the objects in a body whose keys are fields."""
     if isinstance(value, list):
         for each in value:
             yield from objects(each, data)
@@ -181,7 +181,7 @@ RAW = [
 
 
 def recorded() -> Iterator[tuple[str, dict[str, Any]]]:
-    """The bodies of bodies.txt that name a kind and repeat nothing."""
+    """Yields the bodies of bodies.txt that name a kind and are not repeated."""
     for line in recorded_lines("bodies", "/"):
         path, body = line.split(" ", 1)
         if " times" not in body and "every field" not in body:
@@ -210,7 +210,7 @@ def test_null_in_any_object_of_a_body_is_read_as_absent(source: list[tuple[str, 
     assert n_read > 20
 
 
-def test_numbers_that_are_not_whole_are_refused() -> None:
+def test_whole_number_fields_reject_fractions_booleans_and_text() -> None:
     for number in (8.5, True, "8", math.inf):
         assert read(chat.ChatBody, {"model": "demo", "messages": HI, "max_tokens": number}) is None
     assert read(chat.ChatBody, {"model": "demo", "messages": HI, "max_tokens": 8.0})["max_tokens"] == 8

@@ -1,4 +1,4 @@
-"""An Ollama store on this machine: read, never written, and never left."""
+"""Tests reading an Ollama store. moegguf never writes into it and follows no link out of it."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ GO = "{{ if .System }}{{ .System }}{{ end }}{{ .Prompt }}"
 
 
 class Store:
-    """Writes what Ollama would."""
+    """Writes blobs and manifests like Ollama."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -54,7 +54,7 @@ def names() -> list[str]:
     return sorted(entry.name for entry in Catalog().entries() if entry.source == "ollama")
 
 
-def test_a_model_with_all_its_layers(store: Store) -> None:
+def test_catalog_reads_all_layers_of_an_ollama_model(store: Store) -> None:
     texts = {
         "template": GO.encode(),
         "system": b"Be brief.",
@@ -85,7 +85,7 @@ def test_a_model_with_all_its_layers(store: Store) -> None:
         ("example.com/a/b/c", "example.com/a/b:c", ["example.com/a/b:c"]),
     ],
 )
-def test_names_are_ollama_s(store: Store, manifest: str, shown: str, asked: list[str]) -> None:
+def test_catalog_finds_ollama_models_by_their_names(store: Store, manifest: str, shown: str, asked: list[str]) -> None:
     store.model(manifest)
     assert names() == [shown]
     for name in asked:
@@ -93,7 +93,7 @@ def test_names_are_ollama_s(store: Store, manifest: str, shown: str, asked: list
         assert Catalog(paths=False).find(name).path.read_bytes() == b"weights"
 
 
-def test_a_name_of_ours_comes_first_and_where_ollama_keeps_models(
+def test_own_name_precedes_an_ollama_name_and_ollama_models_sets_the_folder(
     store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     store.model("registry.ollama.ai/library/demo/latest")
@@ -124,7 +124,7 @@ def test_a_name_of_ours_comes_first_and_where_ollama_keeps_models(
         lambda store, path: path.write_bytes(b" " * (5 << 20)),
     ],
 )
-def test_what_is_damaged_is_left_out_and_the_rest_stays(store: Store, damage: Callable[[Store, Path], Any]) -> None:
+def test_catalog_leaves_out_a_damaged_ollama_model(store: Store, damage: Callable[[Store, Path], Any]) -> None:
     store.model("registry.ollama.ai/library/good/latest")
     path = store.model(BAD, b"bad")
     damage(store, path)
@@ -133,7 +133,7 @@ def test_what_is_damaged_is_left_out_and_the_rest_stays(store: Store, damage: Ca
         Catalog().find("bad")
 
 
-def test_links_out_of_the_store_are_not_followed(store: Store, tmp_path: Path) -> None:
+def test_catalog_ignores_links_out_of_the_ollama_store(store: Store, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(b"weights")
     path = store.model(BAD, b"weights")
@@ -157,7 +157,7 @@ def test_links_out_of_the_store_are_not_followed(store: Store, tmp_path: Path) -
         "sha256:" + "0" * 64 + "\n", "sha512:" + "0" * 64, None, "sha256:" + "０" * 64,
     ],
 )  # fmt: skip
-def test_a_digest_is_64_hexadecimal_digits_and_nothing_else(store: Store, digest: Any) -> None:
+def test_ollama_blob_rejects_digests_other_than_64_hexadecimal_digits(store: Store, digest: Any) -> None:
     with pytest.raises(ModelNameError, match="a digest is"):
         ollama_blob(store.folder, digest)
     for method in (Catalog().blobs.has, Catalog().blobs.path):
@@ -165,7 +165,7 @@ def test_a_digest_is_64_hexadecimal_digits_and_nothing_else(store: Store, digest
             method(digest)
 
 
-def test_nothing_is_ever_written_into_the_store(store: Store) -> None:
+def test_catalog_never_writes_into_the_ollama_store(store: Store) -> None:
     store.model("registry.ollama.ai/library/llama3/latest", system=b"Be brief.")
     before = {path: path.stat() for path in sorted(store.folder.rglob("*"))}
     for path in [*before, store.folder]:

@@ -1,9 +1,9 @@
-"""Every command, and `Llama`, makes the same plan of the same options on the same machine.
+"""Tests that every command and `Llama` make equal plans from equal options on one machine.
 
 A row of the table is a model, flags, variables of the environment and GPUs. `run`, `serve`, `batch` and `estimate` get
-the flags; `Llama` gets keywords. Two kinds of callers have defaults of their own, which `moegguf.options` names in one
-place (COMMAND_DEFAULTS): `Llama` has llama-cpp-python's, so the table gives it what commands choose; `bench` has
-llama-bench's sizes of batches and passes, so the table compares it with a `Llama` that has these.
+the flags, and `Llama` gets keywords. Two kinds of callers have other defaults, which `moegguf.options` lists in
+COMMAND_DEFAULTS. `Llama` has the defaults of llama-cpp-python, so the table passes the defaults of commands to `Llama`.
+`bench` has the batch and pass sizes of llama-bench, so the table compares `bench` with a `Llama` of these sizes.
 """
 
 from __future__ import annotations
@@ -52,8 +52,10 @@ CONTEXT = 2048
 
 @dataclass(frozen=True)
 class Row:
-    """Options of one load. flags: of commands. keywords: of `Llama`, beside the same ones. gpus: free bytes of each.
-    files: of the model's catalog entry, by keyword."""
+    """Options of one load. flags: options of commands. keywords: further options of `Llama`. gpus: free bytes of each.
+
+    files: the files of the model's catalog entry, by keyword.
+    """
 
     flags: dict[str, Any] = field(default_factory=dict)
     model: str = "moe"
@@ -64,7 +66,7 @@ class Row:
 
 
 def row(model: str = "moe", **given: Any) -> Row:
-    """A row with these fields; what is no field is a flag."""
+    """Returns a row. Keywords that are not fields of a row are flags."""
     fields = {name: given.pop(name) for name in list(given) if name in Row.__dataclass_fields__}
     return Row(given, model, **fields)
 
@@ -201,7 +203,7 @@ class FakeDevice:
 
 
 class Process:
-    """A worker process that notes what it is to load, and fails."""
+    """A worker process that records its configuration and fails to load."""
 
     configs: list[LoadConfig]
 
@@ -219,7 +221,7 @@ class Process:
 
 @pytest.fixture
 def given_machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Row], None]:
-    """The machine and the environment of a row."""
+    """Returns a function that sets the machine and the environment of a row."""
     speeds = Speeds.supposed(448e9, Link(24e9, 1e-5), 20e9, "put in")
 
     def set_up(row: Row) -> None:
@@ -240,7 +242,7 @@ def given_machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Row], None]:
 
 
 class LoadedError(MoeggufError):
-    """The plan of a `Llama` that would be loaded now."""
+    """Carries the plan of a `Llama` out of its constructor before anything is loaded."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__("a model would be loaded now.")
@@ -265,14 +267,14 @@ def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LoadConfig]]
 
 
 def plan_of(call: Callable[[], Any]) -> Plan:
-    """The plan of the `Llama` that `call` would load."""
+    """Returns the plan of the `Llama` that `call` would load."""
     with pytest.raises(LoadedError) as found:
         call()
     return found.value.plan
 
 
 def plan_sent(configs: list[LoadConfig]) -> Plan:
-    """The plan that a worker received, and that its `Llama` has."""
+    """Returns the plan that a worker received. Its `Llama` has the same plan."""
     config = configs[-1]
     has = plan_of(lambda: open_model(config, lambda _: None))
     assert config.plan == has, "a worker made a plan"
@@ -280,7 +282,7 @@ def plan_sent(configs: list[LoadConfig]) -> Plan:
 
 
 def takes(command: Callable[..., Any], row: Row, files: dict[str, Path]) -> bool:
-    """Returns whether a command has the flags of a row and of these files."""
+    """Returns True if a command has the flags of a row and of these files."""
     return row.flags.keys() | files.keys() <= inspect.signature(command).parameters.keys()
 
 
@@ -390,7 +392,7 @@ MEASURED = [
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_bench_makes_the_plan_of_a_llama_with_its_sizes(
+def test_bench_makes_the_plan_of_a_llama_with_equal_sizes(
     name: str, models: dict[str, Path], given_machine: Callable[[Row], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = ROWS[name]

@@ -1,4 +1,4 @@
-"""Files that are named like models and are something else: not listed, and not fetched to the end."""
+"""Tests files with names of models and other contents. They are not listed, and their downloads stop early."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from fake_hub import FakeHub
 
 
-def test_other_files_are_not_listed_and_not_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_are_not_gguf_are_neither_listed_nor_suggested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MOEGGUF_MODELS", str(tmp_path))
     moe().write(tmp_path / "good.gguf")
     (tmp_path / "page.gguf").write_bytes(b"<html>not found</html>")
@@ -35,7 +37,7 @@ def test_other_files_are_not_listed_and_not_suggested(tmp_path: Path, monkeypatc
     assert not is_other_kind(tmp_path / "none.gguf"), "what cannot be read is not judged"
 
 
-def test_a_pipe_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_catalog_opens_no_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEGGUF_MODELS", str(tmp_path))
     moe().write(tmp_path / "good.gguf")
     os.mkfifo(tmp_path / "pipe.gguf")
@@ -50,7 +52,7 @@ def test_a_pipe_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         signal.alarm(0)
 
 
-def test_a_download_of_something_else_ends_with_its_first_bytes(hub: FakeHub) -> None:
+def test_fetch_stops_a_download_whose_first_bytes_are_not_gguf(hub: FakeHub) -> None:
     page = b"<!DOCTYPE html>" + bytes(8 << 20)
     hub.add("u/r", {"x-Q4_0.gguf": page})
     with pytest.raises(ModelFormatError, match=r"x-Q4_0\.gguf is not a GGUF file: it begins with '<!DO'"):

@@ -1,5 +1,8 @@
-"""A policy or predictor of the user, FILE.py:CLASS: made with the model's shape, simulated, and
-refused with the rule that it breaks. Only a command line, the environment and Python name one."""
+"""Tests policies and predictors of the user, named FILE.py:CLASS.
+
+A class is constructed with the model's shape and simulated, or refused with the broken rule. Only a command line, the
+environment and Python can name a class.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_class_of_a_file_is_made_with_the_shape_or_with_nothing(file: Path) -> None:
+def test_own_class_is_constructed_with_the_shape_or_without_arguments(file: Path) -> None:
     newest = make_policy(f"{file}:Newest", SMALL, HERE)
     assert name_of(newest) == "Newest"
     shaped = make_policy(f"{file}:Shaped", SMALL, HERE)
@@ -95,7 +98,7 @@ def test_a_class_of_a_file_is_made_with_the_shape_or_with_nothing(file: Path) ->
     ControllerOptions(f"vram={file}:Newest,ram=slru")
 
 
-def test_a_changed_file_is_read_again_and_may_import_its_neighbours(file: Path) -> None:
+def test_changed_class_file_is_read_again_and_may_import_its_neighbours(file: Path) -> None:
     make_policy(f"{file}:Newest", SMALL, HERE)
     file.with_name("neighbour_of_own.py").write_text("SCORE = 7\n", encoding="utf-8")
     changed = f"import neighbour_of_own\n{SOURCE}\nNewest.title = str(neighbour_of_own.SCORE)\n"
@@ -125,7 +128,7 @@ def test_a_changed_file_is_read_again_and_may_import_its_neighbours(file: Path) 
         ("policy", "CLOSED:X", "lies in no file"),
     ],
 )
-def test_what_is_wrong_with_a_class_is_an_error_with_the_rule(
+def test_own_class_that_breaks_a_rule_is_refused_with_that_rule(
     file: Path, tmp_path: Path, kind: str, name: str, words: str
 ) -> None:
     (tmp_path / "broken.py").write_text("def", encoding="utf-8")
@@ -142,7 +145,7 @@ def test_what_is_wrong_with_a_class_is_an_error_with_the_rule(
             (check_policy if kind == "policy" else check_predictor)(name)
 
 
-def test_own_classes_are_simulated_beside_names(file: Path, tmp_path: Path) -> None:
+def test_simulate_accepts_own_classes_beside_names(file: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.py"
     other.write_text(SOURCE, encoding="utf-8")
     analysis = TraceAnalysis(random_trace(), HERE)
@@ -156,7 +159,7 @@ def test_own_classes_are_simulated_beside_names(file: Path, tmp_path: Path) -> N
     assert again.hit_rate == lru.hit_rate, "nothing acts on it"
 
 
-def test_without_a_link_each_prefetch_is_in_time_and_its_accuracy_is_counted(file: Path) -> None:
+def test_simulation_without_a_link_has_no_late_prefetch_and_counts_accuracy(file: Path) -> None:
     analysis = TraceAnalysis(random_trace(), HERE)
     options = SimOptions(prefetch=PrefetchOptions())
     (lru, _), (ahead, _) = (
@@ -175,7 +178,7 @@ def test_without_a_link_each_prefetch_is_in_time_and_its_accuracy_is_counted(fil
         analysis.simulate(["lru"], ["none"], [0.25], options)
 
 
-def test_hit_rates_are_saved_only_for_a_known_model(tmp_path: Path) -> None:
+def test_save_rejects_hit_rates_of_an_unknown_model(tmp_path: Path) -> None:
     analysis = TraceAnalysis(random_trace(), Artifacts(None, "", tmp_path))
     rows = analysis.simulate(["lru"], ["none"], [0.25])
     with pytest.raises(OptionError, match="import it again with --model"):
@@ -184,7 +187,7 @@ def test_hit_rates_are_saved_only_for_a_known_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["hit_rates", "predictors", "prefetch"])
-def test_a_file_of_measurements_names_no_file(tmp_path: Path, file: Path, place: str) -> None:
+def test_read_measured_rejects_names_of_class_files(tmp_path: Path, file: Path, place: str) -> None:
     own = f"{file}:Newest"
     path = tmp_path / "measured.json"
     write_measured(path, Measured("f", {"lru": {0.5: 0.5}, "lfu": {0.5: 0.9}}, {"lfu": "none"}))
@@ -197,12 +200,12 @@ def test_a_file_of_measurements_names_no_file(tmp_path: Path, file: Path, place:
         read_measured(path)
 
 
-def test_no_request_and_no_modelfile_names_a_policy_or_predictor(file: Path) -> None:
+def test_requests_and_modelfiles_cannot_name_a_policy_or_predictor(file: Path) -> None:
     names = {"policy", "predictor", "strategy", "prefetch"}
     assert not names & (PARAMETERS.keys() | LOAD_PARAMETERS.keys() | set(LOAD_PARAMETERS.values()))
     assert usable_parameters(dict.fromkeys(names, f"{file}:Newest")) == {}
 
 
 @pytest.mark.parametrize(("name", "is_file"), [("lru", False), ("a.py:B", True), ("a.py", True), ("happy", False)])
-def test_names_of_files_are_told_from_others(name: str, is_file: bool) -> None:
+def test_names_file_distinguishes_class_files_from_names(name: str, is_file: bool) -> None:
     assert names_file(name) == is_file

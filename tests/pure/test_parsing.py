@@ -17,7 +17,7 @@ WEATHER = {"city": "Paris", "days": 3}
 
 
 def split(template: str, chunks: list[str], **options: Any) -> tuple[str, str, list[tuple[str, dict[str, Any]]]]:
-    """Text, thinking and calls of the whole answer."""
+    """Returns text, thinking and calls of the whole answer."""
     parser = answer_parser(template, **{"tools": [{}], **options})
     deltas = [*(parser.feed(chunk) for chunk in chunks), parser.end()]
     calls = [(call.name, dict(call.arguments)) for delta in deltas for call in delta.tool_calls]
@@ -112,7 +112,7 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("kind", ANSWERS)
-def test_an_answer_is_split_into_its_parts(kind: str) -> None:
+def test_parser_splits_an_answer_into_text_thinking_and_calls(kind: str) -> None:
     template, answer, expected = ANSWERS[kind]
     assert split(template, [answer]) == split(template, list(answer)) == expected
 
@@ -128,7 +128,7 @@ anything = st.lists(st.sampled_from(MARKS) | st.text(max_size=4), max_size=12).m
 
 
 @given(st.sampled_from(ALL), anything, st.lists(st.integers(1, 9), min_size=1, max_size=20), st.booleans())
-def test_every_chunking_gives_the_same(template: str, answer: str, sizes: list[int], tools: bool) -> None:
+def test_parser_result_does_not_depend_on_chunks(template: str, answer: str, sizes: list[int], tools: bool) -> None:
     chunks, at = [], 0
     while at < len(answer):
         chunks.append(answer[at : at + sizes[len(chunks) % len(sizes)]])
@@ -138,9 +138,9 @@ def test_every_chunking_gives_the_same(template: str, answer: str, sizes: list[i
 
 
 @given(st.sampled_from(ALL[:-1]), anything)
-def test_nothing_is_lost(template: str, answer: str) -> None:
+def test_parser_loses_no_text(template: str, answer: str) -> None:
     text, thinking, calls = split(template, [answer])
-    if not calls:  # all but the thinking marks and blanks beside them is kept
+    if not calls:  # only the thinking marks and blanks next to them may be missing
         assert "".join((thinking + text).split()) in ("".join(answer.split()), unmarked(answer))
 
 
@@ -149,7 +149,7 @@ def unmarked(answer: str) -> str:
 
 
 @given(st.sampled_from((templates.MISTRAL, templates.LLAMA)), anything)
-def test_without_thinking_and_tools_the_text_stays_as_it_is(template: str, answer: str) -> None:
+def test_parser_without_thinking_and_tools_keeps_the_text_unchanged(template: str, answer: str) -> None:
     assert split(template, [answer], tools=()) == (answer, "", [])
 
 
@@ -162,11 +162,13 @@ def test_without_thinking_and_tools_the_text_stays_as_it_is(template: str, answe
     ],
     ids=["thinking", "thinking that has ended", "a channel"],
 )
-def test_what_the_prompt_has_begun_goes_on(template: str, answer: list[str], begun: str, expected: Any) -> None:
+def test_parser_continues_thinking_or_a_channel_begun_by_the_prompt(
+    template: str, answer: list[str], begun: str, expected: Any
+) -> None:
     assert split(template, answer, prompt_end=begun) == expected
 
 
-def test_text_is_held_back_only_while_it_may_become_a_mark_and_calls_come_as_they_are_complete() -> None:
+def test_parser_holds_back_text_only_while_a_mark_is_possible() -> None:
     parser = answer_parser(templates.QWEN, [{}])
     fed = [parser.feed(text).text for text in ("Well ", "<tool", "box>", "a < b")]
     assert fed == ["Well ", "", "<toolbox>", "a < b"]
@@ -176,14 +178,14 @@ def test_text_is_held_back_only_while_it_may_become_a_mark_and_calls_come_as_the
     assert (call.name, call.arguments) == CALL
 
 
-def test_values_written_as_text_have_the_types_of_the_schema() -> None:
+def test_parser_converts_text_arguments_to_the_types_of_the_schema() -> None:
     tool = {"function": {"name": "find", "parameters": {"properties": {"zip": {"type": "string"}}}}}
     values = "<parameter=zip>\n75001\n</parameter><parameter=n>7</parameter>"
     answer = f"<tool_call><function=find>{values}</function></tool_call>"
     assert split(templates.QWEN, [answer], tools=[tool])[2] == [("find", {"zip": "75001", "n": 7})]
 
 
-def test_a_long_answer_full_of_marks_takes_linear_time() -> None:
+def test_parser_reads_a_long_answer_full_of_marks_in_linear_time() -> None:
     answer = ["<tool_call>", "</tool_call>", "<think>", '{"', "<"] * 20_000
     begin = time.perf_counter()
     text, _, _ = split(templates.QWEN, answer)
@@ -191,7 +193,7 @@ def test_a_long_answer_full_of_marks_takes_linear_time() -> None:
     assert len(text) == len("".join(answer))
 
 
-def test_formats_whose_marks_are_control_tokens_need_them() -> None:
+def test_needs_special_tokens_is_true_for_control_token_marks() -> None:
     assert needs_special_tokens(templates.MISTRAL)
     assert needs_special_tokens(templates.HARMONY)
     assert not needs_special_tokens(templates.PLAIN)
@@ -202,7 +204,7 @@ TEXT = st.text("ab<>|", max_size=40)
 
 
 def fed(stops: list[str], text: str, cuts: list[int]) -> tuple[str, StopStrings]:
-    """The output for `text` cut at `cuts`, and the filter after it."""
+    """Returns the output for `text` cut at `cuts`, and the filter afterwards."""
     filtered, out, begin = StopStrings(stops), "", 0
     for end in [*sorted(cut % (len(text) + 1) for cut in cuts), len(text)]:
         out += filtered.feed(text[begin:end])
@@ -211,7 +213,7 @@ def fed(stops: list[str], text: str, cuts: list[int]) -> tuple[str, StopStrings]
 
 
 @given(st.lists(st.text("ab<>|", max_size=5), max_size=4), TEXT, st.lists(st.integers(0, 40), max_size=12))
-def test_the_text_ends_before_the_first_stop_string(stops: list[str], text: str, cuts: list[int]) -> None:
+def test_stop_strings_end_the_text_before_the_first_match(stops: list[str], text: str, cuts: list[int]) -> None:
     places = [text.index(stop) for stop in stops if stop and stop in text]
     out, filtered = fed(stops, text, sorted(cuts))
     whole, _ = fed(stops, text, [])
@@ -222,7 +224,7 @@ def test_the_text_ends_before_the_first_stop_string(stops: list[str], text: str,
     assert not any(stop in out for stop in stops if stop)
 
 
-def test_only_what_may_become_a_stop_string_is_held() -> None:
+def test_stop_strings_hold_back_only_a_possible_beginning() -> None:
     stops = StopStrings(["<|end|>", "\n\nUser:"])
     assert [stops.feed(text) for text in ("a<", "b", "<|en", "x<|end", "|>y", "z")] == ["a", "<b", "", "<|enx", "", ""]
     assert stops.found and stops.end() == ""
@@ -230,7 +232,7 @@ def test_only_what_may_become_a_stop_string_is_held() -> None:
     assert none.feed("abc") == "abc" and (none.n_held, none.end()) == (0, "")
 
 
-def test_many_stop_strings_take_no_longer_than_they_must() -> None:
+def test_stop_strings_filter_a_thousand_strings_fast() -> None:
     begin = time.process_time()
     stops = StopStrings(f"stop number {n}" for n in range(1000))
     for _ in range(1000):

@@ -1,4 +1,4 @@
-"""The cost model of placements against published figures, and the choice between them."""
+"""Tests the cost model of placements against published figures, and the choice of a placement."""
 
 from dataclasses import replace
 from typing import Any
@@ -34,7 +34,7 @@ RTX_3070 = Speeds.supposed(448e9, Link(24e9), 38e9)  # x16 beside DDR4
         (504e9, 24e9, 55e9, 0.55, 0.95, 67, 99),  # 4070, DDR5
     ],
 )
-def test_predictions_for_qwen3_30b(
+def test_cost_model_predicts_published_speeds_of_qwen3_30b(
     memory: float, link: float, cpu: float, share: float, hit_rate: float, layers: float, slots: float
 ) -> None:
     speeds, n_whole = Speeds.supposed(memory, Link(link), cpu), int(share * 48)  # whole layers only, and rounded speeds
@@ -43,7 +43,7 @@ def test_predictions_for_qwen3_30b(
 
 
 @pytest.mark.parametrize(("share", "slots"), [(0.16, 4), (0.33, 6), (0.80, 18)])
-def test_large_experts_go_in_whole_layers(share: float, slots: float) -> None:
+def test_cost_model_prefers_whole_layers_for_large_experts(share: float, slots: float) -> None:
     n_whole = int(share * 32)
     with_slots, with_layers = (
         slots_s(MIXTRAL, RTX_3070, share + 0.04),
@@ -53,7 +53,7 @@ def test_large_experts_go_in_whole_layers(share: float, slots: float) -> None:
     assert with_layers < with_slots
 
 
-def test_what_neither_memory_holds_is_read_from_the_disk() -> None:
+def test_cost_model_adds_disk_time_for_bytes_outside_memory() -> None:
     for seconds in (
         lambda share: cpu_s(QWEN3_30B, RTX_3070, share),
         lambda share: layers_s(QWEN3_30B, RTX_3070, 24, 0.5, share),
@@ -62,7 +62,7 @@ def test_what_neither_memory_holds_is_read_from_the_disk() -> None:
         assert seconds(0.1) - seconds(0.0) == pytest.approx(0.1 * QWEN3_30B.token_bytes / 1e9)
 
 
-def test_misses_of_a_layer_cost_a_latency_once_and_stops_and_nodes_cost_time() -> None:
+def test_cost_model_adds_one_latency_per_missing_layer_and_time_per_node() -> None:
     late = replace(RTX_3070, copies=Link(24e9, 1e-3))
     extra_s = slots_s(QWEN3_30B, late, 0.86) - slots_s(QWEN3_30B, RTX_3070, 0.86)
     assert extra_s == pytest.approx(48 * (1 - 0.86**8) * 1e-3)
@@ -99,7 +99,7 @@ def by_kind(found: Plan) -> dict[str, Placement]:
     return {placement.kind: placement for placement in found.placement.placements}
 
 
-def test_the_fastest_placement_is_taken_and_the_reason_names_figures_and_source(layout: ExpertLayout) -> None:
+def test_plan_takes_the_fastest_placement_and_states_figures_and_source(layout: ExpertLayout) -> None:
     slow_cpu, slow_link = replace(RTX_3070, cpu_bytes_per_s=1e6), replace(RTX_3070, copies=Link(1e6))
     for speeds, kind in ((slow_cpu, "slots"), (slow_link, "layers")):
         found = planned(layout, 0.5, speeds)
@@ -113,14 +113,12 @@ def test_the_fastest_placement_is_taken_and_the_reason_names_figures_and_source(
 
 
 @pytest.mark.parametrize("choice", ["layers", "slots"])
-def test_a_forced_placement_is_taken(layout: ExpertLayout, choice: Any) -> None:
+def test_plan_takes_a_forced_placement(layout: ExpertLayout, choice: Any) -> None:
     found = planned(layout, 0.5, placement=choice).placement
     assert found is not None and found.chosen.kind == choice
 
 
-def test_when_everything_fits_only_the_cpu_remains_and_without_speeds_nothing_is_predicted(
-    layout: ExpertLayout,
-) -> None:
+def test_plan_of_a_resident_model_compares_only_the_cpu(layout: ExpertLayout) -> None:
     found = planned(layout, 1.1)
     assert found.resident and set(by_kind(found)) == {"resident", "cpu"}
     assert found.placement is not None and "every expert fits" in found.placement.reason
@@ -129,7 +127,7 @@ def test_when_everything_fits_only_the_cpu_remains_and_without_speeds_nothing_is
     assert found.on_device and found.placement is None
 
 
-def test_a_device_below_a_tokens_experts_or_dense_weights_is_used_for_what_fits(layout: ExpertLayout) -> None:
+def test_plan_uses_a_small_device_for_the_parts_that_fit(layout: ExpertLayout) -> None:
     found = planned(layout, 0.5, vram_cache=(parse_expert_cache(slot_bytes(layout)),))
     assert set(by_kind(found)) == {"layers", "cpu"}
     assert (by_kind(found)["layers"].n_layers, str(by_kind(found)["layers"])) == (0, "no whole layer")
@@ -147,7 +145,7 @@ def test_less_ram_makes_every_placement_slower(layout: ExpertLayout) -> None:
         assert short.tokens_per_s < 0.8 * enough[kind].tokens_per_s, kind
 
 
-def test_whole_layers_are_counted_by_their_own_bytes_from_the_last(layout: ExpertLayout) -> None:
+def test_plan_layers_fills_whole_layers_from_the_last_by_their_own_bytes(layout: ExpertLayout) -> None:
     last = layout.layers[-1]
     larger = replace(last, matrices=tuple(replace(m, expert_bytes=2 * m.expert_bytes) for m in last.matrices))
     own_bytes = last.n_expert * last.expert_bytes
@@ -163,7 +161,7 @@ def test_whole_layers_are_counted_by_their_own_bytes_from_the_last(layout: Exper
         assert (found.whole_layers, found.n_slots) == (whole, sum(x.n_expert for x in of.layers if x.il not in whole))
 
 
-def test_hit_curves() -> None:
+def test_published_curve_interpolates_and_falls_back_to_the_middle_curve() -> None:
     curve = published_curve(128, 8)
     assert curve.at(0) == 0 and curve.at(1) == curve.at(2) == 1
     assert curve.at(0.18) == pytest.approx(0.706)
@@ -172,7 +170,7 @@ def test_hit_curves() -> None:
     assert unknown.at(0.25) <= curve.at(0.25)
 
 
-def test_of_several_turns_of_measuring_each_figure_is_the_best() -> None:
+def test_best_of_takes_the_best_value_of_each_figure() -> None:
     first = abi.Speeds(cpu_bytes_per_ns=2, cpu_op_ns=5, device_bytes_per_ns=9, copy_bytes_per_ns=1, copy_ns=10)
     second = abi.Speeds(cpu_bytes_per_ns=3, cpu_op_ns=6, device_bytes_per_ns=8, copy_bytes_per_ns=2, copy_ns=70)
     few, many = (best_of([first, second], n_bytes) for n_bytes in (50, 200))
@@ -182,7 +180,7 @@ def test_of_several_turns_of_measuring_each_figure_is_the_best() -> None:
 
 
 @pytest.mark.parametrize("speeds", [(0, 1, 1), (1, 0, 1), (1, 1, -1)])
-def test_speeds_and_placements_that_cannot_be_are_refused(speeds: tuple[float, float, float]) -> None:
+def test_speeds_reject_zero_and_load_spec_rejects_unknown_placements(speeds: tuple[float, float, float]) -> None:
     with pytest.raises(OptionError, match="above zero"):
         Speeds.supposed(speeds[0], Link(speeds[1]), speeds[2])
     with pytest.raises(OptionError, match="auto, layers, slots, cpu"):

@@ -1,4 +1,4 @@
-"""Plans: slot sizes by hand, minimum and maximum budgets, free memory, and the reasons given."""
+"""Tests plans: slot sizes computed by hand, minimum and maximum budgets, free memory, and stated reasons."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +46,7 @@ def plan(
     return make_plan(layout, Machine(memory), spec)
 
 
-def test_strides_are_whole_blocks_of_every_type(tmp_path: Path) -> None:
+def test_slot_strides_are_whole_blocks_of_every_type(tmp_path: Path) -> None:
     mixed = moe(n_embd=256, n_ff=512, types=(Q4_K_T, Q4_K_T, Q6_K_T))
     mixed.tensors = [
         build.Tensor(t.name, t.shape, Q4_K_T) if t.name == "blk.1.ffn_down_exps.weight" else t for t in mixed.tensors
@@ -61,7 +61,7 @@ def test_strides_are_whole_blocks_of_every_type(tmp_path: Path) -> None:
         assert strides[matrix.kind] >= matrix.expert_bytes
 
 
-def test_everything_fits_and_the_reason_counts_what_the_plan_counts(layout: ExpertLayout) -> None:
+def test_plan_with_enough_memory_gives_every_expert_a_slot(layout: ExpertLayout) -> None:
     for budget in ("auto", "100%", "1GiB"):
         p = plan(layout, budget)
         assert p.n_slots == 96 and p.resident and p.n_ubatch == 512 and not p.warnings
@@ -76,7 +76,7 @@ def test_everything_fits_and_the_reason_counts_what_the_plan_counts(layout: Expe
 
 
 @pytest.mark.parametrize(("slots", "n_ubatch"), [(4, 1), (7, 1), (8, 2), (15, 3), (16, 512), (17, 512)])
-def test_pools_that_cannot_stream_read_prompts_in_small_steps(layout: ExpertLayout, slots: int, n_ubatch: int) -> None:
+def test_plan_without_streaming_limits_n_ubatch_to_the_slots(layout: ExpertLayout, slots: int, n_ubatch: int) -> None:
     p = plan(layout, slots * slot_bytes(layout), streams=False)
     assert p.n_ubatch == n_ubatch and not p.streams
     assert any("at a time instead of 512" in reason for reason in p.reasons) == (n_ubatch < 512)
@@ -84,11 +84,11 @@ def test_pools_that_cannot_stream_read_prompts_in_small_steps(layout: ExpertLayo
 
 
 def long_context(layout: ExpertLayout, budget: str = "25%", **options: Any) -> Plan:
-    """A plan with fused attention and a context of 8,192 tokens."""
+    """Returns a plan with fused attention and a context of 8,192 tokens."""
     return plan(layout, budget, **{"n_ctx": 8192, "n_batch": None, "flash_attn": None, **options})
 
 
-def test_prompts_are_read_in_longer_passes_where_experts_have_no_slot(layout: ExpertLayout) -> None:
+def test_plan_uses_longer_passes_if_experts_have_no_slot(layout: ExpertLayout) -> None:
     p = long_context(layout)
     assert 512 < p.n_ubatch <= 4096 and p.n_batch == p.n_ubatch
     assert any(f"{p.n_ubatch} tokens at a time instead of 512: a long prompt" in reason for reason in p.reasons)
@@ -105,7 +105,7 @@ def test_prompts_are_read_in_longer_passes_where_experts_have_no_slot(layout: Ex
     ],
     ids=str,
 )
-def test_passes_have_512_tokens_where_longer_ones_save_nothing_or_are_not_allowed_and_the_reason_is_stated(
+def test_plan_keeps_512_tokens_per_pass_and_states_the_reason(
     layout: ExpertLayout, options: dict[str, Any], why: str
 ) -> None:
     p = long_context(layout, **options)
@@ -114,7 +114,7 @@ def test_passes_have_512_tokens_where_longer_ones_save_nothing_or_are_not_allowe
     assert why in reason
 
 
-def test_a_longer_pass_leaves_the_margin_of_the_memory_free(layout: ExpertLayout) -> None:
+def test_plan_uses_no_longer_pass_that_exceeds_the_memory_margin(layout: ExpertLayout) -> None:
     needs = Sizes(8192, flash_attn=True).needs(layout, 512)
     free = needs.total_bytes(48) + 48 * slot_bytes(layout)
     p = long_context(layout, memory=Memory(64 * GIB, free, "x"))
@@ -122,7 +122,7 @@ def test_a_longer_pass_leaves_the_margin_of_the_memory_free(layout: ExpertLayout
     assert any("a longer one does not fit into the free memory" in reason for reason in p.reasons)
 
 
-def test_logits_take_memory_for_few_tokens_of_a_pass_or_for_all(layout: ExpertLayout) -> None:
+def test_plan_counts_logits_for_64_tokens_or_for_all_of_a_pass(layout: ExpertLayout) -> None:
     large = replace(layout, n_vocab=262_144)
     few, every = Sizes(512).needs(large, 512), Sizes(512, logits_all=True).needs(large, 512)
     assert every.compute_bytes - few.compute_bytes == 4 * large.n_vocab * (512 - 64)
@@ -131,7 +131,7 @@ def test_logits_take_memory_for_few_tokens_of_a_pass_or_for_all(layout: ExpertLa
     assert 4 * large.n_vocab * logits_tokens(large, 1) == 64 << 20
 
 
-def test_dense_model_has_a_plan(tmp_path: Path) -> None:
+def test_plan_of_a_dense_model_has_no_slots(tmp_path: Path) -> None:
     g = moe("llama", skip_kv=("expert_count", "expert_used_count"))
     g.tensors = [t for t in g.tensors if "exps" not in str(t.name)]
     p = plan(read_layout(g.write(tmp_path / "m.gguf")), "auto", Memory(GIB, 0, "x"))
@@ -145,7 +145,7 @@ def test_dense_model_has_a_plan(tmp_path: Path) -> None:
     mode=st.sampled_from(["auto", "bytes", "fraction"]), n_bytes=st.integers(1, 1 << 22), percent=st.integers(1, 100),
     free=st.one_of(st.integers(0, 1 << 33), st.integers(1 << 26, 1 << 29)), n_ubatch=st.integers(1, 4096),
 )  # fmt: skip
-def test_any_plan_keeps_its_promises(
+def test_any_plan_keeps_its_budget_and_minimum(
     layout: ExpertLayout, mode: Any, n_bytes: int, percent: int, free: int, n_ubatch: int
 ) -> None:
     size = slot_bytes(layout)
@@ -177,7 +177,7 @@ def test_any_plan_keeps_its_promises(
         assert left < size + Sizes(4096).needs(layout, n_ubatch).slot_work_bytes, "no memory is left unused"
 
 
-def test_kv_cache_and_recurrent_state_by_hand(tmp_path: Path) -> None:
+def test_kv_bytes_equals_sizes_computed_by_hand(tmp_path: Path) -> None:
     plain = layout_of(tmp_path, n_layer=2, n_embd=64, n_head=4)
     assert kv_bytes(plain, 256) == 256 * 2 * (64 + 64) * 2
     assert kv_bytes(plain, 257) == 512 * 2 * (64 + 64) * 2
@@ -194,7 +194,7 @@ def test_kv_cache_and_recurrent_state_by_hand(tmp_path: Path) -> None:
     assert kv_bytes(read_layout(latent.write(tmp_path / "m.gguf")), 256) == 256 * 2 * 40 * 2
 
 
-def test_a_recurrent_layer_has_a_state_and_snapshots_for_each_sequence_in_place_of_a_kv_cache(tmp_path: Path) -> None:
+def test_kv_bytes_counts_states_and_snapshots_of_recurrent_layers(tmp_path: Path) -> None:
     g = moe("qwen35moe", n_layer=4)
     for key, value in {"inner_size": 128, "state_size": 16, "conv_kernel": 4, "group_count": 1}.items():
         g.add(f"qwen35moe.ssm.{key}", U32, value)
@@ -210,7 +210,7 @@ def test_a_recurrent_layer_has_a_state_and_snapshots_for_each_sequence_in_place_
     ("free", "n_seq_max", "draft", "n_rs_seq"),
     [("1GiB", 1, "ngram", 8), ("1GiB", 1, "off", 0), ("1MiB", 1, "ngram", 4), ("1MiB", 8, "ngram", 0)],
 )
-def test_snapshots_are_planned_for_drafts_where_they_leave_most_memory_to_experts(
+def test_choose_context_plans_snapshots_for_drafts_if_memory_allows(
     tmp_path: Path, free: str, n_seq_max: int, draft: str, n_rs_seq: int
 ) -> None:
     g = moe("qwen35moe", n_layer=4).add("qwen35moe.ssm.inner_size", U32, 64).add("qwen35moe.ssm.state_size", U32, 16)
@@ -223,7 +223,7 @@ def test_snapshots_are_planned_for_drafts_where_they_leave_most_memory_to_expert
     assert any(expected in reason for reason in sizes.reasons) == (draft != "off")
 
 
-def test_compute_grows_with_batch_and_context_and_more_slots_and_larger_passes_pay(layout: ExpertLayout) -> None:
+def test_pass_bytes_grow_with_batch_and_context_and_cost_falls_with_slots(layout: ExpertLayout) -> None:
     assert pass_bytes(layout, 4096, 512) > pass_bytes(layout, 4096, 64) > pass_bytes(layout, 512, 64)
     assert pass_bytes(layout, 1 << 16, 512, flash_attn=True) < pass_bytes(layout, 1 << 16, 512)
     assert pass_bytes(layout, 256, 512) >= 512 * layout.n_vocab * 4
@@ -233,7 +233,7 @@ def test_compute_grows_with_batch_and_context_and_more_slots_and_larger_passes_p
     assert best_fit(layout, [(40, 64), (41, 63)]) == (40, 64), "about equal: the larger pass"
 
 
-def test_batch_and_slots_are_chosen_together(layout: ExpertLayout) -> None:
+def test_plan_chooses_batch_and_slots_together(layout: ExpertLayout) -> None:
     """Buffers for 512 tokens leave too little room for a layer's experts. A smaller pass leaves enough room."""
     size = slot_bytes(layout)
     large, small = Sizes(4096).needs(layout, 512), Sizes(4096).needs(layout, 64)
@@ -248,7 +248,7 @@ def test_batch_and_slots_are_chosen_together(layout: ExpertLayout) -> None:
     assert plan(layout, "auto", Memory(64 * GIB, free, "x")).n_ubatch < 512
 
 
-def test_a_given_batch_stays_and_a_given_budget_gets_the_largest_pass_that_fits_beside_it(layout: ExpertLayout) -> None:
+def test_plan_keeps_a_given_n_ubatch_and_fits_the_pass_to_a_given_budget(layout: ExpertLayout) -> None:
     size, needs = slot_bytes(layout), Sizes(4096).needs(layout, 256)
     memory = Memory(64 * GIB, needs.total_bytes(0) + MARGIN_BYTES + 20 * (size + needs.slot_work_bytes), "x")
     assert plan(layout, "auto", memory, n_ubatch=256).n_ubatch == 256
@@ -264,7 +264,7 @@ def trained_on(layout: ExpertLayout, n_ctx: int) -> ExpertLayout:
     return replace(layout, hparams=replace(layout.hparams, n_ctx_train=n_ctx))
 
 
-def test_the_context_is_the_largest_in_a_tenth_of_the_free_memory(layout: ExpertLayout) -> None:
+def test_auto_context_is_the_largest_in_a_tenth_of_the_free_memory(layout: ExpertLayout) -> None:
     long = trained_on(layout, 131072)
     chosen = {free: plan(long, "auto", Memory(64 * GIB, free, "x"), n_ctx=None) for free in (GIB, 4 * GIB, 60 * GIB)}
     sizes = [p.n_ctx for p in chosen.values()]
@@ -277,7 +277,7 @@ def test_the_context_is_the_largest_in_a_tenth_of_the_free_memory(layout: Expert
     assert plan(long, "auto", n_ctx=300).n_ctx == 512
 
 
-def test_a_context_beside_a_named_budget_takes_a_quarter_of_it_at_most(layout: ExpertLayout) -> None:
+def test_auto_context_takes_at_most_a_quarter_of_a_given_budget(layout: ExpertLayout) -> None:
     long = trained_on(layout, 131072)
     for budget in (16 * slot_bytes(long), 64 * slot_bytes(long)):
         p = plan(long, f"{budget}", n_ctx=None)
@@ -285,7 +285,7 @@ def test_a_context_beside_a_named_budget_takes_a_quarter_of_it_at_most(layout: E
         assert p.n_ctx < plan(long, "auto", n_ctx=None).n_ctx
 
 
-def test_a_context_leaves_room_for_a_given_budget_and_little_memory_goes_to_experts_first(layout: ExpertLayout) -> None:
+def test_auto_context_leaves_room_for_a_given_budget_and_for_experts(layout: ExpertLayout) -> None:
     long = trained_on(layout, 131072)
     free = Sizes(1024).needs(long, 1).total_bytes(96) + 96 * slot_bytes(long) + MARGIN_BYTES
     p = plan(long, "100%", Memory(64 * GIB, free, "x"), n_ctx=None)
@@ -295,9 +295,7 @@ def test_a_context_leaves_room_for_a_given_budget_and_little_memory_goes_to_expe
     assert 512 <= p.n_ctx < 4096 and p.n_slots >= layout.n_expert
 
 
-def test_the_range_is_what_was_published_with_its_sources_or_what_was_measured_below_belady(
-    layout: ExpertLayout,
-) -> None:
+def test_range_at_returns_published_rates_or_measured_ones_below_belady(layout: ExpertLayout) -> None:
     known = HitRates(layout)
     ranges = [known.range_at(n) for n in range(24, 97)]
     for n, found in zip(range(24, 96), ranges, strict=False):
@@ -316,14 +314,14 @@ def test_the_range_is_what_was_published_with_its_sources_or_what_was_measured_b
     assert "not measured" in HitRates(layout, replace(measured, ranges={})).range_at(48).basis
 
 
-def test_what_was_published_for_a_shape_comes_before_others(tmp_path: Path) -> None:
+def test_expect_prefers_rates_published_for_the_models_shape(tmp_path: Path) -> None:
     found = HitRates(layout_of(tmp_path, n_layer=2, n_expert=128, n_used=8)).expect(64)
     assert "of its shape: Qwen3-30B-A3B (kekzl/imp#1359)" in found.basis
     curve = next(curve for curve in PUBLISHED if curve.n_expert == 128)
     assert found.hit_low == found.hit_high == interpolate(curve.rates, 0.25)
 
 
-def test_a_prompt_takes_the_longer_of_reading_and_computing_and_longer_passes_read_less(layout: ExpertLayout) -> None:
+def test_prompt_speed_is_limited_by_reading_or_computing(layout: ExpertLayout) -> None:
     def speed(disk_bytes_per_s: float, read: float, n_ubatch: int = 512, n_prompt: int = 512) -> float:
         model, speeds = ModelBytes.of(layout), Speeds.of_cpu(10e9, disk_bytes_per_s)
         return prompt_tokens_per_s(layout, model, speeds, n_ubatch, 1.0, True, read=read, n_prompt=n_prompt)
@@ -333,7 +331,7 @@ def test_a_prompt_takes_the_longer_of_reading_and_computing_and_longer_passes_re
     assert speed(1e3, 0.5, n_ubatch=2048, n_prompt=4096) > 3.9 * speed(1e3, 0.5, n_ubatch=512, n_prompt=4096)
 
 
-def test_expectations(layout: ExpertLayout) -> None:
+def test_expect_returns_missed_bytes_and_a_range_of_speeds(layout: ExpertLayout) -> None:
     e = HitRates(layout).expect(48, Speeds.of_cpu(10e9, 1e9))
     assert e.missed_bytes_high == round(layout.token_cycle_bytes * (1 - e.hit_low)) >= e.missed_bytes_low
     assert e.tokens_per_s_low is not None and e.tokens_per_s_high is not None
@@ -347,7 +345,9 @@ def test_expectations(layout: ExpertLayout) -> None:
 
 @given(free_mib=st.integers(1, 1 << 14), n_ctx=st.sampled_from([256, 1024, 8192]), n_seq=st.integers(1, 64))
 @settings(max_examples=50)
-def test_sequences_share_what_a_context_may_take(layout: ExpertLayout, free_mib: int, n_ctx: int, n_seq: int) -> None:
+def test_choose_context_divides_kv_tokens_among_sequences(
+    layout: ExpertLayout, free_mib: int, n_ctx: int, n_seq: int
+) -> None:
     def chosen(mib: int) -> int:
         return choose_context(layout, Sizes(n_ctx, n_seq_max=n_seq), mib * MIB).kv_tokens or 0
 

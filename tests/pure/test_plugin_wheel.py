@@ -1,4 +1,4 @@
-"""Wheels with one of ggml's GPU backends: their needs, where they look for them, their files."""
+"""Tests wheels with one of ggml's GPU backends: their requirements, library paths and files."""
 
 import shutil
 import subprocess
@@ -21,7 +21,7 @@ Toolkit = Callable[[int], None]
 
 @pytest.fixture
 def toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toolkit:
-    """Makes an nvcc of a version the one that is found, in a toolkit that has cublas."""
+    """Returns a function that installs a fake nvcc of a version, in a toolkit with cublas."""
 
     def make(version: int) -> None:
         compiler = tmp_path / "cuda/bin/nvcc"
@@ -46,7 +46,7 @@ def toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toolkit:
         ),
     ],
 )
-def test_a_cuda_wheel_needs_the_libraries_of_its_version(
+def test_cuda_wheel_requires_the_libraries_of_its_version(
     toolkit: Toolkit, version: int, requirements: list[str], rpaths: list[str]
 ) -> None:
     toolkit(version)
@@ -57,13 +57,13 @@ def test_a_cuda_wheel_needs_the_libraries_of_its_version(
     assert made.backend.name == f"plugin-cuda{version}" and made.backend.target == "ggml-cuda"
 
 
-def test_another_nvcc_is_refused_with_both_versions(toolkit: Toolkit) -> None:
+def test_cuda_plugin_rejects_an_nvcc_of_another_version(toolkit: Toolkit) -> None:
     toolkit(13)
     with pytest.raises(ValueError, match=r"an nvcc of CUDA 12, but .*/nvcc is of CUDA 13; name another one"):
         plugin.cuda_plugin(12, "90")
 
 
-def test_each_extra_is_the_wheel_of_this_version() -> None:
+def test_extras_name_the_wheels_of_this_version() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     named = {"cuda": "cuda13", "cuda12": "cuda12", "vulkan": "vulkan"}
     for extra, name in named.items():
@@ -73,7 +73,7 @@ def test_each_extra_is_the_wheel_of_this_version() -> None:
 @pytest.mark.skipif(
     not all(map(shutil.which, ("auditwheel", "patchelf", "wheel", "strip", "c++"))), reason="`make wheel` installs them"
 )
-def test_the_wheel_holds_one_library_that_finds_the_runtime_and_names_what_it_was_built_from(
+def test_make_wheel_packs_one_library_with_its_rpath_and_pin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, toolkit: Toolkit
 ) -> None:
     toolkit(13)

@@ -50,7 +50,7 @@ def victim(policy: Policy, residents: Sequence[Expert], used: Sequence[int]) -> 
 A, B, C = (1, 0), (1, 1), (1, 2)
 
 
-def test_lfu_evicts_the_least_frequently_used_and_static_never_changes() -> None:
+def test_lfu_evicts_the_least_frequent_expert_and_static_never_changes() -> None:
     assert victim(Lfu(), [A, B, C], [0, 1, 0, 1, 2]) == C
     assert victim(Lfu(), [A, B], [0, 1, 0, 1]) == A  # equally often: the older one
     profile = np.array([[0.1, 0.5, 0.4, 0], [0.2, 0.3, 0.1, 0.4]], np.float32)
@@ -58,14 +58,14 @@ def test_lfu_evicts_the_least_frequently_used_and_static_never_changes() -> None
 
 
 @pytest.mark.parametrize("name", ["lru", "lfu-decay", "next-use", "locality"])
-def test_native_policies_are_names_that_the_store_carries_out(name: str) -> None:
+def test_make_policy_returns_native_policies_by_name(name: str) -> None:
     policy = make_policy(name, TWO, Artifacts(None))
     assert isinstance(policy, NativePolicy) and not isinstance(policy, Policy)
     assert name_of(policy) == name
     assert policy.takes_forecast == (name in ("next-use", "locality"))
 
 
-def test_names_and_what_is_missing() -> None:
+def test_make_policy_rejects_unknown_names_and_missing_artifacts() -> None:
     for name in OWN_POLICIES.keys() - {"static"}:
         assert name_of(make_policy(name, TWO, Artifacts(None))) == name
     with pytest.raises(OptionError, match="'static' needs"):
@@ -85,20 +85,20 @@ def test_names_and_what_is_missing() -> None:
         ("ram=auto,vram=lru", "lru", "auto", "lru"),
     ],
 )
-def test_each_tier_has_its_own_policy(text: str, vram: str, ram: str, below: str) -> None:
+def test_policy_text_sets_a_policy_for_each_tier(text: str, vram: str, ram: str, below: str) -> None:
     assert ControllerOptions(policy=text).policy == text
     assert (device_policy(text, "vram"), device_policy(text, "ram"), ram_policy(text)) == (vram, ram, below)
 
 
 @pytest.mark.parametrize("text", ["vram=", "gpu=lru", "vram=lru,vram=slru", "vram=lru,slru", "=lru", "vram=lru,"])
-def test_texts_that_name_no_policy_of_a_tier_are_refused(text: str) -> None:
+def test_parse_policies_rejects_malformed_texts(text: str) -> None:
     with pytest.raises(OptionError, match=r"vram=NAME,ram=NAME|there is no policy"):
         parse_policies(text)
     with pytest.raises(OptionError):
         ControllerOptions(policy=text)
 
 
-def test_unknown_policies_and_those_that_ram_cannot_have_are_refused_and_the_environment_may_name_one() -> None:
+def test_check_policy_rejects_unknown_names_and_ram_rejects_device_policies() -> None:
     with pytest.raises(OptionError, match="there is no policy 'none'; known are auto, lru"):
         check_policy("none")
     with pytest.raises(OptionError, match="no policy 'best'"):
@@ -111,13 +111,13 @@ def test_unknown_policies_and_those_that_ram_cannot_have_are_refused_and_the_env
     assert read_load_keywords(environ=variables)["policy"] == "vram=lru,ram=slru"
 
 
-def test_a_strategy_is_found_by_its_name() -> None:
+def test_find_strategy_resolves_names_and_rejects_unknown_ones() -> None:
     assert find_strategy("") is find_strategy("moegguf")
     with pytest.raises(OptionError, match="no strategy 'promo'; known are none, lru, moe-infinity"):
         find_strategy("promo")
 
 
-def test_parts_named_by_themselves_replace_the_systems() -> None:
+def test_strategy_parts_are_replaced_by_explicit_options() -> None:
     promoe = STRATEGIES["promoe"]
     assert promoe.parts("auto", None, None) == ("lru", "mlp", promoe.prefetch)
     assert promoe.parts("next-use", None, False) == ("next-use", "mlp", False)

@@ -44,7 +44,7 @@ TOKENS = replace(
 )
 
 
-def test_popularity_and_affinity_are_shares_of_choices_and_of_pairs() -> None:
+def test_popularity_and_affinity_equal_shares_counted_by_hand() -> None:
     popularity = count_popularity(PAIRS)
     assert popularity == pytest.approx(np.array([[3, 2, 1], [1, 2, 1]]) / [[6], [4]])
     # 0 was followed by {0, 1} and {1, 2}; 1 by {0, 1}; 2 by {1, 2}.
@@ -56,7 +56,7 @@ def test_popularity_and_affinity_are_shares_of_choices_and_of_pairs() -> None:
     assert count_affinity(trace, popularity)[0, 2] == pytest.approx(popularity[1])
 
 
-def test_a_table_is_bounded_and_its_counts_never_overflow() -> None:
+def test_count_tokens_limits_the_table_and_saturates_its_counts() -> None:
     assert count_tokens(TOKENS).arrays["tokens"].tolist() == [3, 5]
     assert count_tokens(TOKENS, most_tokens=1).arrays["tokens"].tolist() == [3]
     ids = np.tile(np.array([0, 1], np.int16), (2, MAX_COUNT + 2, 1))
@@ -65,7 +65,7 @@ def test_a_table_is_bounded_and_its_counts_never_overflow() -> None:
 
 
 @pytest.mark.parametrize("tokens", [[1, 1], [-1, 2], [0, 6]])
-def test_a_damaged_table_and_statistics_of_another_shape_are_refused(tokens: list[int]) -> None:
+def test_token_table_and_affinity_reject_damaged_arrays_and_other_shapes(tokens: list[int]) -> None:
     weights = count_tokens(TOKENS)
     with pytest.raises(ValueError, match="different token ids"):
         token_table(FOUR, Weights({**weights.arrays, "tokens": np.array(tokens, np.int32)}))
@@ -78,7 +78,7 @@ POPULARITY = np.arange(12, dtype=np.float32).reshape(3, 4) / 12
 AFFINITY = np.arange(32, dtype=np.float32).reshape(2, 4, 4) / 32
 
 
-def test_the_state_is_history_popularity_and_the_rows_of_the_experts_chosen() -> None:
+def test_states_contain_history_popularity_and_affinity_rows() -> None:
     ids = np.array([[[3, 0], [1, 2], [0, 0]]] * 2)
     both = states(POPULARITY, AFFINITY, ids, np.array([1, 2]))
     assert both.shape == (2, state_size(SPARSE))
@@ -91,7 +91,7 @@ def test_the_state_is_history_popularity_and_the_rows_of_the_experts_chosen() ->
     assert state[8:] == pytest.approx(np.concatenate([AFFINITY[1, 1], AFFINITY[1, 2]]))
 
 
-def test_an_expert_mlp_that_does_not_fit_is_refused() -> None:
+def test_expert_mlp_rejects_wrong_sizes() -> None:
     sizes = [state_size(SPARSE), *[8] * 6, SPARSE.n_expert]
     arrays = {"popularity": POPULARITY, "affinity": AFFINITY}
     for i, (n_in, n_out) in enumerate(pairwise(sizes)):
@@ -118,7 +118,7 @@ def windows_of(windows: list[int]) -> Weights:
     return Weights(arrays, {"windows": windows, "n_hidden": 2})
 
 
-def test_windows_fall_back_to_the_first_layer_and_those_that_do_not_fit_are_refused() -> None:
+def test_window_pairs_fall_back_to_the_first_layer_and_mlp_rejects_bad_windows() -> None:
     assert window_pairs(FIVE, [1]) == [(1, 2), (2, 3), (3, 4)]
     assert window_pairs(FIVE, [2]) == [(1, 2), (1, 3), (2, 4)]
     assert window_pairs(FIVE, [1, 8]) == [(1, 2), (1, 3), (1, 4), (2, 3), (3, 4)]
@@ -134,7 +134,7 @@ def test_windows_fall_back_to_the_first_layer_and_those_that_do_not_fit_are_refu
         mlp(FIVE, Weights(good.arrays, {"windows": [2], "n_hidden": 2}))
 
 
-def test_signed_bytes_keep_the_product_within_their_rounding() -> None:
+def test_quantized_matrix_keeps_the_product_within_rounding() -> None:
     rng = np.random.default_rng(0)
     weights, x = rng.standard_normal((60, 2048)).astype(np.float32), rng.standard_normal(2048).astype(np.float32)
     matrix = QuantizedMatrix(weights)
@@ -164,7 +164,7 @@ SIZES: dict[str, tuple[int, ...]] = {
 
 
 @pytest.mark.parametrize("name", sorted(SIZES))
-def test_an_array_that_is_missing_misshapen_or_not_finite_is_refused(name: str) -> None:
+def test_routing_path_rejects_missing_misshapen_and_infinite_arrays(name: str) -> None:
     arrays = {name: np.ones(size, np.float32) for name, size in SIZES.items()}
     routing_path(PATH_SHAPE, Weights(arrays))
     with pytest.raises(ValueError, match=r"must|holds"):
@@ -203,7 +203,7 @@ def refused(path: Path, why: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.float16])
-def test_what_was_saved_comes_back_as_float32_without_a_warning(path: Path, kind: type) -> None:
+def test_saved_weights_are_loaded_as_float32_without_a_warning(path: Path, kind: type) -> None:
     weights_file.save(path, "popularity", "abc", SAVED_SHAPE, Weights({"table": TABLE.astype(kind)}, {"passes": 7}))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -213,7 +213,7 @@ def test_what_was_saved_comes_back_as_float32_without_a_warning(path: Path, kind
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
-def test_every_flipped_bit_and_every_cut_is_noticed(path: Path) -> None:
+def test_load_rejects_flipped_bits_and_cut_files(path: Path) -> None:
     refused(path.with_name("none"), "No such file")
     good = path.read_bytes()
     for at in range(0, len(good), 3):
@@ -224,7 +224,7 @@ def test_every_flipped_bit_and_every_cut_is_noticed(path: Path) -> None:
         refused(path, "is not used")
 
 
-def test_another_model_shape_predictor_or_version_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_rejects_another_model_shape_predictor_or_version(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, fingerprint, shape in (
         ("affinity", "abc", SAVED_SHAPE),
         ("popularity", "abd", SAVED_SHAPE),
@@ -237,13 +237,13 @@ def test_another_model_shape_predictor_or_version_is_refused(path: Path, monkeyp
     refused(path, "its version must be 2, but is 1")
 
 
-def test_arrays_that_do_not_fit_are_refused(path: Path) -> None:
+def test_load_rejects_arrays_of_another_shape(path: Path) -> None:
     weights_file.save(path, "popularity", "abc", SAVED_SHAPE, Weights({"table": TABLE[:2]}))
     refused(path, "must have the shape")
 
 
 class Payload:
-    """Would write a file if anything unpickled it."""
+    """An object that writes a file when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -252,7 +252,7 @@ class Payload:
         return Path.touch, (self.mark,)
 
 
-def test_pickles_and_foreign_files_are_never_executed(path: Path) -> None:
+def test_load_never_executes_pickles_or_foreign_files(path: Path) -> None:
     mark = path.with_name("executed")
     path.write_bytes(pickle.dumps(Payload(mark)))
     refused(path, "is not used")
@@ -266,7 +266,7 @@ def test_pickles_and_foreign_files_are_never_executed(path: Path) -> None:
     refused(path, "checksum")
 
 
-def test_a_failed_save_leaves_the_old_file_and_nothing_else(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_keeps_the_old_file_and_leaves_no_other(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = path.read_bytes()
 
     def full(handle: int) -> None:

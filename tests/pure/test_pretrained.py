@@ -1,4 +1,4 @@
-"""`Llama.from_pretrained`: which files a pattern means, and that they come by the download of `pull`."""
+"""Tests `Llama.from_pretrained`: the files that a pattern selects, and their download by the code of `pull`."""
 
 import os
 from pathlib import Path
@@ -28,7 +28,7 @@ def hub(hub: FakeHub) -> FakeHub:
     [(None, [ONE]), ("*Q4_K_M.gguf", [ONE]), *((each, SHARDS) for each in ("*Q8_0*", SHARDS[0], "Q8_0/*"))],
 )
 @pytest.mark.parametrize("place", ["the hub's cache", "cache_dir", "local_dir"])
-def test_a_pattern_means_all_shards_of_one_model(
+def test_fetch_by_pattern_gets_all_shards_of_one_model(
     hub: FakeHub, tmp_path: Path, filename: str | None, expected: list[str], place: str
 ) -> None:
     options = {"cache_dir": "cache", "local_dir": "local_dir"}
@@ -53,12 +53,14 @@ def test_a_pattern_means_all_shards_of_one_model(
         (ONE, ["*.txt"], r"0 files match '\*\.txt'"),
     ],
 )
-def test_an_unclear_pattern_names_the_models(hub: FakeHub, filename: str, others: list[str], words: str) -> None:
+def test_fetch_by_an_ambiguous_pattern_names_the_models(
+    hub: FakeHub, filename: str, others: list[str], words: str
+) -> None:
     with pytest.raises(ModelNotFoundError, match=words):
         fetch("u/r", filename, others)
 
 
-def test_the_same_file_under_another_name_comes_too(hub: FakeHub, tmp_path: Path) -> None:
+def test_fetch_copies_equal_files_with_different_names(hub: FakeHub, tmp_path: Path) -> None:
     hub.add("u/twins", {"a-Q4_0.gguf": DATA, "b-Q8_0.gguf": DATA})
     assert fetch("u/twins", "a*", ["b*"], local_dir=tmp_path).read_bytes() == DATA
     assert (tmp_path / "b-Q8_0.gguf").read_bytes() == DATA
@@ -68,7 +70,7 @@ def test_the_same_file_under_another_name_comes_too(hub: FakeHub, tmp_path: Path
 
 
 @pytest.mark.parametrize("limit_bytes", [downloads.PLAIN_LIMIT_BYTES, 1 << 20], ids=["plain", "the hub's own storage"])
-def test_a_new_version_replaces_the_file_and_a_deleted_one_comes_again(
+def test_fetch_replaces_an_old_version_and_restores_a_deleted_file(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit_bytes: int
 ) -> None:
     monkeypatch.setattr(downloads, "PLAIN_LIMIT_BYTES", limit_bytes)
@@ -83,7 +85,9 @@ def test_a_new_version_replaces_the_file_and_a_deleted_one_comes_again(
 
 
 @pytest.mark.parametrize("place", ["cache", "local_dir"])
-def test_offline_is_what_was_fetched(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+def test_fetch_offline_returns_fetched_files_and_rejects_others(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
     fetched = fetch("u/r", "*Q4*", **{place: tmp_path / "x"})
     for name, value, words in (("HF_ENDPOINT", "http://127.0.0.1:9", "refused"), ("HF_HUB_OFFLINE", "1", "is set")):
         with monkeypatch.context() as patch:
@@ -94,13 +98,13 @@ def test_offline_is_what_was_fetched(hub: FakeHub, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("content", [DATA, DATA[:-1] + b"?", DATA[:-1]], ids=["same", "another", "cut"])
-def test_a_file_that_was_put_there_is_kept_if_it_is_the_same(hub: FakeHub, tmp_path: Path, content: bytes) -> None:
+def test_fetch_keeps_an_existing_file_only_if_equal(hub: FakeHub, tmp_path: Path, content: bytes) -> None:
     (tmp_path / ONE).write_bytes(content)
     assert fetch("u/r", local_dir=tmp_path).read_bytes() == DATA
     assert hub.gets(ONE) == [""] * (content != DATA)
 
 
-def test_without_links_nothing_is_fetched_again(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fetch_without_symlinks_downloads_once(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(1, "not permitted")
 

@@ -1,4 +1,4 @@
-"""The lint of sentences: which docstrings and comments break a rule, and that packages in order stay so."""
+"""Tests the lint of sentences: docstrings and comments that break a rule, and packages without findings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def rules(words: str, kind: str = "docstring") -> list[str]:
         ("Evicts " + "an expert " * 15 + "of a pool.", "has a sentence of 34 words"),
     ],
 )
-def test_a_sentence_that_breaks_a_rule_is_found(words: str, rule: str) -> None:
+def test_prose_finds_a_sentence_that_breaks_a_rule(words: str, rule: str) -> None:
     assert rules(words) == [rule]
 
 
@@ -38,22 +38,22 @@ def test_a_sentence_that_breaks_a_rule_is_found(words: str, rule: str) -> None:
         "Reads a file.\n\n    python -m tools.prose of which so many words are code and no sentence at all\n",
     ],
 )
-def test_a_plain_sentence_breaks_no_rule(words: str) -> None:
+def test_prose_accepts_a_plain_sentence(words: str) -> None:
     assert rules(words) == []
 
 
-def test_a_class_docstring_that_lists_five_fields_is_found() -> None:
+def test_prose_finds_a_class_docstring_with_five_fields() -> None:
     fields = "A plan. n_slots: slots. n_ctx: tokens. n_batch: tokens. n_ubatch: tokens. seed: a number."
     assert rules(fields, "class") == ["describes more than 4 fields in a paragraph"]
     assert rules(fields, "docstring") == []
 
 
-def test_a_comment_may_open_with_if() -> None:
+def test_prose_allows_a_comment_that_opens_with_if() -> None:
     assert rules("If the file is gone, nothing is left to do.", "comment") == []
     assert rules("of a layer", "comment") == ["opens with 'of'"]
 
 
-def test_comments_on_successive_lines_are_one_text() -> None:
+def test_prose_joins_comments_on_successive_lines() -> None:
     source = "# One sentence that goes\n# over two lines.\nx = 1  # bytes\n"
     assert [text.words for text in prose.python_texts("a.py", source)] == [
         "One sentence that goes\nover two lines.",

@@ -1,4 +1,4 @@
-"""Fetching models from a hub on loopback: names, shards, progress, sharing, stopping and being killed."""
+"""Tests fetching models from a hub on loopback: names, shards, progress, shared downloads, cancelling and kills."""
 
 import errno
 import os
@@ -31,7 +31,7 @@ from moegguf.models.sources import hub_cache
 pytestmark = pytest.mark.usefixtures("any_file_is_a_model")
 
 
-def test_a_model_comes_with_its_projector_and_ollama_s_words(repo: FakeHub) -> None:
+def test_pull_fetches_model_and_projector_and_reports_ollamas_statuses(repo: FakeHub) -> None:
     entry, told = fetch()
     assert (entry.name, entry.source) == (NAME, "hub")
     assert entry.path.read_bytes() == DATA
@@ -52,7 +52,7 @@ def test_a_model_comes_with_its_projector_and_ollama_s_words(repo: FakeHub) -> N
     assert (hub_cache() / "models--User--Repo-GGUF/refs/main").read_text() == repo.repos["user/repo-gguf"].commit
 
 
-def test_an_unchanged_model_is_there_at_once(repo: FakeHub) -> None:
+def test_pull_of_an_unchanged_model_makes_one_request(repo: FakeHub) -> None:
     fetch()
     repo.requests.clear()
     entry, told = fetch("hf.co/user/repo-gguf:q4_k_m")
@@ -61,7 +61,7 @@ def test_an_unchanged_model_is_there_at_once(repo: FakeHub) -> None:
     assert {s.completed_bytes for s in told if s.file == "x-Q4_K_M.gguf"} == {None, len(DATA)}
 
 
-def test_small_files_without_a_sha256_are_checked_by_git_s_hash(hub: FakeHub) -> None:
+def test_pull_checks_small_files_by_their_git_hash(hub: FakeHub) -> None:
     hub.add("u/r", {"y-Q8_0.gguf": b"tiny"}, large=False)
     entry, _ = fetch("u/r")
     assert entry.path.read_bytes() == b"tiny" and len(entry.digest) == 64
@@ -71,7 +71,7 @@ def test_small_files_without_a_sha256_are_checked_by_git_s_hash(hub: FakeHub) ->
         fetch("u/s")
 
 
-def test_offline_the_cached_is_there_and_the_rest_is_explained(repo: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pull_offline_returns_cached_models_and_explains_others(repo: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     fetch()
     repo.requests.clear()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -83,7 +83,7 @@ def test_offline_the_cached_is_there_and_the_rest_is_explained(repo: FakeHub, mo
     assert repo.requests == []
 
 
-def test_stopping_is_quick_and_the_next_pull_goes_on(repo: FakeHub) -> None:
+def test_cancelled_pull_stops_within_a_second_and_the_next_pull_resumes(repo: FakeHub) -> None:
     gate, cancelled = Gate(1 << 20), threading.Event()
     repo.faults["x-Q4_K_M.gguf"] = [gate]
     told: list[PullStatus] = []
@@ -110,7 +110,7 @@ def test_stopping_is_quick_and_the_next_pull_goes_on(repo: FakeHub) -> None:
     assert len([span for span in repo.gets("x-Q4_K_M.gguf") if not span]) == 1
 
 
-def test_those_who_ask_at_a_time_go_on_with_what_others_received(repo: FakeHub) -> None:
+def test_concurrent_pulls_share_one_download_although_the_first_leaves(repo: FakeHub) -> None:
     gate, left = Gate(1 << 19), threading.Event()
     repo.faults["x-Q4_K_M.gguf"] = [gate]
     results: list[Any] = []
@@ -127,7 +127,7 @@ def test_those_who_ask_at_a_time_go_on_with_what_others_received(repo: FakeHub) 
     assert gate.reached.wait(20)
     for thread in others:
         thread.start()
-    left.set()  # the one who began it leaves; the others stay
+    left.set()  # the first pull is cancelled, and the others continue
     first.join(20)
     assert isinstance(results[0], PullError)
     # The second request belongs to the pull of the other name.
@@ -141,7 +141,7 @@ def test_those_who_ask_at_a_time_go_on_with_what_others_received(repo: FakeHub) 
     assert not first_span and len(spans) <= 1 and all(spans), "the second one for the rest"
 
 
-def test_those_who_link_a_commit_at_a_time_do_not_disturb_each_other(hub: FakeHub) -> None:
+def test_link_commit_is_safe_in_several_threads(hub: FakeHub) -> None:
     hub.add("u/r", {f"x-Q4_0-0000{n}-of-00003.gguf": b"%d" % n for n in (1, 2, 3)})
     entry, _ = fetch("u/r")
     files = list(downloads.read_repository("u/r").values())
@@ -152,7 +152,7 @@ def test_those_who_link_a_commit_at_a_time_do_not_disturb_each_other(hub: FakeHu
     assert all(path.is_file() for path in entry.files)
 
 
-def test_paths_that_lead_away_are_not_fetched(hub: FakeHub) -> None:
+def test_pull_ignores_paths_outside_the_repository(hub: FakeHub) -> None:
     hub.add("u/r", {"../../../evil-Q4_K_M.gguf": b"evil", "/tmp/evil-Q4_K_M.gguf": b"evil", "a/../x-Q4_K_M.gguf": b"x"})
     with pytest.raises(ModelNotFoundError, match="no GGUF file"):
         fetch("u/r")
@@ -189,7 +189,7 @@ def gated_pull(repo: FakeHub, tmp_path: Path) -> Iterator[tuple[subprocess.Popen
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
-def test_a_kill_or_ctrl_c_leaves_what_arrived_and_no_name(
+def test_killed_pull_keeps_received_bytes_and_adds_no_name(
     repo: FakeHub, gated_pull: tuple[subprocess.Popen[str], Gate], signum: signal.Signals
 ) -> None:
     process, gate = gated_pull
@@ -203,7 +203,7 @@ def test_a_kill_or_ctrl_c_leaves_what_arrived_and_no_name(
     assert int(repo.gets("x-Q4_K_M.gguf")[0][6:-1]) >= 1 << 20
 
 
-def test_two_processes_fetch_a_file_once(repo: FakeHub, gated_pull: tuple[subprocess.Popen[str], Gate]) -> None:
+def test_two_processes_download_a_file_once(repo: FakeHub, gated_pull: tuple[subprocess.Popen[str], Gate]) -> None:
     process, gate = gated_pull
     told: list[PullStatus] = []
     waiting = threading.Thread(target=pull, args=("user/repo-gguf", Catalog(), told.append))
@@ -215,12 +215,12 @@ def test_two_processes_fetch_a_file_once(repo: FakeHub, gated_pull: tuple[subpro
     assert repo.gets("x-Q4_K_M.gguf") == [""]
 
 
-def test_a_proxy_of_the_environment_is_used(repo: FakeHub, tmp_path: Path) -> None:
+def test_pull_uses_the_proxy_of_the_environment(repo: FakeHub, tmp_path: Path) -> None:
     process = start_pull(repo, tmp_path, HF_ENDPOINT="http://hub.example", HTTP_PROXY=repo.url, NO_PROXY="")
     assert process.communicate(timeout=60)[0].endswith("success None\n")
 
 
-def test_an_expired_token_of_a_login_is_exchanged(repo: FakeHub, tmp_path: Path) -> None:
+def test_pull_refreshes_an_expired_login_token(repo: FakeHub, tmp_path: Path) -> None:
     repo.repos["user/repo-gguf"].private = True
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "token").write_text("hf_expired")
@@ -230,7 +230,7 @@ def test_an_expired_token_of_a_login_is_exchanged(repo: FakeHub, tmp_path: Path)
     assert set(repo.tokens) <= {"", repo.TOKEN}
 
 
-def test_killed_at_any_change_there_is_the_old_or_the_new_version(hub: FakeHub, tmp_path: Path) -> None:
+def test_pull_killed_at_any_write_leaves_the_old_or_the_new_version(hub: FakeHub, tmp_path: Path) -> None:
     for age in (b"GGUF old", b"GGUF new"):
         files = {f"x-Q4_K_M-0000{n}-of-00002.gguf": age * (400 + n) for n in (1, 2)}
         hub.add("User/Repo-GGUF", files)
@@ -252,7 +252,7 @@ def test_killed_at_any_change_there_is_the_old_or_the_new_version(hub: FakeHub, 
     ],
     ids=["cut", "cut and busy", "too many", "server errors", "no ranges", "range refused"],
 )
-def test_a_fault_that_passes_is_no_fault(repo: FakeHub, faults: list[Fault]) -> None:
+def test_pull_survives_transient_faults(repo: FakeHub, faults: list[Fault]) -> None:
     repo.faults["x-Q4_K_M.gguf"] = list(faults)
     entry, _ = fetch()
     assert entry.path.read_bytes() == DATA
@@ -260,13 +260,13 @@ def test_a_fault_that_passes_is_no_fault(repo: FakeHub, faults: list[Fault]) -> 
 
 
 @pytest.mark.parametrize("stated", [{"Content-Range": "bytes 7-1006/9999"}, {}])
-def test_another_range_than_was_asked_for_is_refused(repo: FakeHub, stated: dict[str, str]) -> None:
+def test_pull_rejects_a_range_that_was_not_requested(repo: FakeHub, stated: dict[str, str]) -> None:
     repo.faults["x-Q4_K_M.gguf"] = [cut_after(1 << 20), lambda handler, data: handler.say(206, stated, data[7:1007])]
     with pytest.raises(PullError, match=rf"asked for the bytes from {1 << 20} on, the hub sent"):
         fetch()
 
 
-def test_a_cut_download_goes_on_where_it_was_cut(repo: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pull_resumes_a_cut_download(repo: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     repo.faults["x-Q4_K_M.gguf"] = [cut_after(1 << 20), *[status(503)] * downloads.TRIES]
     with pytest.raises(PullError, match=r"503.*continues where it stopped"):
         fetch()
@@ -294,7 +294,9 @@ def test_a_cut_download_goes_on_where_it_was_cut(repo: FakeHub, monkeypatch: pyt
     ],
     ids=["sha", "size", "endless", "redirect loop", "403", "429", "cut"],
 )
-def test_a_fault_that_stays_names_itself_and_leaves_nothing_behind_it(repo: FakeHub, fault: Fault, words: str) -> None:
+def test_permanent_fault_fails_the_pull_with_its_reason_and_adds_no_name(
+    repo: FakeHub, fault: Fault, words: str
+) -> None:
     repo.faults["x-Q4_K_M.gguf"] = [fault] * 20
     with pytest.raises(PullError, match=words):
         fetch()
@@ -304,7 +306,7 @@ def test_a_fault_that_stays_names_itself_and_leaves_nothing_behind_it(repo: Fake
     assert entry.path.read_bytes() == DATA
 
 
-def test_a_partial_file_that_was_damaged_gets_one_fresh_start(repo: FakeHub) -> None:
+def test_pull_restarts_once_after_a_damaged_partial_file(repo: FakeHub) -> None:
     folder = hub_cache() / "models--User--Repo-GGUF" / "blobs"
     folder.mkdir(parents=True)
     (folder / (repo.repos["user/repo-gguf"].sha256("x-Q4_K_M.gguf") + ".incomplete")).write_bytes(b"?" * 1000)
@@ -313,7 +315,7 @@ def test_a_partial_file_that_was_damaged_gets_one_fresh_start(repo: FakeHub) -> 
     assert repo.gets("x-Q4_K_M.gguf") == ["bytes=1000-", ""]
 
 
-def test_a_listing_that_fails_for_a_while_and_a_server_s_wish_to_wait(
+def test_pull_retries_the_listing_and_waits_as_long_as_retry_after(
     repo: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     repo.listing_faults = [(503, {}), (429, {"Retry-After": "0"})]
@@ -330,7 +332,7 @@ def test_a_listing_that_fails_for_a_while_and_a_server_s_wish_to_wait(
     assert waits == [7.0, 30.0]
 
 
-def test_private_and_gated_repositories_are_explained(
+def test_pull_explains_private_gated_and_unknown_repositories(
     hub: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     hub.add("u/private", {"x-Q4_0.gguf": b"1"}, private=True)
@@ -351,7 +353,7 @@ def test_private_and_gated_repositories_are_explained(
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     with pytest.raises(PullError, match="401"):
         fetch("u/private")
-    monkeypatch.delenv("HF_TOKEN")  # the stored one is used, and no other one
+    monkeypatch.delenv("HF_TOKEN")  # only the stored token is used from here on
     hub.tokens.clear()
     (tmp_path / "hf" / "token").write_text(f"{hub.TOKEN}\n")
     assert fetch("u/private")[0].size_bytes == 1
@@ -362,7 +364,7 @@ def test_private_and_gated_repositories_are_explained(
         fetch("u/hidden")
 
 
-def test_too_small_a_disk_is_told_before_the_first_byte(repo: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pull_checks_free_disk_space_before_the_first_byte(repo: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_store, "free_bytes", lambda folder: (64 << 20) + (1 << 20))
     with pytest.raises(PullError, match=r"needs 3\.00MiB .* has 65\.0MiB free; delete files"):
         fetch()
@@ -374,7 +376,9 @@ def test_too_small_a_disk_is_told_before_the_first_byte(repo: FakeHub, monkeypat
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
-def test_a_disk_that_fills_up_on_the_way(repo: FakeHub, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_pull_reports_a_disk_error_during_the_download_and_can_be_repeated(
+    repo: FakeHub, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
     def full(_file: HubFile, begin: int, _chunk: bytes) -> None:
         if begin > 1 << 20:
             raise OSError(code, os.strerror(code))

@@ -35,14 +35,14 @@ from moegguf.settings import read_environment, read_load_keywords
         ("512MiB", 512 << 20), ("0.5k", 512), ("1TB", 10**12), ("1000", 1000), ("7B", 7), (1 << 33, 1 << 33),
     ],
 )  # fmt: skip
-def test_sizes(text: str | int, n_bytes: int) -> None:
+def test_parse_size_reads_numbers_with_units(text: str | int, n_bytes: int) -> None:
     assert parse_size(text) == n_bytes
 
 
 BAD_SIZES = ["", "0", "-1", "-4GiB", "1e9", "2.5", "GiB", "4 PiB", "4GiBs", "٤GiB", "1 2", "9" * 30, "4GiB\0", "0x10"]
 
 
-def test_budgets() -> None:
+def test_parse_expert_cache_reads_auto_percentages_and_sizes() -> None:
     assert parse_expert_cache("auto") == ExpertCache("auto")
     assert parse_expert_cache(" AUTO ") == ExpertCache("auto")
     assert parse_expert_cache("50%") == ExpertCache("fraction", fraction=0.5)
@@ -56,7 +56,7 @@ BAD_BUDGETS = [0, -1, True, 0.0, 0.5, -2.5, math.nan, math.inf, 1e30, "0%", "101
 
 
 @pytest.mark.parametrize("value", [*BAD_BUDGETS, None, [], b"4GiB"])
-def test_bad_budgets_say_what_is_accepted(value: object) -> None:
+def test_parse_expert_cache_rejects_other_values_and_lists_accepted_forms(value: object) -> None:
     with pytest.raises(BudgetError, match=r'"auto".*"50%".*"4GiB"') as caught:
         parse_expert_cache(value)  # type: ignore[arg-type]
     assert isinstance(caught.value, ValueError)
@@ -65,7 +65,7 @@ def test_bad_budgets_say_what_is_accepted(value: object) -> None:
 
 
 @pytest.mark.parametrize("text", ["50", " 100 ", "1", "12.5"])
-def test_a_bare_number_up_to_100_is_asked_back_in_percent(text: str) -> None:
+def test_parse_expert_cache_suggests_percent_for_a_bare_number_up_to_100(text: str) -> None:
     with pytest.raises(BudgetError, match=f'did you mean "{text.strip()}%"') as caught:
         parse_expert_cache(text)
     assert len(str(caught.value)) < 300
@@ -75,18 +75,18 @@ def test_a_bare_number_up_to_100_is_asked_back_in_percent(text: str) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.text(max_size=30))
-def test_any_text_is_a_budget_or_a_budget_error(text: str) -> None:
+def test_parse_expert_cache_returns_or_raises_budget_error_for_any_text(text: str) -> None:
     with contextlib.suppress(BudgetError):
         parse_expert_cache(text)
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(min_value=1, max_value=1 << 50))
-def test_rounded_up_sizes_read_back_as_enough(n_bytes: int) -> None:
+def test_format_bytes_up_never_rounds_down(n_bytes: int) -> None:
     assert n_bytes <= parse_size(format_bytes_up(n_bytes)) + 1 <= n_bytes + (1 << 20)
 
 
-def test_environment_and_an_unknown_option_names_the_nearest() -> None:
+def test_read_environment_checks_values_and_unknown_option_suggests_a_name() -> None:
     assert read_environment({}) == read_environment({"MOEGGUF_HOOKS": "", "MOEGGUF_EXPERT_CACHE": " "})
     variables = {"MOEGGUF_HOOKS": "0", "MOEGGUF_EXPERT_CACHE": "25%", "MOEGGUF_MODELS": "/m"}
     env = read_environment(variables)
@@ -111,7 +111,7 @@ def test_environment_and_an_unknown_option_names_the_nearest() -> None:
         ("1GiB/s,0s", Link(float(1 << 30))),
     ],
 )
-def test_links(text: str, link: Link) -> None:
+def test_parse_link_reads_bandwidth_and_latency(text: str, link: Link) -> None:
     assert parse_link(text) == link
     assert parse_link(str(Link(24e9, 35e-6))) == Link(24e9, 35e-6), "it says what can be read again"
     assert link.seconds(2e9, 3) == pytest.approx(2e9 / link.bytes_per_s + 3 * link.latency_s)
@@ -120,7 +120,7 @@ def test_links(text: str, link: Link) -> None:
 @pytest.mark.parametrize(
     "text", ["", "24GB", "24", "/s", "24GB/ms", "0GB/s", "-1GB/s", "24GB/s,fast", "24GB/s,-1", "x"]
 )
-def test_links_that_cannot_be_read(text: str) -> None:
+def test_parse_link_rejects_malformed_texts(text: str) -> None:
     with pytest.raises(OptionError, match="24GB/s,35us"):
         parse_link(text)
 
@@ -149,11 +149,11 @@ NOW = datetime(2026, 5, 1, 12, tzinfo=UTC)
         )),
     ],
 )  # fmt: skip
-def test_numbers_as_people_write_them(human: Callable[[float], str], n: float, text: str) -> None:
+def test_human_formats_print_bytes_durations_and_numbers(human: Callable[[float], str], n: float, text: str) -> None:
     assert human(n) == text
 
 
-def test_moment() -> None:
+def test_human_time_prints_past_and_future_times() -> None:
     assert human_time(NOW - timedelta(days=3), NOW) == "3 days ago"
     assert human_time(NOW + timedelta(minutes=4, seconds=10), NOW) == "4 minutes from now"
     assert human_time(None) == "Forever"
@@ -163,5 +163,5 @@ def test_moment() -> None:
     ("size_bytes", "vram_bytes", "text"),
     [(10, 0, "100% CPU"), (10, 10, "100% GPU"), (10, 12, "Unknown"), (0, 3, "Unknown"), (100, 52, "48%/52% CPU/GPU")],
 )
-def test_processor(size_bytes: int, vram_bytes: int, text: str) -> None:
+def test_processor_split_prints_the_shares_of_cpu_and_gpu(size_bytes: int, vram_bytes: int, text: str) -> None:
     assert processor_split(size_bytes, vram_bytes) == text

@@ -1,4 +1,4 @@
-"""Ray Serve: which replica a request prefers; the args of the application: typed, checked, errors name the key."""
+"""Tests the replica that a request prefers in Ray Serve, and the checks of the application's arguments."""
 
 import subprocess
 import sys
@@ -22,13 +22,13 @@ def talk(*contents: str, **fields: Any) -> Request:
     return Request(messages=tuple(messages), **fields)
 
 
-def test_preference_needs_no_ray() -> None:
+def test_ray_preference_modules_import_without_ray() -> None:
     modules = ", ".join(f"moegguf.serving.ray.{name}" for name in WITHOUT_RAY)
     code = f"import sys; sys.modules['ray'] = None; import {modules}"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-def test_the_turns_of_a_conversation_have_its_first_question_in_common() -> None:
+def test_conversation_of_is_equal_for_all_turns_of_a_conversation() -> None:
     first = conversation_of(talk("", "What is an expert?"))
     assert conversation_of(talk("", "What is an expert?", "A matrix.", "Why?")) == first
     prompts = [Request(prompt="x" * n + "?") for n in (BEGINNING, BEGINNING + 1, BEGINNING - 1)]
@@ -48,7 +48,7 @@ def test_the_turns_of_a_conversation_have_its_first_question_in_common() -> None
         talk("", "What is an expert?", owner="another"),
     ],
 )
-def test_its_owner_and_what_is_before_the_first_answer_tell_one_from_another(other: Request) -> None:
+def test_conversation_of_differs_by_owner_and_text_before_the_first_answer(other: Request) -> None:
     assert conversation_of(other) != conversation_of(talk("", "What is an expert?"))
 
 
@@ -63,7 +63,9 @@ def test_its_owner_and_what_is_before_the_first_answer_tell_one_from_another(oth
     ],
     ids=["the holder first", "the only one", "none holds it", "none", "not one with too long a queue"],
 )
-def test_replicas_are_ranked(holder: int | None, queues: list[int], expected: list[Any]) -> None:
+def test_rank_puts_the_holder_first_unless_its_queue_is_too_long(
+    holder: int | None, queues: list[int], expected: list[Any]
+) -> None:
     assert rank(holder, queues) == expected
 
 
@@ -81,14 +83,14 @@ WHOLE = {
 }
 
 
-def test_every_option_is_read_and_without_models_it_is_the_demo() -> None:
+def test_read_config_reads_every_option_and_defaults_to_the_demo() -> None:
     (found,) = read_config({"models": {"big": WHOLE}})
     assert found.model_dump(by_alias=True) == {"name": "big:latest"} | WHOLE | {"memory": 24 << 30}
     demo = ModelConfig(name="demo:latest", model="demo")
     assert read_config({}) == read_config({"models": {"demo": None}}) == (demo,)
 
 
-def test_a_replica_gets_as_many_requests_as_it_computes_and_as_many_again() -> None:
+def test_ongoing_requests_is_twice_the_parallel_requests_with_a_minimum() -> None:
     def ongoing(n_parallel: int = 1, **options: Any) -> int:
         (config,) = read_config({"models": {"demo": options}})
         return config.ongoing_requests(n_parallel)
@@ -113,17 +115,17 @@ def test_a_replica_gets_as_many_requests_as_it_computes_and_as_many_again() -> N
         ({"models": {"demo": {}, "Demo:latest": {}}}, "more than once"),
     ],
 )
-def test_errors_name_the_key_and_the_rule(arguments: dict[str, Any], message: str) -> None:
+def test_read_config_names_the_key_and_the_rule_of_an_error(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         read_config(arguments)
 
 
-def test_names_are_checked() -> None:
+def test_read_config_rejects_invalid_model_names() -> None:
     with pytest.raises(ModelNameError, match=r"models\..*: "):
         read_config({"models": {"../x": {}}})
 
 
-def test_the_catalog_has_the_names_of_the_config_only() -> None:
+def test_configured_catalog_has_only_the_names_of_the_config() -> None:
     catalog = ConfiguredCatalog(read_config({"models": {"small": {"model": str(demo_path())}}}))
     assert [entry.name for entry in catalog.entries()] == ["small:latest"]
     assert catalog.find("SMALL").path == demo_path()

@@ -1,7 +1,7 @@
-"""The GGUF reader against files that break one rule each, cut files, and random damage.
+"""Tests the GGUF reader with files that break one rule each, cut files, and hostile files.
 
-The rule: ModelFormatError that names the key or tensor and an offset, or success; never another exception,
-never much memory, never slow.
+The reader succeeds, or raises a ModelFormatError that names the key or tensor and an offset. It raises no other
+exception, and needs little memory and time.
 """
 
 import io
@@ -26,7 +26,7 @@ def small() -> Gguf:
 
 
 def refuse(tmp_path: Path, data: bytes) -> str:
-    """Writes `data` and returns the message of the ModelFormatError it must cause."""
+    """Writes `data` and returns the message of the expected ModelFormatError."""
     path = tmp_path / "bad.gguf"
     path.write_bytes(data)
     with pytest.raises(ModelFormatError) as caught:
@@ -36,7 +36,7 @@ def refuse(tmp_path: Path, data: bytes) -> str:
     return message
 
 
-def test_reads_what_was_written(tmp_path: Path) -> None:
+def test_read_gguf_returns_the_written_metadata_and_tensors(tmp_path: Path) -> None:
     g = Gguf(alignment=64).add("general.alignment", U32, 64).add("s", STR, "text").add("f", build.F64, 1.5)
     g.add("b", build.BOOL, 1).add("i", build.I64, -3).add_array("n", build.I16, [1, -2])
     g.add_array("words", STR, ["x", "", "yz"]).tensor("t0", 32, 3, ggml_type=2).tensor("t1", 5)
@@ -116,13 +116,13 @@ BAD_FILES: dict[str, tuple[Callable[[], bytes], str]] = {
 
 
 @pytest.mark.parametrize("kind", BAD_FILES)
-def test_bad_file(tmp_path: Path, kind: str) -> None:
+def test_read_gguf_rejects_a_file_that_breaks_a_rule(tmp_path: Path, kind: str) -> None:
     make, pattern = BAD_FILES[kind]
     message = refuse(tmp_path, make())
     assert re.search(pattern, message), message
 
 
-def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
+def test_read_gguf_rejects_a_file_cut_anywhere(tmp_path: Path) -> None:
     g = moe()
     n_header, n_bytes, path = len(g.header()), len(g.build()), g.write(tmp_path / "cut.gguf")
     for size in (*range(n_bytes - 32, n_header, -n_bytes // 100), *range(n_header, -1, -1)):
@@ -154,7 +154,7 @@ for path in sys.argv[1:]:
 """
 
 
-def test_hostile_files_stay_small_and_fast(tmp_path: Path) -> None:
+def test_read_gguf_rejects_hostile_files_fast_and_with_little_memory(tmp_path: Path) -> None:
     paths = []
     for kind, head in HOSTILE.items():
         paths.append(tmp_path / kind)
@@ -171,7 +171,7 @@ def test_hostile_files_stay_small_and_fast(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", CHILD, *map(str, paths)], check=True, cwd=root)
 
 
-def test_strings_across_chunks_of_any_bytes_and_length(tmp_path: Path) -> None:
+def test_read_gguf_reads_strings_across_chunks_and_limits_their_bytes(tmp_path: Path) -> None:
     words = ["x" * (300_000 + i) for i in range(12)]
     g = Gguf().add_array("words", STR, words).add("long", STR, "x" * (2 << 20)).add("after", U32, 7)
     g.add("s", STR, b"\xff\xfe").add(b"k\xff", U32, 1).tensor(b"t\xff", 32)
@@ -185,7 +185,9 @@ def test_strings_across_chunks_of_any_bytes_and_length(tmp_path: Path) -> None:
         read_gguf(g.write(tmp_path / "m.gguf"))
 
 
-def test_what_is_not_a_file_and_a_disk_error_are_typed_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_gguf_raises_typed_errors_for_missing_files_and_disk_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     os.mkfifo(tmp_path / "pipe.gguf")
     for path in (tmp_path, tmp_path / "none.gguf", tmp_path / "pipe.gguf", "a\0b", tmp_path / "pipe.gguf" / "x"):
         with pytest.raises(ModelNotFoundError):
@@ -206,7 +208,7 @@ def opening(readinto: Callable[..., int]) -> Callable[..., io.BufferedReader]:
     return lambda path, mode, buffering, opener: io.BufferedReader(kind(path, mode, opener=opener), buffering)
 
 
-def test_short_reads_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_gguf_joins_short_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     g = small().add_array("words", STR, ["a", "bcdefghijkl", ""])
     g.version = 2
     whole, real = read_gguf(g.write(tmp_path / "short.gguf")), io.FileIO.readinto
@@ -214,7 +216,7 @@ def test_short_reads_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert read_gguf(g.write(tmp_path / "short.gguf")).tensors == whole.tensors
 
 
-def test_types_agree_with_the_gguf_package() -> None:
+def test_ggml_types_agree_with_the_gguf_package() -> None:
     constants = pytest.importorskip("gguf.constants")
     for number, sizes in constants.GGML_QUANT_SIZES.items():
         if number.name != "Q8_1":  # the package counts a scale of 4 bytes that ggml stores in 2

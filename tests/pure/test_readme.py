@@ -42,7 +42,7 @@ def commands(prefix: str) -> list[tuple[str, ...]]:
     return sorted({tuple(shlex.split(line)) for line in [*lines, *inline] if line.startswith(prefix)})
 
 
-def test_every_make_target_exists() -> None:
+def test_pages_name_only_make_targets_that_exist() -> None:
     targets = set(re.findall(r"^([a-z -]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     known = {word for line in targets for word in line.split()}
     named = {words[1] for words in commands("make ")}
@@ -51,7 +51,7 @@ def test_every_make_target_exists() -> None:
 
 
 @pytest.mark.parametrize("words", commands("moegguf "), ids=lambda words: " ".join(words[1:3]))
-def test_every_moegguf_command_and_option_exists(words: tuple[str, ...]) -> None:
+def test_pages_name_only_moegguf_commands_and_options_that_exist(words: tuple[str, ...]) -> None:
     text = help_of(*words[1:3] if words[1] in GROUPS else words[1:2])
     for word in words[2:]:
         if word.startswith("-"):
@@ -67,7 +67,7 @@ LABORATORY_COMMANDS = [*commands("python -m predictors."), *commands("python -m 
 
 
 @pytest.mark.parametrize("words", LABORATORY_COMMANDS, ids=lambda words: words[2])
-def test_every_command_and_option_of_the_laboratory_exists(words: tuple[str, ...]) -> None:
+def test_pages_name_only_laboratory_commands_and_options_that_exist(words: tuple[str, ...]) -> None:
     module, *rest = words[2:]
     assert find_spec(module)
     shown = "" if module in TRAINING else help_of_module(module, *rest[: module.endswith(".evidence")])
@@ -76,7 +76,7 @@ def test_every_command_and_option_of_the_laboratory_exists(words: tuple[str, ...
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+def test_links_lead_to_an_existing_file_and_heading(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
         if target.startswith("http"):
             continue
@@ -88,13 +88,13 @@ def test_every_link_leads_to_a_file_and_a_heading(page: Path) -> None:
             assert anchor in {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings}, target
 
 
-def test_the_readme_is_two_screens_and_the_architecture_is_read_in_ten_minutes() -> None:
+def test_readme_and_architecture_keep_their_maximum_length() -> None:
     assert len(README.splitlines()) <= 130
     assert len(README.split()) <= 1300
     assert len(ARCHITECTURE.split()) <= 2200
 
 
-def test_python_examples_compile_and_import_what_exists() -> None:
+def test_python_examples_compile_and_import_public_names() -> None:
     assert blocks("python")
     for block in blocks("python"):
         tree = ast.parse(block)
@@ -105,7 +105,7 @@ def test_python_examples_compile_and_import_what_exists() -> None:
                 assert {alias.name for alias in node.names} <= set(moegguf.__all__)
 
 
-def test_figures_have_a_spread_and_no_excuses() -> None:
+def test_pages_contain_no_excuses_for_figures_and_no_placeholders() -> None:
     assert not re.search(r"\b(noisy|noise|quieter|busy (core|machine)|loaded machine|another day|other work)\b", TEXT)
     assert not re.search(r"(^|[.|] )(As|Of) [a-z]", TEXT, re.MULTILINE), "a sentence begins with its subject"
     assert not re.search(r"\b(TODO|TABLE|TBD)\b", TEXT), "what is promised is there"
@@ -115,7 +115,7 @@ ARCHITECTURE = PAGES[ROOT / "docs" / "architecture.md"]
 DRAWINGS = "\n".join(re.findall(r"```\n(.*?)```", ARCHITECTURE, re.DOTALL))
 
 
-def test_the_architecture_names_files_that_exist_and_every_package() -> None:
+def test_architecture_names_existing_files_and_every_package() -> None:
     paths = re.findall(r"`((?:moegguf|tests|patches)/[\w./]*)`", ARCHITECTURE)
     assert len(paths) > 15
     assert [path for path in paths if not (ROOT / path).exists()] == []
@@ -141,13 +141,13 @@ def yaml_of(name: str) -> Any:
     return pytest.importorskip("yaml").safe_load(FILES[name])
 
 
-def test_every_path_on_the_page_exists_and_every_file_is_on_it() -> None:
+def test_deployment_page_names_existing_paths_and_every_deploy_file() -> None:
     named = set(re.findall(r"(?<![\w/])((?:deploy|moegguf|tests)/[\w./]+\w)", PAGE))
     assert {path for path in named if not (ROOT / path).exists()} == set()
     assert {name for name in FILES if f"deploy/{name}" not in PAGE} == set()
 
 
-def test_every_variable_is_one_of_the_servers() -> None:
+def test_deployment_page_names_only_variables_of_serve() -> None:
     known = help_of("serve")
     text = PAGE + "".join(FILES.values())
     own = {"MOEGGUF_MEMORY_LIMIT"}  # a variable of compose.yaml alone
@@ -156,14 +156,14 @@ def test_every_variable_is_one_of_the_servers() -> None:
 
 
 @pytest.mark.parametrize("line", [line for line in LINES if re.match(r"(serve|ray) ", line)])
-def test_commands_of_ray_exist(line: str) -> None:
+def test_deployment_page_names_only_ray_commands_that_exist(line: str) -> None:
     pytest.importorskip("ray.serve")
     program, command, *rest = line.split()
     shown = subprocess.check_output([Path(sys.executable).with_name(program), command, "--help"], text=True)
     assert all(word in shown for word in rest if word.startswith("--"))
 
 
-def test_the_metrics_on_the_page_are_those_of_the_server() -> None:
+def test_deployment_page_names_only_metrics_of_the_server() -> None:
     from moegguf.server.metrics import COUNTS
 
     known = {f"moegguf_{each.name}_total" for each in COUNTS}
@@ -171,7 +171,7 @@ def test_the_metrics_on_the_page_are_those_of_the_server() -> None:
     assert named and named <= known
 
 
-def test_the_unit_is_valid() -> None:
+def test_systemd_unit_is_valid() -> None:
     assert "moegguf serve" in FILES["moegguf.service"]
     if shutil.which("systemd-analyze") is None:
         pytest.skip("needs systemd-analyze")
@@ -182,7 +182,7 @@ def test_the_unit_is_valid() -> None:
     assert not [line for line in complaints if "moegguf.service" in line]
 
 
-def test_the_image_has_what_the_compose_file_mounts() -> None:
+def test_dockerfile_matches_the_compose_file_and_serve_options() -> None:
     service = yaml_of("compose.yaml")["services"]["moegguf"]
     assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
     assert service["volumes"] == ["models:/models"] and "VOLUME /models" in FILES["Dockerfile"]
@@ -202,14 +202,14 @@ def test_prometheus_scrapes_the_service_with_its_key() -> None:
     assert "./prometheus.yml:" in compose["services"]["prometheus"]["volumes"][0]
 
 
-def test_the_config_of_ray_is_one_of_ours() -> None:
+def test_ray_config_is_accepted_by_read_config() -> None:
     config = yaml_of("ray.yaml")
     (application,) = config["applications"]
     assert application["import_path"] in PAGE
     assert len(read_config(application["args"])) == 2
 
 
-def test_the_config_of_ray_is_one_of_rays() -> None:
+def test_ray_config_is_accepted_by_ray() -> None:
     pytest.importorskip("ray.serve")
     from ray.serve import Application
     from ray.serve.schema import ServeDeploySchema

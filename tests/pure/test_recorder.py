@@ -1,4 +1,4 @@
-"""The recorder: the trace read is what was observed, for passes of any form."""
+"""Tests that the recorder writes the observed events, for passes of any form."""
 
 import errno
 from dataclasses import replace
@@ -24,7 +24,7 @@ HEADER = TraceHeader("tiny", "ab", {}, {"threads": 2})
 def routed(
     pass_: int, il: int, ids: list[list[int]], *, sequence: int = 0, first: int = 0, **more: object
 ) -> RoutingEvent:
-    """An event at 10 ns per pass."""
+    """Returns an event. Each pass takes 10 ns."""
     fields = {"pass_": pass_, "time_ns": 10 * pass_, "sequence": sequence, "phase": Phase.DECODE}
     return RoutingEvent(**{**fields, "first_token": first, "il": il, "expert_ids": np.array(ids, np.int32), **more})  # type: ignore[arg-type]
 
@@ -43,7 +43,7 @@ def record(path: Path, *events: RoutingEvent | Announcement, inputs: bool = Fals
 
 @pytest.mark.parametrize("block_passes", [1, 2, 7, 256])
 @pytest.mark.parametrize("trace", [random_trace(seed=1, with_inputs=True), batched()], ids=["alone", "batched"])
-def test_a_trace_listened_to_and_recorded_is_the_same_trace(
+def test_recorder_writes_the_observed_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trace: Trace, block_passes: int
 ) -> None:
     """The first block of a trace with batches may have no batch."""
@@ -72,7 +72,7 @@ def test_a_trace_listened_to_and_recorded_is_the_same_trace(
     ids=["no events", "announced alone", "a pass that failed keeps what it had",
          "no such layer or too many experts: left out", "in the order they began, none without tokens"],
 )  # fmt: skip
-def test_a_trace_has_the_passes_of_its_events(
+def test_recorder_makes_passes_from_events(
     tmp_path: Path, events: list[RoutingEvent | Announcement], expert_ids: list[Any]
 ) -> None:
     trace = record(tmp_path / "t.npz", *events)
@@ -80,7 +80,7 @@ def test_a_trace_has_the_passes_of_its_events(
     assert trace.pass_ns.tolist() == sorted(trace.pass_ns.tolist()) and trace.n_pass == len(expert_ids[0])
 
 
-def test_arrays_may_be_reused_after_the_call(tmp_path: Path) -> None:
+def test_recorder_copies_arrays_of_events(tmp_path: Path) -> None:
     ids, weights, inputs = np.zeros((1, 2), np.int32), np.zeros((1, 2), np.float32), np.zeros((1, 2), np.float32)
     tokens = np.zeros(1, np.int32)
     session = Recorder(tmp_path / "t.npz", TINY, HEADER, inputs=True)
@@ -95,7 +95,7 @@ def test_arrays_may_be_reused_after_the_call(tmp_path: Path) -> None:
     assert not trace.inputs[0].any()
 
 
-def test_inputs_only_of_some_passes(tmp_path: Path) -> None:
+def test_recorder_fills_missing_inputs_with_zeros_and_clips_to_float16(tmp_path: Path) -> None:
     huge = np.array([[1e9, np.nan]], np.float32)
     trace = record(
         tmp_path / "t.npz",
@@ -108,7 +108,7 @@ def test_inputs_only_of_some_passes(tmp_path: Path) -> None:
     assert trace.weights[0].tolist() == [[0, 0], [0, 0], [-65504, 0], [0, 0]]
 
 
-def test_memory_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorder_writes_blocks_to_bound_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written, add = list[int](), TraceWriter.add
 
     def counted(self: TraceWriter, block: Trace) -> None:
@@ -125,7 +125,7 @@ def test_memory_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert read(tmp_path / "t.npz").n_pass == 40
 
 
-def test_what_is_known_at_the_end_joins_the_header(tmp_path: Path) -> None:
+def test_recorder_adds_labels_and_dropped_events_to_the_header(tmp_path: Path) -> None:
     session = Recorder(tmp_path / "t.npz", TINY, HEADER)
     session.observe(routed(1, 0, [[0, 1]]))
     session.label(0, "code")
@@ -137,7 +137,7 @@ def test_what_is_known_at_the_end_joins_the_header(tmp_path: Path) -> None:
     assert trace.n_pass == 1
 
 
-def test_a_full_disk_ends_the_recording_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_ends_the_recording_and_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: TraceWriter, block: Trace) -> None:
         with self._writing():
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -153,7 +153,7 @@ def test_a_full_disk_ends_the_recording_only(tmp_path: Path, monkeypatch: pytest
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_cannot_be_recorded_is_an_error_at_the_start(tmp_path: Path) -> None:
+def test_recorder_rejects_a_missing_folder_and_a_shape_without_inputs(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="cannot be written"):
         Recorder(tmp_path / "missing" / "t.npz", TINY, HEADER)
     with pytest.raises(TraceError, match="n_embd"):

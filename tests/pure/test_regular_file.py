@@ -1,4 +1,4 @@
-"""Files that moegguf opens by itself: what is no regular file there is an error or missing, and never a wait."""
+"""Tests files that moegguf opens by itself. A pipe, folder or device there is an error or counts as missing."""
 
 from __future__ import annotations
 
@@ -30,14 +30,18 @@ OTHERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
-def test_what_is_no_regular_file_is_an_error(tmp_path: Path, make: Callable[[Path], object]) -> None:
+def test_open_regular_rejects_pipes_folders_devices_and_broken_links(
+    tmp_path: Path, make: Callable[[Path], object]
+) -> None:
     path = tmp_path / "file"
     make(path)
     with pytest.raises(OSError):  # noqa: PT011  # of many kinds
         open_regular(path)
 
 
-def test_own_files_are_of_this_user_and_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_regular_with_own_rejects_links_and_files_of_another_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, link = tmp_path / "file", tmp_path / "link"
     path.write_bytes(b"text")
     link.symlink_to(path)
@@ -50,7 +54,7 @@ def test_own_files_are_of_this_user_and_no_links(tmp_path: Path, monkeypatch: py
     assert read_regular(path) == b"text"
 
 
-def test_a_pipe_in_place_of_the_index_or_a_commit_hides_no_other_model(catalog: Catalog) -> None:
+def test_catalog_lists_other_models_if_the_index_or_a_commit_is_a_pipe(catalog: Catalog) -> None:
     folder = cache("user/repo", {"model-Q4_K_M.gguf": moe().build()})
     (folder / "refs" / "main").unlink()
     os.mkfifo(folder / "refs" / "main")
@@ -63,7 +67,7 @@ def test_a_pipe_in_place_of_the_index_or_a_commit_hides_no_other_model(catalog: 
     assert "mine:latest" in names()
 
 
-def test_a_pipe_in_place_of_a_fact_or_an_abandoned_file_is_no_fact_and_stays(tmp_path: Path, user: Path) -> None:
+def test_known_fact_replaces_a_pipe_and_remove_abandoned_skips_pipes(tmp_path: Path, user: Path) -> None:
     fact = KnownFact("tests", read_layout(moe().write(tmp_path / "model.gguf")), {})
     fact.write("known")
     fact._path.unlink()
@@ -75,7 +79,7 @@ def test_a_pipe_in_place_of_a_fact_or_an_abandoned_file_is_no_fact_and_stays(tmp
     remove_abandoned([tmp_path / ".abandoned"])
 
 
-async def test_a_pipe_in_place_of_a_batch_or_a_file_is_none(tmp_path: Path) -> None:
+async def test_batches_ignore_pipes_in_place_of_a_batch_or_a_file(tmp_path: Path) -> None:
     (tmp_path / "files").mkdir()
     os.mkfifo(tmp_path / "batch_1.json")
     os.mkfifo(tmp_path / "files" / "file-1.json")

@@ -56,21 +56,21 @@ def places(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_version_is_the_same_in_all_places_and_is_written_into_all(places: Path) -> None:
+def test_version_is_equal_in_all_files_and_written_into_all(places: Path) -> None:
     assert version.read_version() == version.read_version(places) == __version__
     version.write_version("7.8.9", places)
     assert version.read_version(places) == "7.8.9"
     assert (places / "pyproject.toml").read_text().count("7.8.9") == 4, "of the project and of three plug-ins"
 
 
-def test_a_version_that_differs_in_one_place_is_named(places: Path) -> None:
+def test_read_version_names_a_file_with_another_version(places: Path) -> None:
     path = places / "moegguf/package.py"
     path.write_text(path.read_text().replace(__version__, "9.9.9"))
     with pytest.raises(ValueError, match=r"9\.9\.9 in moegguf/package\.py"):
         version.read_version(places)
 
 
-def test_a_tag_needs_the_version_of_the_files_and_a_dated_section(places: Path) -> None:
+def test_check_tag_requires_the_version_of_the_files_and_a_dated_section(places: Path) -> None:
     version.write_version("0.9.0", places)
     for tag in ("0.9.0", "v0.9", "v0.9.0-final", "vx"):
         with pytest.raises(ValueError, match=r"v1\.2\.3"):
@@ -84,7 +84,7 @@ def test_a_tag_needs_the_version_of_the_files_and_a_dated_section(places: Path) 
     assert version.check_tag("refs/tags/v0.9.0", places) == "0.9.0"
 
 
-def test_a_whole_wheel_and_a_plugin_pass(tmp_path: Path) -> None:
+def test_check_wheel_accepts_a_complete_wheel_and_a_plugin(tmp_path: Path) -> None:
     release_check.check_wheel(wheel_of(tmp_path, CONTENTS))
     plugin = [f"moegguf_backends/vulkan/{name}" for name in ("libggml-vulkan.so", "UPSTREAM")]
     name = f"moegguf_vulkan-{__version__}-py3-none-manylinux_2_35_x86_64.whl"
@@ -95,7 +95,7 @@ def test_a_whole_wheel_and_a_plugin_pass(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", CONTENTS)
-def test_a_wheel_without_a_library_or_a_licence_is_refused(tmp_path: Path, missing: str) -> None:
+def test_check_wheel_rejects_a_missing_library_or_licence(tmp_path: Path, missing: str) -> None:
     with pytest.raises(ReleaseError, match="must have"):
         release_check.check_wheel(wheel_of(tmp_path, [name for name in CONTENTS if name != missing]))
 
@@ -104,14 +104,12 @@ def test_a_wheel_without_a_library_or_a_licence_is_refused(tmp_path: Path, missi
     "unwanted",
     ["moegguf/testing/faults.py", "moegguf/lib/libmoegguf-testing.so", "moegguf/native/hook.cpp", "tests/x.py"],
 )
-def test_a_wheel_with_test_equipment_or_sources_is_refused(tmp_path: Path, unwanted: str) -> None:
+def test_check_wheel_rejects_test_equipment_and_sources(tmp_path: Path, unwanted: str) -> None:
     with pytest.raises(ReleaseError, match="must not have"):
         release_check.check_wheel(wheel_of(tmp_path, [*CONTENTS, unwanted]))
 
 
-def test_a_wheel_for_this_machine_alone_or_of_another_version_or_too_large_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_wheel_rejects_another_platform_version_or_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ReleaseError, match="manylinux"):
         release_check.check_wheel(wheel_of(tmp_path, CONTENTS, f"moegguf-{__version__}-py3-none-linux_x86_64.whl"))
     for name in ("moegguf-0.0.1.tar.gz", f"moegguf-{__version__}.post1.tar.gz", f"other-{__version__}.tar.gz"):
@@ -122,7 +120,7 @@ def test_a_wheel_for_this_machine_alone_or_of_another_version_or_too_large_is_re
         release_check.check_wheel(wheel_of(tmp_path, CONTENTS))
 
 
-def test_a_source_distribution_has_what_the_build_needs_and_no_tests(tmp_path: Path) -> None:
+def test_check_source_requires_files_of_the_build_and_rejects_tests(tmp_path: Path) -> None:
     release_check.check_source(sdist_of(tmp_path, SOURCES))
     with pytest.raises(ReleaseError, match=r"patches/series|patches"):
         release_check.check_source(sdist_of(tmp_path, SOURCES[:-1]))
@@ -130,7 +128,7 @@ def test_a_source_distribution_has_what_the_build_needs_and_no_tests(tmp_path: P
         release_check.check_source(sdist_of(tmp_path, [*SOURCES, "tests/pure/test_x.py"]))
 
 
-def test_sums_are_those_that_sha256sum_reads(tmp_path: Path) -> None:
+def test_sums_of_writes_a_file_that_sha256sum_accepts(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("b", "a")]
     for path in paths:
         path.write_text(path.name)
@@ -138,7 +136,7 @@ def test_sums_are_those_that_sha256sum_reads(tmp_path: Path) -> None:
     subprocess.run(["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"], cwd=tmp_path, check=True)
 
 
-def test_the_workflow_builds_all_that_is_published_and_publishes_only_what_passed() -> None:
+def test_release_workflow_publishes_only_after_all_builds_and_tests() -> None:
     jobs = WORKFLOW["jobs"]
     assert {row["arch"] for row in jobs["wheel"]["strategy"]["matrix"]["include"]} == {"x86_64", "aarch64"}
     assert "manylinux_2_28" in jobs["wheel"]["container"]
@@ -151,7 +149,7 @@ def test_the_workflow_builds_all_that_is_published_and_publishes_only_what_passe
     assert writers == {"publish", "image"} and WORKFLOW["permissions"] == {"contents": "read"}
 
 
-def test_the_workflow_calls_what_exists() -> None:
+def test_release_workflow_calls_only_files_and_targets_that_exist() -> None:
     text = (ROOT / ".github/workflows/release.yml").read_text()
     for module in re.findall(r"-m (tools\.\w+)", text):
         assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
@@ -161,8 +159,8 @@ def test_the_workflow_calls_what_exists() -> None:
     assert set(re.findall(r"^ +make ([a-z-]+)", text, re.MULTILINE)) <= made
 
 
-def test_the_front_door_says_that_nothing_is_published_until_the_changelog_has_a_day() -> None:
-    """A wheel is what the first lines install; until a release has a day, they say how to do without one."""
+def test_readme_states_that_nothing_is_published_until_a_release_is_dated() -> None:
+    """The first lines install a wheel. Until a release has a date, they also name the installation from sources."""
     is_published = re.search(r"^## \d\S+ \(\d{4}-\d\d-\d\d\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     for page in ("README.md", "docs/install.md"):
         text = (ROOT / page).read_text()

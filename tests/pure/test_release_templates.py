@@ -1,5 +1,8 @@
-"""The chat templates that the pinned llama.cpp ships: each renders every kind of conversation, no text of a message is
-lost, and the arguments of calls are JSON. Where a template itself leaves something out, a table names it."""
+"""Tests the chat templates that the pinned llama.cpp ships.
+
+Each template renders every kind of conversation. No text of a message is lost, and the arguments of calls are JSON.
+Tables name the templates that leave something out by themselves.
+"""
 
 import re
 from typing import Any
@@ -70,7 +73,7 @@ def template(name: str) -> str:
 
 
 def expected_texts(name: str, messages: list[Message], tools: list[dict[str, Any]]) -> set[str]:
-    """The texts that a prompt has to have."""
+    """Returns the texts that a prompt must contain."""
     texts = {message["content"] for message in messages if message["content"]}
     has_calls = any("tool_calls" in message for message in messages)
     if tools and name not in WITHOUT_TOOLS:
@@ -84,13 +87,13 @@ def expected_texts(name: str, messages: list[Message], tools: list[dict[str, Any
     return texts
 
 
-def test_the_release_has_its_templates() -> None:
+def test_pinned_release_has_at_least_66_templates() -> None:
     assert len(NAMES) >= 66
 
 
 @pytest.mark.parametrize("kind", CONVERSATIONS)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_template_of_the_release_keeps_the_texts_of_a_conversation(name: str, kind: str) -> None:
+def test_pinned_template_keeps_every_text_of_a_conversation(name: str, kind: str) -> None:
     messages, tools = CONVERSATIONS[kind]
     prompt = render(template(name), messages, tools=tools, bos="<s>", eos="</s>")
     assert {text for text in expected_texts(name, messages, tools) if text not in prompt} == set()
@@ -101,7 +104,7 @@ def test_every_template_of_the_release_keeps_the_texts_of_a_conversation(name: s
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_templates_of_the_release_read_objects_and_texts_as_arguments(name: str) -> None:
+def test_pinned_template_renders_arguments_as_object_or_text_equally(name: str) -> None:
     as_text = {**CALL, "function": {"name": "weather", "arguments": '{"city": "text of an \'argument\'"}'}}
     as_object = {**CALL, "function": {"name": "weather", "arguments": {"city": "text of an 'argument'"}}}
     prompts = {
@@ -121,6 +124,6 @@ SWITCHES = {  # the ends of prompts without a choice, with thinking, and without
 
 
 @pytest.mark.parametrize("name", SWITCHES)
-def test_a_model_thinks_unless_it_is_told_not_to(name: str) -> None:
+def test_think_option_sets_the_end_of_the_prompt(name: str) -> None:
     prompts = [render(template(name), [QUESTION], think=think) for think in (None, True, False)]
     assert [prompt[-len(end) :] for prompt, end in zip(prompts, SWITCHES[name], strict=True)] == [*SWITCHES[name]]

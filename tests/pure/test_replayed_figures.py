@@ -1,4 +1,4 @@
-"""Figures of the trace that ships are replayed exactly, so that results recorded with this version of the code hold."""
+"""Tests that the shipped trace replays to its recorded figures, so that recorded results hold for this code."""
 
 import json
 from dataclasses import replace
@@ -13,7 +13,7 @@ from predictors.study import shipped
 from predictors.study.regenerate import CODE_VERSION
 
 
-def test_the_shipped_trace_is_small_and_its_three_figures_are_replayed_exactly() -> None:
+def test_shipped_trace_replays_its_three_recorded_figures_exactly() -> None:
     assert shipped.TRACE.stat().st_size < 200_000
     recorded = json.loads(shipped.FIGURES.read_text(encoding="utf-8"))
     assert len(recorded) == 3

@@ -1,4 +1,4 @@
-"""Tests where a request begins, and which of its evaluations belong to the prompt."""
+"""Tests the beginning of a request, and the evaluations that belong to its prompt."""
 
 from collections.abc import Generator
 
@@ -11,7 +11,7 @@ PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
 
 
 class Context:
-    """Evaluates as `Llama` does, noting (sequence, phase)."""
+    """Evaluates like `Llama`, and records (sequence, phase)."""
 
     def __init__(self) -> None:
         self.requests = Requests()
@@ -42,7 +42,7 @@ def take(steps: Generator[int, None, None], n: int) -> None:
     steps.close()
 
 
-def test_a_prompt_begins_a_request_even_of_one_token_and_a_generator_that_never_started_none() -> None:
+def test_prompt_of_any_length_starts_a_request_and_an_unstarted_generator_none() -> None:
     context = Context()
     take(context.generate(5), 2)
     take(context.generate(1, keep=6), 2)
@@ -66,10 +66,10 @@ def test_a_prompt_begins_a_request_even_of_one_token_and_a_generator_that_never_
         (0, (4, 1, 1), (1, 1, 3),
          [(0, PREFILL), (0, DECODE), (0, DECODE), (1, PREFILL), (1, DECODE), (1, PREFILL)]),
         (10, (1,), (), [(0, PREFILL)]),  # a state that was loaded
-        (0, (4,), (4,), [(0, PREFILL), (1, PREFILL)]),  # a pass that failed left nothing, and is tried again
+        (0, (4,), (4,), [(0, PREFILL), (1, PREFILL)]),  # a failed pass left no tokens, and is repeated
     ],
 )  # fmt: skip
-def test_by_hand_an_empty_context_begins_a_request(
+def test_eval_on_an_empty_context_starts_a_request(
     n_past: int, first: tuple[int, ...], then: tuple[int, ...], noted: list[tuple[int, Phase]]
 ) -> None:
     context = Context()
@@ -79,7 +79,7 @@ def test_by_hand_an_empty_context_begins_a_request(
     assert context.noted == noted
 
 
-def test_a_request_that_fails_or_is_closed_ends() -> None:
+def test_failed_request_ends() -> None:
     context = Context()
 
     def failing() -> Generator[int, None, None]:

@@ -1,4 +1,4 @@
-"""Stored responses: what they hold, whose they are, and when they go."""
+"""Tests stored responses: their contents, owners and age limit."""
 
 import subprocess
 import sys
@@ -39,7 +39,7 @@ def turn(text: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text}, {"role": "assistant", "content": text.upper()}]
 
 
-def test_a_conversation_is_its_turns_in_order_and_the_newest_responses_end_it(store: ResponseStore) -> None:
+def test_history_returns_the_turns_of_a_conversation_in_order(store: ResponseStore) -> None:
     store.add({"id": "a"}, None, turn("one"))
     store.add({"id": "b", "n": 1}, "a", turn("two"))
     store.add({"id": "c"}, "a", turn("other"))
@@ -48,7 +48,7 @@ def test_a_conversation_is_its_turns_in_order_and_the_newest_responses_end_it(st
     assert store.get("b") == {"id": "b", "n": 1}
 
 
-def test_a_removed_response_ends_those_that_continue_it(store: ResponseStore) -> None:
+def test_deleted_response_ends_the_history_of_its_continuations(store: ResponseStore) -> None:
     store.add({"id": "a"}, None, turn("one"))
     store.add({"id": "b"}, "a", turn("two"))
     store.delete("a")
@@ -60,7 +60,7 @@ def test_a_removed_response_ends_those_that_continue_it(store: ResponseStore) ->
         store.history("b")
 
 
-def test_a_response_goes_at_its_age_limit_which_a_continuation_renews(store: ResponseStore, clock: Clock) -> None:
+def test_response_expires_at_its_age_limit_unless_continued(store: ResponseStore, clock: Clock) -> None:
     for name in ("a", "alone"):
         store.add({"id": name}, None, turn(name))
     clock.now_s += AGE_S - 1
@@ -74,7 +74,7 @@ def test_a_response_goes_at_its_age_limit_which_a_continuation_renews(store: Res
         store.get("b")
 
 
-def test_old_responses_of_an_earlier_run_go_at_the_start(tmp_path: Path, clock: Clock, store: ResponseStore) -> None:
+def test_start_deletes_expired_responses_of_an_earlier_run(tmp_path: Path, clock: Clock, store: ResponseStore) -> None:
     store.start()
     assert not (tmp_path / "responses").exists(), "nothing was stored yet"
     store.add({"id": "a"}, None, turn("one"))
@@ -87,7 +87,7 @@ def test_old_responses_of_an_earlier_run_go_at_the_start(tmp_path: Path, clock: 
     later.close()
 
 
-def test_only_the_owner_sees_a_response_and_everybody_one_without_owner(store: ResponseStore) -> None:
+def test_response_is_visible_only_to_its_owner_or_to_all_without_owner(store: ResponseStore) -> None:
     store.add({"id": "open"}, None, turn("one"))
     token = current_owner.set("ann")
     try:
@@ -104,7 +104,9 @@ def test_only_the_owner_sees_a_response_and_everybody_one_without_owner(store: R
         current_owner.reset(token)
 
 
-def test_the_oldest_responses_make_room(store: ResponseStore, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_add_deletes_the_oldest_responses_above_the_limit(
+    store: ResponseStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(responses, "MAX_BYTES", 1000)
     for name in ("a", "b", "c"):
         store.add({"id": name}, None, turn("x" * 150))
@@ -114,7 +116,7 @@ def test_the_oldest_responses_make_room(store: ResponseStore, clock: Clock, monk
     assert store.get("b") and store.get("c")
 
 
-def test_a_conversation_that_is_too_long_is_refused(store: ResponseStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_history_rejects_a_conversation_that_is_too_long(store: ResponseStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(responses, "MAX_HISTORY_BYTES", 300)
     store.add({"id": "a"}, None, turn("x" * 80))
     store.add({"id": "b"}, "a", turn("y" * 80))
@@ -123,7 +125,7 @@ def test_a_conversation_that_is_too_long_is_refused(store: ResponseStore, monkey
         store.history("b")
 
 
-def test_another_process_that_has_the_responses_is_named(tmp_path: Path, store: ResponseStore) -> None:
+def test_add_raises_busy_error_if_another_process_has_the_store(tmp_path: Path, store: ResponseStore) -> None:
     store.add({"id": "a"}, None, turn("one"))
     code = (
         "import sys; from pathlib import Path; from moegguf.serving.responses import ResponseStore;"
@@ -134,7 +136,7 @@ def test_another_process_that_has_the_responses_is_named(tmp_path: Path, store: 
     assert run.stdout.strip() == BusyError.__name__ and "another server has the responses" in run.stderr
 
 
-def test_a_damaged_database_is_an_error_of_storage(tmp_path: Path, store: ResponseStore) -> None:
+def test_damaged_database_raises_storage_error(tmp_path: Path, store: ResponseStore) -> None:
     (tmp_path / "responses").mkdir()
     (tmp_path / "responses" / responses.DATABASE).write_bytes(b"no database" * 1000)
     with pytest.raises(StorageError, match="damaged"):

@@ -1,4 +1,4 @@
-"""Tokens that sequences with a recurrent state can lose: those whose snapshots no other ubatch has made stale."""
+"""Tests the number of tokens that a recurrent state can lose. Another ubatch makes its snapshots stale."""
 
 from __future__ import annotations
 
@@ -42,13 +42,15 @@ def chunk(sequence: int, n_tokens: int, n_drafted: int = 0) -> SequenceTokens:
         "more than an ubatch",
     ],
 )
-def test_a_pass_leaves_snapshots_of_its_last_tokens(chunks: Sequence[SequenceTokens], expected: list[int]) -> None:
+def test_note_pass_keeps_snapshots_of_the_last_tokens_of_equal_chunks(
+    chunks: Sequence[SequenceTokens], expected: list[int]
+) -> None:
     rollback = Rollback(N_BACK, n_ubatch=8)
     rollback.note_pass(chunks)
     assert [rollback.n_back(sequence) for sequence in range(2)] == expected
 
 
-def test_snapshots_are_used_once_and_stale_after_a_pass_of_others() -> None:
+def test_snapshots_become_stale_after_a_restore_or_a_pass_of_others() -> None:
     rollback = Rollback(N_BACK, n_ubatch=8)
     rollback.note_pass([chunk(0, 3)])
     rollback.note_restored(0)
@@ -61,7 +63,7 @@ def test_snapshots_are_used_once_and_stale_after_a_pass_of_others() -> None:
     assert rollback.n_back(1) == 0 and rollback.can_copy(1)
 
 
-def test_a_state_that_was_emptied_or_replaced_has_no_snapshots() -> None:
+def test_forget_and_clear_remove_snapshots() -> None:
     rollback = Rollback(N_BACK, n_ubatch=8)
     rollback.note_pass([chunk(0, 3)])
     rollback.forget(0)
@@ -75,5 +77,5 @@ def test_a_state_that_was_emptied_or_replaced_has_no_snapshots() -> None:
     ("sequences", "own_cells", "expected"),
     [([0], False, N_BACK), ([0, 1], False, 3), ([0, 2], False, 3), ([0, 2], True, 0), ([1, 2], True, 3)],
 )
-def test_a_draft_is_as_long_as_one_ubatch_holds(sequences: list[int], own_cells: bool, expected: int) -> None:
+def test_most_lost_limits_drafts_to_one_ubatch(sequences: list[int], own_cells: bool, expected: int) -> None:
     assert Rollback(N_BACK, n_ubatch=8, own_cells=own_cells).most_lost(sequences) == expected

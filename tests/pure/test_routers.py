@@ -1,5 +1,8 @@
-"""Routers read from GGUF files choose as llama.cpp does: gating, biases, groups, quantised matrices, bad files; their
-fingerprint is another for any other router or shape."""
+"""Tests routers that are read from GGUF files.
+
+They choose like llama.cpp, with gating, biases, groups and quantised matrices. The fingerprint of a model changes with
+its routers and its shape.
+"""
 
 import struct
 from pathlib import Path
@@ -23,7 +26,7 @@ INPUTS = RNG.standard_normal((5, N_EMBD)).astype(np.float32)
 
 
 def write(path: Path, g: Gguf, values: dict[str, bytes]) -> ExpertLayout:
-    """The file with these tensors' bytes, read as a layout."""
+    """Writes a file with these bytes of tensors, and returns its layout."""
     out = bytearray(pad(g.header(), g.alignment))
     for tensor in g.tensors:
         data = values.get(str(tensor.name), bytes(tensor.size()))
@@ -46,9 +49,9 @@ def model(arch: str = "qwen2moe", ggml_type: int = F32_T) -> tuple[Gguf, dict[st
 
 
 @pytest.mark.parametrize(("ggml_type", "error"), [(F32_T, 0), (F16_T, 1e-3), (30, 1e-2), (Q8_0_T, 2e-2)])
-def test_matrices_of_any_type_come_back(tmp_path: Path, ggml_type: int, error: float) -> None:
+def test_read_routers_dequantizes_matrices_of_any_type(tmp_path: Path, ggml_type: int, error: float) -> None:
     g, values = model(ggml_type=F32_T if ggml_type == 30 else ggml_type)
-    if ggml_type == 30:  # the builder has no BF16 of its own
+    if ggml_type == 30:  # the builder of GGUF files has no BF16
         for tensor in g.tensors:
             if "gate_inp" in str(tensor.name):
                 tensor.ggml_type, tensor.n_bytes = 30, 2 * N_EMBD * N_EXPERT
@@ -59,7 +62,7 @@ def test_matrices_of_any_type_come_back(tmp_path: Path, ggml_type: int, error: f
     assert routers.routers[0].n_expert_used == 2
 
 
-def test_the_choice_is_the_top_of_the_logits_and_likelihoods_agree(tmp_path: Path) -> None:
+def test_router_probabilities_rank_experts_by_their_logits(tmp_path: Path) -> None:
     routers = read_routers(write(tmp_path / "m.gguf", *model()))
     expected = np.argsort(-(INPUTS @ MATRICES[1].T), axis=1)[:, :2]
     for vector, ids in zip(INPUTS, expected, strict=True):
@@ -68,7 +71,7 @@ def test_the_choice_is_the_top_of_the_logits_and_likelihoods_agree(tmp_path: Pat
         assert np.argsort(-found)[:2].tolist() == ids.tolist()
 
 
-def test_a_bias_on_logits_and_a_bias_on_the_choice_change_it(tmp_path: Path) -> None:
+def test_logit_bias_and_choice_bias_change_the_chosen_expert(tmp_path: Path) -> None:
     g, values = model("glm4moe")
     g.add("glm4moe.expert_gating_func", U32, 2)
     g.tensor("blk.0.ffn_gate_inp.bias", N_EXPERT).tensor("blk.1.exp_probs_b.bias", N_EXPERT)
@@ -82,7 +85,7 @@ def test_a_bias_on_logits_and_a_bias_on_the_choice_change_it(tmp_path: Path) -> 
     assert found.argmax() == 2 and found.argmin() == 1 and found[1] == 0
 
 
-def test_only_the_best_groups_may_be_chosen() -> None:
+def test_router_chooses_only_from_the_best_groups() -> None:
     # Scores 9 7 | 8 1 | 2 6: groups are worth 16, 9, 8. The third group's 6 loses to the second's 1.
     matrix = np.array([[9], [7], [8], [1], [2], [6]], np.float32)
     router = Router(4, matrix / 100)
@@ -102,14 +105,14 @@ def test_only_the_best_groups_may_be_chosen() -> None:
         (Gating.SQRT_SOFTPLUS, np.sqrt(np.log1p(np.exp([1.0, -2])))),
     ],
 )
-def test_gating_functions(gating: Gating, expected: np.ndarray) -> None:
+def test_gating_function_determines_the_effect_of_a_choice_bias(gating: Gating, expected: np.ndarray) -> None:
     # The second expert wins by a choice bias only if its probability is within 0.6 of the first's.
     for bias, winner in ((0.6, expected[1] + 0.6 > expected[0]), (0.01, False)):
         router = Router(1, np.array([[1], [-2]], np.float32), choice_bias=np.array([0, bias], np.float32))
         assert probabilities(Routers(gating, {0: router}), 0, np.ones(1, np.float32)).argmax() == int(winner)
 
 
-def test_files_without_groups_use_none_and_a_layer_routed_by_token_id_has_no_router(tmp_path: Path) -> None:
+def test_read_routers_skips_layers_routed_by_token_id_and_defaults_to_one_group(tmp_path: Path) -> None:
     g, values = model()
     g.add("qwen2moe.expert_group_count", U32, 0)
     g.add("qwen2moe.expert_group_used_count", U32, 0)
@@ -120,7 +123,7 @@ def test_files_without_groups_use_none_and_a_layer_routed_by_token_id_has_no_rou
     assert list(read_routers(write(tmp_path / "m.gguf", g, values)).routers) == [1]
 
 
-def test_gating_comes_from_the_architecture_where_the_file_is_silent_or_overruled(tmp_path: Path) -> None:
+def test_read_gating_falls_back_to_the_architecture(tmp_path: Path) -> None:
     def gating(arch: str, func: int | None = None) -> Gating:
         g = moe(arch)
         if func is not None:
@@ -134,7 +137,7 @@ def test_gating_comes_from_the_architecture_where_the_file_is_silent_or_overrule
     assert gating("gpt-oss") == Gating.SOFTMAX_WEIGHT
 
 
-def test_surprises_are_format_errors(tmp_path: Path) -> None:
+def test_read_routers_rejects_missing_misshapen_and_infinite_matrices(tmp_path: Path) -> None:
     g, values = model()
     g.tensors.pop()
     with pytest.raises(ModelFormatError, match=r"no tensor 'blk\.1\.ffn_gate_inp\.weight'"):
@@ -153,7 +156,7 @@ def test_surprises_are_format_errors(tmp_path: Path) -> None:
         read_routers(write(tmp_path / "type.gguf", g, values))
 
 
-def test_a_file_cut_after_it_was_opened_is_noticed(tmp_path: Path) -> None:
+def test_read_routers_detects_a_file_cut_after_opening(tmp_path: Path) -> None:
     layout = write(tmp_path / "m.gguf", *model())
     path = layout.shards[0].path
     path.write_bytes(path.read_bytes()[:-100])
@@ -169,7 +172,7 @@ def with_routers(g: Gguf, layers: range = range(2), n_expert: int = N_EXPERT) ->
 
 
 def with_other_bytes(path: Path, g: Gguf) -> Path:
-    """The model with routers of other bytes than the rest."""
+    """Writes a model whose routers have other bytes than its other tensors."""
     g.write(path)
     for tensor in read_gguf(path).tensors:
         if "ffn_gate_inp" in tensor.name:
@@ -187,7 +190,7 @@ def of(path: Path) -> str:
     return fingerprint(read_layout(path))
 
 
-def test_other_quantisations_share_a_fingerprint_and_a_model_without_routers_has_one(tmp_path: Path) -> None:
+def test_fingerprint_is_equal_for_other_quantisations_of_the_experts(tmp_path: Path) -> None:
     four = with_other_bytes(tmp_path / "4.gguf", with_routers(moe(types=(Q4_0_T, Q4_0_T, Q4_0_T))))
     eight = with_other_bytes(tmp_path / "8.gguf", with_routers(moe(types=(Q8_0_T, Q8_0_T, Q8_0_T))))
     assert of(four) == of(eight)
@@ -195,7 +198,7 @@ def test_other_quantisations_share_a_fingerprint_and_a_model_without_routers_has
     assert len(of(moe().write(tmp_path / "m.gguf"))) == 32
 
 
-def test_any_byte_and_the_order_of_routers_count_and_shards_give_what_the_whole_gives(tmp_path: Path) -> None:
+def test_fingerprint_depends_on_router_bytes_and_order_but_not_on_shards(tmp_path: Path) -> None:
     path = with_other_bytes(tmp_path / "m.gguf", with_routers(moe()))
     before = of(path)
     for tensor in read_gguf(path).tensors:
@@ -219,7 +222,7 @@ def test_any_byte_and_the_order_of_routers_count_and_shards_give_what_the_whole_
 
 
 @pytest.mark.parametrize("change", [{"n_used": 1}, {"vocab": 17}, {"arch": "qwen3moe"}])
-def test_architecture_and_sizes_count(tmp_path: Path, change: dict[str, int]) -> None:
+def test_fingerprint_depends_on_architecture_and_sizes(tmp_path: Path, change: dict[str, int]) -> None:
     path = with_other_bytes(tmp_path / "m.gguf", with_routers(moe()))
     other = with_other_bytes(tmp_path / "o.gguf", with_routers(moe(**change)))  # type: ignore[arg-type]
     assert of(path) != of(other)

@@ -1,4 +1,4 @@
-"""Tables that are read by row stay in the file: layouts, plans and the pages that remain in memory."""
+"""Tests tables that are read by row and stay in the file: layouts, plans, and pages that remain in memory."""
 
 import mmap
 import os
@@ -31,7 +31,7 @@ def layout(tmp_path_factory: pytest.TempPathFactory) -> ExpertLayout:
     return read_layout(write_sparse_model(path, shape, "q4_0"))
 
 
-def test_a_table_is_no_weight_that_every_token_uses(layout: ExpertLayout) -> None:
+def test_row_table_bytes_are_not_counted_as_dense_weights(layout: ExpertLayout) -> None:
     made = {tensor.name: tensor for tensor in tensors(
         replace(PRESETS["qwen3.8-flash-next"], n_layer=4, ple_vocab_base=N_ROWS_BASE), "q4_0"
     )}  # fmt: skip
@@ -42,7 +42,9 @@ def test_a_table_is_no_weight_that_every_token_uses(layout: ExpertLayout) -> Non
 
 
 @pytest.mark.parametrize(("arch", "n_bytes"), [("qwen4exp", 4 * 32 * 16), ("gemma4", 4 * 32 * 16), ("gemma3n", 0)])
-def test_only_tables_that_llama_cpp_reads_by_row_stay_in_the_file(tmp_path: Path, arch: str, n_bytes: int) -> None:
+def test_row_tables_are_recognised_only_for_architectures_that_read_by_row(
+    tmp_path: Path, arch: str, n_bytes: int
+) -> None:
     plain, with_table = moe(arch), moe(arch)
     with_table.tensor("per_layer_token_embd.weight", 32, 16)
     without = read_layout(plain.write(tmp_path / "without.gguf"))
@@ -51,7 +53,7 @@ def test_only_tables_that_llama_cpp_reads_by_row_stay_in_the_file(tmp_path: Path
     assert found.dense_bytes - without.dense_bytes == 4 * 32 * 16 - n_bytes
 
 
-def test_a_model_runs_on_a_machine_with_less_memory_than_its_table(layout: ExpertLayout) -> None:
+def test_plan_fits_a_machine_with_less_memory_than_the_row_table(layout: ExpertLayout) -> None:
     memory = Memory(8 * GIB, 4 * GIB, MACHINE)
     plan = make_plan(layout, Machine(memory), LoadSpec(n_ctx=2048))
     assert plan.total_bytes <= memory.available_bytes < layout.row_table_bytes
@@ -59,15 +61,13 @@ def test_a_model_runs_on_a_machine_with_less_memory_than_its_table(layout: Exper
     assert plan.facts()["dense_bytes"] == layout.dense_bytes + ROW_PAGES_BYTES
 
 
-def test_a_small_table_is_planned_whole(layout: ExpertLayout) -> None:
+def test_row_pages_bytes_counts_a_small_table_whole(layout: ExpertLayout) -> None:
     small = replace(layout, row_tables=(RowTable(0, 4096, 3 * MIB),))
     assert row_pages_bytes(small) == 3 * MIB
     assert row_pages_bytes(replace(layout, row_tables=())) == 0
 
 
-def test_what_llama_cpp_reads_at_once_leaves_the_table_out(
-    layout: ExpertLayout, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loader_advice_leaves_out_the_row_table(layout: ExpertLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     advised = list[tuple[int, int]]()
     monkeypatch.setattr(os, "posix_fadvise", lambda _file, begin, n, _how: advised.append((begin, n)))
     loader._advise(layout, "POSIX_FADV_WILLNEED", loader.threading.Event())
@@ -78,13 +78,13 @@ def test_what_llama_cpp_reads_at_once_leaves_the_table_out(
 
 
 def mapped_bytes(path: Path) -> int:
-    """Bytes of a file that are in this process's memory."""
+    """Returns the bytes of a file that are in this process's memory."""
     found = re.findall(rf"{re.escape(str(path))}\n(?:.*\n)*?Rss: +(\d+) kB", Path("/proc/self/smaps").read_text())
     return sum(int(kib) for kib in found) * 1024
 
 
 @pytest.mark.parametrize("limited_by", [MACHINE, "cgroup v2 /x"])
-def test_pages_are_dropped_only_under_a_memory_limit(
+def test_row_table_pages_are_dropped_only_under_a_memory_limit(
     layout: ExpertLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limited_by: str
 ) -> None:
     path = tmp_path / "table"

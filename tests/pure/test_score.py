@@ -1,5 +1,8 @@
-"""Scores: a predictor of known accuracy has exactly the figures that follow from the definitions, and formula 7 of
-ExpertFlow: intersection over union of a batch's experts, predicted and true. Reuse, counted by hand."""
+"""Tests scores of predictors.
+
+A predictor of known accuracy has exactly the figures that follow from the definitions. The accuracy of a batch is
+formula 7 of ExpertFlow: the intersection over the union of predicted and true experts. Reuse is counted by hand.
+"""
 
 import math
 
@@ -22,7 +25,7 @@ SHAPE = MoeShape(n_layer=5, n_expert=8, n_expert_used=2, layers=(1, 2, 3, 4), ex
 
 
 def cyclic(n_sequences: int = 1, n_tokens: int = 6) -> Trace:
-    """Token t uses the experts t and t + 1 (mod 8) in every layer."""
+    """Returns a trace in which token t uses the experts t and t + 1 (mod 8) in every layer."""
     path = [[[t % 8, (t + 1) % 8]] * 4 for t in range(n_tokens)]
     return hand_made(SHAPE, [path] * n_sequences, prefill=2)
 
@@ -32,14 +35,14 @@ def only(trace: Trace, predictor: Oracle | Unpredictive, distance: int = 1) -> F
 
 
 @pytest.mark.parametrize("distance", [1, 2, 3, 8])
-def test_a_perfect_predictor_scores_one_by_every_definition(distance: int) -> None:
+def test_perfect_predictor_scores_one_by_every_definition(distance: int) -> None:
     figures = only(cyclic(), Oracle(cyclic()), distance)
     assert figures.due == 4 * 3  # four tokens decoded, three layers behind the first
     assert figures.coverage == figures.accuracy == figures.top_k_hit == figures.at_least_one == 1
     assert figures.precision[:2] == (1, 1) and figures.recall[:2] == (0.5, 1)
 
 
-def test_one_right_of_two_is_half_accurate_and_what_is_always_wrong_has_no_useful_byte() -> None:
+def test_half_right_predictor_scores_half_and_a_wrong_one_moves_no_useful_byte() -> None:
     half, wrong = (only(cyclic(), Oracle(cyclic(), n_wrong=n)) for n in (1, 2))
     assert (half.accuracy, half.top_k_hit, half.at_least_one) == (0.5, 0, 1)
     assert half.precision == (1, 0.5, 0.5, 0.5)  # it predicts two experts, however many are requested
@@ -49,15 +52,15 @@ def test_one_right_of_two_is_half_accurate_and_what_is_always_wrong_has_no_usefu
 
 
 @pytest.mark.parametrize("answer", [None, np.full(8, np.nan, np.float32), np.zeros(8, np.float32), np.ones(3, "f4")])
-def test_a_missing_prediction_lowers_coverage_and_no_other_figure(answer: np.ndarray | None) -> None:
+def test_missing_prediction_lowers_only_the_coverage(answer: np.ndarray | None) -> None:
     figures = only(cyclic(), Unpredictive(SHAPE, answer))
     assert (figures.due, figures.coverage, figures.accuracy, figures.top_k_hit) == (12, 0, None, None)
 
 
-def test_out_of_reach_is_no_prediction_and_the_first_layers_have_what_is_known_there() -> None:
+def test_score_counts_distances_out_of_reach_as_missing() -> None:
     trace = cyclic()
     table = score(trace, [Oracle(trace, reach=2)], [3]).scores[0]
-    # Three layers before layer 2 or 3 there is no event: those are predicted after layer 1, one and two layers ahead.
+    # No event is three layers before layer 2 or 3. They are predicted after layer 1, one and two layers ahead.
     assert {il: figures.coverage for il, figures in table.layers[3].items()} == {1: 1, 2: 1, 3: 1, 4: 0}
     assert table.means[3].coverage == pytest.approx(2 / 3)
     assert table.means[3].accuracy == 1
@@ -66,16 +69,16 @@ def test_out_of_reach_is_no_prediction_and_the_first_layers_have_what_is_known_t
     assert (table.layers[1][1].due, table.layers[1][1].coverage, table.means[1].coverage) == (4, 0, 1)
 
 
-def test_only_what_a_cache_lacks_is_moved() -> None:
+def test_score_with_a_cache_counts_only_absent_experts_as_moved() -> None:
     # Token t uses t and t + 1: at two resident experts a layer, one of them is still resident from the token before.
     table = score(cyclic(), [Oracle(cyclic(), n_wrong=1)], [1], lru_share=0.25).scores[0].means[1]
-    # The right one it names is t (resident), the wrong one is not: everything it moves is useless.
+    # The right prediction is t, which is resident. The wrong one is absent, so all moved bytes are useless.
     assert table.moved_per_useful[1] is None
     right = score(cyclic(), [Oracle(cyclic())], [1], lru_share=0.25).scores[0].means[1]
     assert right.moved_per_useful[1] == 1
 
 
-def test_batches_join_the_paths_of_their_sequences_and_the_control_gets_the_same_experts_shuffled() -> None:
+def test_score_of_batches_unites_paths_and_the_control_is_shuffled() -> None:
     trace = cyclic(n_sequences=5)
     table = score(trace, [Oracle(trace), Oracle(trace, n_wrong=2)], [1, 2], batch_sequences=2)
     right, wrong = table.scores
@@ -91,7 +94,7 @@ def test_batches_join_the_paths_of_their_sequences_and_the_control_gets_the_same
     assert table.control_of("another") is None
 
 
-def test_no_predictor_no_prediction_and_an_empty_trace_are_no_error() -> None:
+def test_score_and_reuse_accept_no_prediction_and_an_empty_trace() -> None:
     trace = random_trace(n_sequences=1, n_prefill=4, n_decode=3)
     table = score(trace, [NoPrediction(trace.shape)])
     assert table.tokens == 3
@@ -119,9 +122,7 @@ def matrix(*rows: str) -> np.ndarray:
         (np.stack([matrix("xx.."), matrix("..xx")]), np.stack([matrix("xx..")] * 2), 0.5),  # several are averaged
     ],
 )
-def test_the_accuracy_of_batches_is_right_of_right_missed_and_idle(
-    true: np.ndarray, predicted: np.ndarray, expected: float
-) -> None:
+def test_batch_accuracy_is_intersection_over_union(true: np.ndarray, predicted: np.ndarray, expected: float) -> None:
     assert batch_accuracy(true, predicted) == pytest.approx(expected)
 
 
@@ -131,7 +132,7 @@ def run(trace: Trace, judge: Judge) -> Judge:
     return judge
 
 
-def test_live_figures_are_those_of_the_trace_and_a_control_runs_beside_a_predictor() -> None:
+def test_judge_figures_equal_the_score_of_the_trace_and_include_a_control() -> None:
     trace = random_trace(n_sequences=3)
     offline = score(trace, [Oracle(trace, n_wrong=1, reach=3)]).scores[0]
     live = run(trace, Judge(Oracle(trace, n_wrong=1, reach=3))).table()
@@ -145,7 +146,7 @@ def test_live_figures_are_those_of_the_trace_and_a_control_runs_beside_a_predict
     assert table.means[1].accuracy == 0.5
 
 
-def test_invalid_events_and_aborted_passes_are_neither_measured_nor_an_error() -> None:
+def test_judge_ignores_invalid_events_and_aborted_passes() -> None:
     judge = Judge(Unpredictive(SMALL, np.ones(SMALL.n_expert, np.float32)))
     judge.observe(routed(0, 1, 2))  # a layer without experts
     judge.observe(routed(1, -1, -1))  # padding
@@ -161,7 +162,7 @@ def test_invalid_events_and_aborted_passes_are_neither_measured_nor_an_error() -
 
     class InFirstPass(Oracle):
         def observe(self, event: RoutingEvent) -> None:
-            """Follows no pass."""
+            """Ignores the event."""
 
     judge = Judge(InFirstPass(trace), [1])
     judge.predictor.announce(Announcement(0, Phase.DECODE, trace.tokens[:1]))
@@ -173,7 +174,7 @@ def test_invalid_events_and_aborted_passes_are_neither_measured_nor_an_error() -
 TWO_LAYERS = MoeShape(n_layer=2, n_expert=4, n_expert_used=1, layers=(0, 1))
 
 
-def test_a_request_with_one_expert_is_as_skewed_as_can_be_and_all_together_are_even() -> None:
+def test_reuse_of_one_expert_per_request_is_skewed_within_and_even_merged() -> None:
     figures = reuse(hand_made(TWO_LAYERS, [[[[e], [e]]] * 8 for e in range(4)]))
     assert (figures.within.covering, figures.within.entropy) == (0.25, 0)
     assert (figures.merged.covering, figures.merged.entropy) == (1, pytest.approx(1))
@@ -184,7 +185,7 @@ def test_a_request_with_one_expert_is_as_skewed_as_can_be_and_all_together_are_e
     assert figures.next_token.tolist() == [1, 1]
 
 
-def test_distances_between_uses_and_counts_without_the_prompt() -> None:
+def test_reuse_counts_distances_between_uses_and_leaves_out_prompts() -> None:
     # Expert 0 at tokens 0, 1, 4 and expert 1 at 2, 3: two first uses, gaps of 1, 1 and 3.
     figures = reuse(hand_made(TWO_LAYERS, [[[[e], [e]] for e in (0, 0, 1, 1, 0)]]))
     assert figures.reuse_distances[0] == pytest.approx(0.4)

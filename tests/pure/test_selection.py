@@ -43,11 +43,11 @@ USUAL = [
         (["m-IQ4_XS.gguf", "m-Q4_XS.gguf"], "Q4_XS", "m-Q4_XS.gguf"), (["m-IQ4_XS.gguf"], "Q4_XS", "m-IQ4_XS.gguf"),
     ],
 )  # fmt: skip
-def test_a_tag_is_a_quantisation_or_a_file_name_in_any_case(listed: list[str], tag: str, file: str) -> None:
+def test_select_files_matches_a_quantisation_or_file_name_in_any_case(listed: list[str], tag: str, file: str) -> None:
     assert select_files(listed, tag).files[0] == file
 
 
-def test_a_split_set_is_taken_whole_and_what_is_missing_or_unknown_is_named() -> None:
+def test_select_files_takes_all_shards_and_names_missing_ones() -> None:
     names = [f"sub/x-Q4_K_M-{n:05d}-of-00012.gguf" for n in range(1, 13)]
     assert select_files([*reversed(names), "sub/x-Q4_K_M-00001-of-00002.gguf.part"]).files == tuple(names)
     names = [f"x-Q4_K_M-{n:05d}-of-00004.gguf" for n in (1, 2, 4)]
@@ -74,13 +74,13 @@ def test_a_split_set_is_taken_whole_and_what_is_missing_or_unknown_is_named() ->
         ("x-Q8_0.gguf", [], None),
     ],
 )
-def test_the_projector_is_the_closest_folder_s_then_the_closest_width(
+def test_select_files_takes_the_projector_closest_in_folder_and_width(
     model: str, projectors: list[str], expected: str | None
 ) -> None:
     assert select_files([model, *projectors]).mmproj == expected
 
 
-def test_names_of_files_become_tags() -> None:
+def test_models_in_derives_tags_from_file_names() -> None:
     assert [tag for tag, _ in models_in(USUAL)] == ["BF16", "IQ4_XS", "Q2_K", "Q4_K_M", "Q8_0", "UD-Q4_K_XL"]
     assert [tag for tag, _ in models_in(["qwen-q4_k_m.gguf", "two words.gguf"])] == ["Q4_K_M"]
     assert [tag for tag, _ in models_in(["two words.gguf"])] == ["latest"]
@@ -95,7 +95,7 @@ paths = st.lists(path, max_size=8, unique=True)
 
 
 @given(paths)
-def test_every_tag_that_is_told_means_these_files(listed: list[str]) -> None:
+def test_every_tag_of_models_in_selects_its_files(listed: list[str]) -> None:
     models = models_in(listed)
     assert len({tag.lower() for tag, _ in models}) == len(models)
     for tag, choice in models:
@@ -106,7 +106,7 @@ def test_every_tag_that_is_told_means_these_files(listed: list[str]) -> None:
 
 
 @given(paths, st.text(max_size=8))
-def test_any_tag_gives_files_of_the_list_or_an_error(listed: list[str], tag: str) -> None:
+def test_select_files_returns_listed_files_or_raises_for_any_tag(listed: list[str], tag: str) -> None:
     found: set[str] = set()
     with suppress(ModelNotFoundError):
         found = set(select_files(listed, tag).files)
@@ -114,7 +114,7 @@ def test_any_tag_gives_files_of_the_list_or_an_error(listed: list[str], tag: str
 
 
 @pytest.mark.parametrize("model", library(), ids=lambda model: model.name)
-def test_a_model_of_the_library_is_plausible(model: LibraryModel) -> None:
+def test_library_model_has_consistent_names_files_and_sizes(model: LibraryModel) -> None:
     assert parse_name(model.name).canonical == model.name
     assert parse_name(model.hub_name).repo == model.repository
     prefix, _, rest = model.file.partition("-00001-of-0000")
@@ -125,20 +125,20 @@ def test_a_model_of_the_library_is_plausible(model: LibraryModel) -> None:
     assert 0 < model.token_bytes < model.expert_bytes and model.dense_bytes > 0
 
 
-def test_a_table_that_stays_in_the_file_needs_no_memory() -> None:
+def test_library_model_with_a_row_table_excludes_the_table_from_memory() -> None:
     found = find_in_library("qwen3.8-flash-next")
     assert found is not None
     assert found.size_bytes - found.resident_bytes == found.row_table_bytes == 320_001_536 * 90
     assert found.expert_bytes + found.dense_bytes == found.resident_bytes
 
 
-def test_the_hybrids_of_2026_are_in_the_library() -> None:
+def test_library_contains_the_hybrids_of_2026() -> None:
     names = ("qwen3.5", "qwen3.6", "qwen3.6-mtp", "qwen3.8-flash-next", "qwen3-next", "kimi-linear")
     others = ("nemotron-3-nano", "lfm2.5", "granite4", "deepseek-v4-flash", "ling-3.0-flash")
     assert all(find_in_library(name) for name in names + others)
 
 
-def test_names_are_found_with_and_without_a_tag_and_near_ones_are_named() -> None:
+def test_find_in_library_accepts_a_missing_tag_and_pull_suggests_near_names() -> None:
     assert len(library()) == len({model.name for model in library()}) >= 30
     found = find_in_library("GPT-OSS")
     assert found is not None and found.name == "gpt-oss:20b" and find_in_library("gpt-oss:latest") == found
@@ -149,7 +149,7 @@ def test_names_are_found_with_and_without_a_tag_and_near_ones_are_named() -> Non
         pull("gpt-os:20b", Catalog(), lambda _status: None)
 
 
-def test_a_model_that_was_fetched_is_found_by_its_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_catalog_finds_a_fetched_model_by_its_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ModelNotFoundError, match=r"is hf\.co/ggml-org/.* Fetch it with `moegguf pull gpt-oss:20b`"):

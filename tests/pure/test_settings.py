@@ -15,7 +15,7 @@ from moegguf.options import GROUPS, OF_COMMANDS, OF_EVERY_LOAD, OPTIONS, page
 from moegguf.quantities import parse_duration
 from moegguf.settings import Environment, Host, Settings, parse_host, read_load_keywords, read_settings
 
-# The table of ollama-python's _parse_host, then forms it leaves open.
+# The table of ollama-python's _parse_host, then forms that are not in it.
 HOSTS = [
     (None, "http://127.0.0.1:11434"), ("", "http://127.0.0.1:11434"), ("1.2.3.4", "http://1.2.3.4:11434"),
     (":56789", "http://127.0.0.1:56789"), ("1.2.3.4:56789", "http://1.2.3.4:56789"),
@@ -38,12 +38,12 @@ BAD_HOSTS = [
 
 
 @pytest.mark.parametrize(("text", "url"), HOSTS)
-def test_addresses(text: str | None, url: str) -> None:
+def test_parse_host_returns_the_url_of_an_address(text: str | None, url: str) -> None:
     assert parse_host(text).url == url
 
 
 @pytest.mark.parametrize("text", BAD_HOSTS)
-def test_what_is_no_address_is_refused_and_no_password_is_shown(text: str) -> None:
+def test_parse_host_rejects_other_texts_and_hides_passwords(text: str) -> None:
     with pytest.raises(OptionError, match="not an address") as error:
         parse_host(text)
     assert "secret" not in str(error.value) and "cret" not in str(error.value)
@@ -57,7 +57,7 @@ def test_what_is_no_address_is_refused_and_no_password_is_shown(text: str) -> No
         ("localhost.evil.com", False),
     ],
 )  # fmt: skip
-def test_which_addresses_only_this_machine_reaches(text: str, loopback: bool) -> None:
+def test_is_loopback_is_true_only_for_local_addresses(text: str, loopback: bool) -> None:
     assert parse_host(text).is_loopback is loopback
 
 
@@ -71,7 +71,7 @@ def test_which_addresses_only_this_machine_reaches(text: str, loopback: bool) ->
         (1e30, math.inf), (10**400, math.inf), ("9999999h", math.inf),
     ],
 )  # fmt: skip
-def test_durations(value: Any, seconds: float) -> None:
+def test_parse_duration_reads_numbers_and_units(value: Any, seconds: float) -> None:
     assert parse_duration(value) == pytest.approx(seconds)
     assert isinstance(parse_duration(value), float)
 
@@ -79,12 +79,12 @@ def test_durations(value: Any, seconds: float) -> None:
 @pytest.mark.parametrize(
     "value", ["", " ", "m", "5 m", "1e3", "5min", "5m-1s", "--5", "0x10", "٣m", "9" * 400, math.nan, True, None, [], {}]
 )
-def test_what_is_no_duration_is_refused(value: Any) -> None:
+def test_parse_duration_rejects_other_values(value: Any) -> None:
     with pytest.raises(OptionError, match="not a duration"):
         parse_duration(value)
 
 
-def test_defaults_are_ollamas_and_a_placement_is_one_of_some_words() -> None:
+def test_default_settings_equal_ollamas_and_placement_rejects_other_words() -> None:
     settings = read_settings({})
     assert settings == Settings()
     assert settings.host == Host("http", "127.0.0.1", 11434)
@@ -97,7 +97,7 @@ def test_defaults_are_ollamas_and_a_placement_is_one_of_some_words() -> None:
         read_load_keywords(environ={"MOEGGUF_PLACEMENT": "guess"})
 
 
-def test_variables_of_loading_set_keywords_and_some_count_for_commands_alone() -> None:
+def test_load_variables_set_keywords_for_commands_only() -> None:
     given = {
         "CONTEXT_LENGTH": ("8192", {"n_ctx": 8192}),
         "NUM_PARALLEL": ("4", {"n_seq_max": 4}),
@@ -113,7 +113,7 @@ def test_variables_of_loading_set_keywords_and_some_count_for_commands_alone() -
     assert read_load_keywords(environ={"OLLAMA_EXPERT_CACHE": "50%"}) == {}
 
 
-def test_every_variable_is_read_under_both_names() -> None:
+def test_every_variable_is_read_with_both_prefixes() -> None:
     given = {
         "HOST": ("0.0.0.0:80", "host", Host("http", "0.0.0.0", 80)),
         "KEEP_ALIVE": ("-1", "keep_alive_s", math.inf),
@@ -153,7 +153,7 @@ def test_every_variable_is_read_under_both_names() -> None:
         ("THINK_BUDGET", "-2"),
     ],
 )  # fmt: skip
-def test_a_wrong_value_is_an_error_that_names_the_variable(name: str, text: str) -> None:
+def test_wrong_value_raises_option_error_with_the_variable(name: str, text: str) -> None:
     environ = {f"OLLAMA_{name}": text}
     with pytest.raises(OptionError, match=f"OLLAMA_{name}"):
         (read_settings(environ), read_load_keywords(commands=True, environ=environ))
@@ -162,7 +162,7 @@ def test_a_wrong_value_is_an_error_that_names_the_variable(name: str, text: str)
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_table_has_every_setting_and_keyword_and_prints_the_page() -> None:
+def test_options_table_has_every_setting_and_prints_the_options_page() -> None:
     text = (ROOT / "docs" / "options.md").read_text()
     assert text == "\n".join(page()) + "\n", "run `python -m moegguf.options > docs/options.md`"
     fields = {field.name for kind in (Environment, Settings) for field in dataclasses.fields(kind)}

@@ -1,4 +1,4 @@
-"""Names of the same files share one process: its use, its end, its context and what is reported of it."""
+"""Tests names of the same files, which share one process: its use, end, context and statistics."""
 
 import asyncio
 from dataclasses import replace
@@ -64,7 +64,7 @@ async def test_names_of_one_file_share_a_process_unless_their_options_differ(
     assert [(load["name"][0], load["n_ctx"]) for load in catalog.loads("a")] == loads
 
 
-async def test_a_reload_keeps_the_options_that_the_name_gave_before(catalog: FakeCatalog) -> None:
+async def test_reload_keeps_earlier_options_of_the_name(catalog: FakeCatalog) -> None:
     async with manager_of(catalog) as manager:
         await generate(manager, "b", "say x", LoadOverrides(n_ctx=1024))
         await generate(manager, "b", "say x", LoadOverrides(n_batch=64))
@@ -76,7 +76,7 @@ async def test_a_reload_keeps_the_options_that_the_name_gave_before(catalog: Fak
     assert len(catalog.loads("a")) == 3
 
 
-async def test_a_request_beside_a_waiting_one_takes_its_options(catalog: FakeCatalog) -> None:
+async def test_simultaneous_requests_share_one_load_with_combined_options(catalog: FakeCatalog) -> None:
     asked = [LoadOverrides(n_threads=1, n_ctx=8192), LoadOverrides(), LoadOverrides(n_batch=64), LoadOverrides()]
     async with manager_of(catalog) as manager:
         pair = [generate(manager, "a", "say x", overrides) for overrides in asked[:2]]
@@ -87,7 +87,7 @@ async def test_a_request_beside_a_waiting_one_takes_its_options(catalog: FakeCat
     assert [load["n_ctx"] for load in catalog.loads("a")] == [8192, 4096]
 
 
-async def test_a_watcher_sees_the_process_that_its_name_uses(catalog: FakeCatalog) -> None:
+async def test_snapshots_read_the_process_that_a_name_uses(catalog: FakeCatalog) -> None:
     add_persona(catalog, "d", parameters={"num_thread": 1})
     async with manager_of(catalog) as manager:
         for name in "ad":
@@ -99,7 +99,7 @@ async def test_a_watcher_sees_the_process_that_its_name_uses(catalog: FakeCatalo
         assert asked == [False, True], "the fake worker counts requests as tokens"
 
 
-async def test_the_process_ends_with_its_last_name_also_when_its_file_is_gone(catalog: FakeCatalog) -> None:
+async def test_process_ends_when_its_last_name_is_unloaded(catalog: FakeCatalog) -> None:
     async with manager_of(catalog) as manager:
         for name in "ab":
             await generate(manager, name, "say x")
@@ -111,7 +111,7 @@ async def test_the_process_ends_with_its_last_name_also_when_its_file_is_gone(ca
         assert await manager.unload("b:latest") is True and manager.loaded() == []
 
 
-async def test_a_name_is_unloaded_after_its_answer_and_others_go_on(catalog: FakeCatalog, tmp_path: Path) -> None:
+async def test_unload_of_a_busy_name_waits_and_keeps_other_names(catalog: FakeCatalog, tmp_path: Path) -> None:
     go = tmp_path / "go"
     async with manager_of(catalog) as manager:
         held = await begun(manager, "a", go)
@@ -126,7 +126,7 @@ async def test_a_name_is_unloaded_after_its_answer_and_others_go_on(catalog: Fak
     assert len(catalog.loads("a")) == 1
 
 
-async def test_an_unused_name_is_unloaded_at_once_while_another_answers(catalog: FakeCatalog, tmp_path: Path) -> None:
+async def test_unload_of_an_idle_name_does_not_wait_for_another_name(catalog: FakeCatalog, tmp_path: Path) -> None:
     go = tmp_path / "go"
     async with manager_of(catalog) as manager:
         await generate(manager, "b", "say x")
@@ -150,7 +150,7 @@ async def test_each_name_has_its_own_keep_alive_time(catalog: FakeCatalog) -> No
         await until(lambda: not manager.loaded())
 
 
-async def test_counts_are_of_the_process_and_counted_once(catalog: FakeCatalog) -> None:
+async def test_totals_count_each_process_once(catalog: FakeCatalog) -> None:
     totals = Totals()
     async with manager_of(catalog) as manager:
         for name in "ab":

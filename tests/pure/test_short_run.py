@@ -1,4 +1,4 @@
-"""tools/gpu/short_run.py: steps end in time, every outcome is kept at once, and the table has predictions beside it."""
+"""Tests tools/gpu/short_run.py: time limits of steps, outcomes that are written at once, and the table of results."""
 
 import json
 import time
@@ -30,7 +30,7 @@ def answered(tokens_per_s: float, **more: Any) -> dict[str, Any]:
 
 
 class Scripted(Runner):
-    """Parts take as long as they say, and no process runs."""
+    """A runner without processes. Each part takes its scripted seconds."""
 
     def __init__(self, seconds: dict[str, float], fail: str = "", switches: int = 0) -> None:
         self.now, self.ran, self.switches = 0.0, list[tuple[str, float]](), 0
@@ -48,13 +48,13 @@ class Scripted(Runner):
         return outcome | ({"values": facts} if part.kind == "facts" else {})
 
 
-def test_parts_run_in_turns_and_shares_of_time_add_up() -> None:
+def test_calls_interleave_turns_and_ends_add_up_the_shares() -> None:
     plan = plan_of(("M", 10, 1, ["a"]), ("Q", 20, 2, ["b", "c"]), ("R", 30, 1, ["d"]))
     assert [call.name for call in calls(plan[1])] == ["Q/b/1", "Q/c/1", "Q/b/2", "Q/c/2"]
     assert [end_s for _, end_s in ends(plan, 45)] == [10, 30, 45]
 
 
-def test_a_step_may_use_what_earlier_ones_left_and_takes_nothing_from_later_ones(tmp_path: Path) -> None:
+def test_step_uses_time_left_by_earlier_steps_and_none_of_later_ones(tmp_path: Path) -> None:
     plan = plan_of(("M", 10, 1, ["a"]), ("Q", 20, 2, ["b", "c"]), ("R", 30, 1, ["d"]))
     runner, state, said = Scripted({"a": 4, "b": 15, "c": 8}), State(tmp_path / "results.json"), list[str]()
     run(plan, state, runner, 55, said.append, runner.clock)
@@ -64,7 +64,7 @@ def test_a_step_may_use_what_earlier_ones_left_and_takes_nothing_from_later_ones
     assert runner.now == 31
 
 
-def test_a_failed_part_ends_nothing_and_each_outcome_is_written_at_once(tmp_path: Path) -> None:
+def test_failed_part_does_not_end_the_run_and_outcomes_are_written_at_once(tmp_path: Path) -> None:
     plan, path = plan_of(("M", 10, 1, ["a", "b"])), tmp_path / "results.json"
     runner, kept = Scripted({}, fail="a"), list[list[str]]()
     run(plan, State(path), runner, 55, lambda _: kept.append([*json.loads(path.read_text())] if path.exists() else []))
@@ -72,7 +72,7 @@ def test_a_failed_part_ends_nothing_and_each_outcome_is_written_at_once(tmp_path
     assert json.loads(path.read_text())["M/a/1"]["status"] == "failed"
 
 
-def test_remedies_that_the_library_lacks_are_passed_over(tmp_path: Path) -> None:
+def test_parts_with_switches_that_are_not_built_in_are_skipped(tmp_path: Path) -> None:
     remedies = [Part(f"with {switches}", "micro", switches=switches) for switches in ("-", "a", "ab", "f")]
     plan = [Step("facts", 9, "", (FACTS,)), Step("Q3", 9, "", tuple(remedies))]
     for built_in, done in ((0, []), (switch_bits("ab"), ["with -", "with a", "with ab"])):
@@ -84,7 +84,7 @@ def test_remedies_that_the_library_lacks_are_passed_over(tmp_path: Path) -> None
     assert (switch_bits("-"), switch_bits("abcdef")) == (0, 63)
 
 
-def test_a_run_without_its_device_ends_before_it_has_cost_time(tmp_path: Path) -> None:
+def test_run_without_its_device_ends_after_the_first_part(tmp_path: Path) -> None:
     plan = [Step("facts", 9, "", (FACTS,)), *plan_of(("M", 10, 1, ["a"]))]
     for devices, fail, reason in (
         (["CPU: a processor"], "", "the library sees no CUDA0, only CPU"),
@@ -126,13 +126,13 @@ LINE = '{"item": "copy node", "unit": "us", "value": 4.65}\n'
         (TESTS, "no tests ran", 5, "", {"status": "failed", "error": "exit status 5: "}),
     ],
 )
-def test_a_process_has_the_outcome_that_it_got_to(
+def test_outcome_of_keeps_figures_of_an_unfinished_process(
     part: Part, text: str, status: int | None, log: str, expected: dict[str, Any]
 ) -> None:
     assert outcome_of(part, text, status or 0, status is None, log) == expected
 
 
-def test_a_process_that_takes_too_long_is_ended_with_its_children_and_its_figures_stay(tmp_path: Path) -> None:
+def test_timed_out_process_is_killed_with_its_children_and_keeps_its_figures(tmp_path: Path) -> None:
     program = tmp_path / "micro"
     program.write_text(f"#!/bin/sh\necho '{LINE.strip()}'\nsleep 60 &\necho $! > {tmp_path}/child\nwait\n")
     program.chmod(0o755)
@@ -148,7 +148,7 @@ def test_a_process_that_takes_too_long_is_ended_with_its_children_and_its_figure
     assert runner.run(Part("a", "micro"), 1.0)["status"] == "failed"
 
 
-def test_a_second_run_repeats_gaps_and_parts_whose_turns_differ() -> None:
+def test_to_repeat_selects_gaps_and_parts_whose_turns_differ() -> None:
     parts = tuple(Part(name, "measure") for name in ("steady", "shaky", "missing", "too large"))
     plan = [Step("Q", 9, "", parts, n_turns=2)]
     outcomes = {
@@ -164,7 +164,7 @@ def test_a_second_run_repeats_gaps_and_parts_whose_turns_differ() -> None:
     assert to_repeat(plan, outcomes) == {"Q/shaky/1", "Q/shaky/2", "Q/missing/2"}
 
 
-def test_the_table_has_predictions_beside_medians_of_turns() -> None:
+def test_short_run_table_has_predictions_beside_medians() -> None:
     copies = Part("copies", "micro", predicted={"from pinned memory, 2900 kB each, GB/s": (42, 53)})
     case = Case("m.gguf", "CUDA0", "llama.cpp")
     base = Part("llama.cpp, resident", "measure", case=case, predicted={ANSWER: (600, 750)})
@@ -211,7 +211,7 @@ def test_the_table_has_predictions_beside_medians_of_turns() -> None:
 
 
 @pytest.mark.parametrize("setting", [CARD, REHEARSAL])
-def test_the_plan_fits_into_a_call_and_every_part_has_a_name_of_its_own(setting: Any, tmp_path: Path) -> None:
+def test_short_plan_fits_the_total_time_and_has_unique_part_names(setting: Any, tmp_path: Path) -> None:
     plan = steps(setting, tmp_path, 16)
     assert sum(step.share_s for step in plan) <= TOTAL_S
     names = [call.name for step in plan for call in calls(step)]
@@ -223,14 +223,14 @@ def test_the_plan_fits_into_a_call_and_every_part_has_a_name_of_its_own(setting:
             assert (part.case is not None) == (part.kind in ("measure", "batches"))
 
 
-def test_a_tests_part_names_tests_that_exist(tmp_path: Path) -> None:
+def test_short_plan_names_only_tests_that_exist(tmp_path: Path) -> None:
     text = (ROOT / "tests/live/test_gpu.py").read_text()
     identity = next(step for step in steps(CARD, tmp_path, 16) if step.name == "identity")
     for part in identity.parts:
         assert f"def {part.arguments[-1].split()[0]}" in text
 
 
-def test_figures_of_a_measurement_have_the_calls_of_a_token() -> None:
+def test_figures_of_a_measurement_include_calls_per_token() -> None:
     outcome = answered(100.0, steady={"graph launches": {"n_per_token": 49.0, "ns_per_token": 3e5}, "store": {}})
     assert figures_of(MEASURE, outcome) == {
         ANSWER: 100.0,
@@ -239,7 +239,7 @@ def test_figures_of_a_measurement_have_the_calls_of_a_token() -> None:
     }
 
 
-def test_the_short_runs_folder_has_no_upstream_sources_and_no_wheels_of_one_python(
+def test_pack_short_run_contains_no_upstream_sources_and_no_binary_wheels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library, folder, wanted = tmp_path / "library", tmp_path / "folder", list[str]()

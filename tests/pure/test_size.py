@@ -1,4 +1,4 @@
-"""The meter of size counts code and nothing else."""
+"""Tests that the meter of size counts only code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_native_size_leaves_out_comments_but_not_strings_like_them() -> None:
     assert native_size(source).native_lines == 2
 
 
-def test_packages_within_moegguf_are_counted_apart() -> None:
+def test_package_of_separates_packages_within_moegguf() -> None:
     assert [package_of(path) for path in ("moegguf/errors.py", "moegguf/chat/chat.py", "tools/gpu/rig.py")] == [
         "moegguf",
         "moegguf/chat",
@@ -23,7 +23,7 @@ def test_packages_within_moegguf_are_counted_apart() -> None:
     ]
 
 
-def test_package_over_its_limit_or_without_one_is_a_fault() -> None:
+def test_faults_report_a_package_over_its_limit_or_without_one() -> None:
     sizes = {"a": Size(tokens=10), "b": Size(tokens=11, native_lines=3), "c": Size(native_lines=1)}
     found = faults(sizes, {"a": 10, "b": 10}, {"b": 3})
     assert [fault.partition(";")[0] for fault in found] == [

@@ -1,4 +1,4 @@
-"""The distance between kept states follows from what they cost and what computing tokens again takes."""
+"""Tests the distance between kept states, which follows from the times to write a state and to compute tokens again."""
 
 import pytest
 
@@ -17,29 +17,29 @@ def step(
     return cost.step(state_bytes, n_tokens)
 
 
-def test_small_states_are_kept_at_every_block() -> None:
+def test_step_of_a_small_state_is_one_block() -> None:
     assert step(100_000, write_bytes_per_s=1e9, tokens_per_s=100) == BLOCK_TOKENS
 
 
-def test_a_larger_state_is_kept_after_tokens_that_take_twenty_times_as_long() -> None:
+def test_step_of_a_larger_state_computes_twenty_times_as_long_as_the_write() -> None:
     assert step(100_000_000, write_bytes_per_s=1e9, tokens_per_s=200) == 400
 
 
-def test_states_are_never_further_apart_than_the_most_where_writing_is_faster_than_computing() -> None:
+def test_step_is_capped_if_writing_is_faster_than_computing() -> None:
     assert step(100_000_000, write_bytes_per_s=1e9, tokens_per_s=1000) == MOST_STEP_TOKENS
 
 
-def test_a_state_that_takes_longer_than_the_tokens_is_not_worth_it() -> None:
+def test_step_is_the_whole_prompt_if_writing_takes_longer_than_computing() -> None:
     assert step(100_000_000, write_bytes_per_s=1e8, tokens_per_s=1000) == 1000
 
 
 @pytest.mark.parametrize(("n_tokens", "expected"), [(16_000, 512), (64_000, 977)])
-def test_states_of_a_long_conversation_take_half_of_the_store(n_tokens: int, expected: int) -> None:
+def test_step_of_a_long_conversation_uses_half_of_the_store(n_tokens: int, expected: int) -> None:
     found = step(125 * MIB, write_bytes_per_s=1e9, tokens_per_s=1000, n_tokens=n_tokens)
     assert found == expected
 
 
-def test_sequences_that_share_a_pass_share_its_time() -> None:
+def test_note_pass_divides_the_time_of_a_pass_among_its_tokens() -> None:
     cost = StateCost(16 * GIB)
     for eval_s in (1.0, 2.0):
         for _ in range(4):
@@ -48,7 +48,7 @@ def test_sequences_that_share_a_pass_share_its_time() -> None:
     assert cost.step(1_000_000, 1000) == 400  # a token takes 1/200 s
 
 
-def test_passes_of_single_tokens_say_nothing_about_prompts() -> None:
+def test_note_pass_ignores_passes_of_single_tokens() -> None:
     cost = StateCost(16 * GIB)
     for eval_s in (1.0, 2.0, 3.0):
         cost.note_pass(eval_s, n_new=1)

@@ -124,8 +124,8 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @pytest.mark.parametrize("roles", [ROLES, *((role,) for role in ROLES)], ids="+".join)
 @pytest.mark.parametrize("kind", PARTS)
-def test_texts_reach_a_template_that_reads_lists_of_parts(kind: str, roles: tuple[str, ...]) -> None:
-    """Also one that reads the content of some roles as a text."""
+def test_render_passes_texts_to_a_template_that_reads_lists_of_parts(kind: str, roles: tuple[str, ...]) -> None:
+    """A template may read the content of the other roles as text."""
     template = (
         f"{{% for m in messages %}}{{{{ m.role }}}}:{{% if m.role in {roles} %}}{PARTS[kind]}"
         "{% else %}{{ '' + m.content }}{% endif %};{% endfor %}"
@@ -147,14 +147,14 @@ ARGUMENTS = {"city": 'Zürich\'s "x"', "now": True, "unit": None, "more": {"list
 
 @pytest.mark.parametrize("given", [ARGUMENTS, json.dumps(ARGUMENTS)], ids=["object", "text"])
 @pytest.mark.parametrize("text", TEXTS_OF_ARGUMENTS)
-def test_the_text_of_arguments_is_json(text: str, given: Any) -> None:
+def test_render_writes_call_arguments_as_json(text: str, given: Any) -> None:
     template = "{% for m in messages %}{% for c in m.tool_calls or [] %}{% set a = c.function.arguments %}" + text
     call = {"id": "1", "function": {"name": "f", "arguments": given}}
     messages = [*QUESTION, {"role": "assistant", "tool_calls": [call]}]
     assert json.loads(render(template + "{% endfor %}{% endfor %}", messages, tools=[TOOL])) == ARGUMENTS
 
 
-def test_parts_of_arguments_are_json_too_and_still_lists_and_objects() -> None:
+def test_render_writes_parts_of_arguments_as_json_and_keeps_their_types() -> None:
     template = (
         "{% set a = messages[1].tool_calls[0].function.arguments %}{{ a.more }}|{{ 'x' + a.more.list }}|"
         "{{ a.more.list + [2] == [1.5, false, {'a': 'b'}, 2] }}{{ a is mapping }}{{ a.more.list is sequence }}"
@@ -165,8 +165,8 @@ def test_parts_of_arguments_are_json_too_and_still_lists_and_objects() -> None:
 
 
 @pytest.mark.parametrize("kind", RENDERED)
-def test_a_conversation_reaches_the_template(kind: str) -> None:
-    """`^` and `$` in what is expected are the prompt's ends."""
+def test_render_passes_conversation_and_options_to_the_template(kind: str) -> None:
+    """The marks `^` and `$` in expected texts are the ends of the prompt."""
     template, messages, options, expected = RENDERED[kind]
     assert expected in f"^{render(template, messages, **options)}$"
 
@@ -179,12 +179,12 @@ def test_date_variables_hold_the_day_of_rendering() -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in templates.TEMPLATES if kind != "plain"])
-def test_every_family_takes_a_conversation_with_tools(kind: str) -> None:
+def test_template_of_every_family_renders_a_conversation_with_tools(kind: str) -> None:
     prompt = render(templates.TEMPLATES[kind], CHAT, tools=[TOOL], bos="<s>", eos="</s>")
     assert "get_weather" in prompt and "Zürich" in prompt and "sunny" in prompt
 
 
-def test_lists_can_be_built_and_neither_the_callers_nor_the_next_template_sees_them() -> None:
+def test_template_changes_to_lists_reach_neither_the_caller_nor_the_next_render() -> None:
     messages = [{"role": "user", "content": "x", "parts": ["a"]}]
     template = "{% set _ = messages[0].parts.append('b') %}{{ messages[0].parts | join(',') }}"
     assert render(template, messages) == "a,b"
@@ -210,7 +210,7 @@ FEATURES = (
 
 
 @pytest.mark.parametrize("template", [*templates.TEMPLATES.values(), *FEATURES])
-def test_prompts_are_those_of_jinja_as_transformers_configures_it(template: str) -> None:
+def test_render_equals_jinja_with_the_settings_of_transformers(template: str) -> None:
     def dump(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
@@ -232,7 +232,7 @@ FAILING = {
 
 
 @pytest.mark.parametrize("kind", FAILING)
-def test_a_failing_template_says_why(kind: str) -> None:
+def test_failing_template_raises_template_error_with_the_reason(kind: str) -> None:
     template, words = FAILING[kind]
     with pytest.raises(TemplateError, match=re.escape(words)):
         render(template, CHAT)
@@ -286,14 +286,14 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ATTACKS)
-def test_an_attack_is_stopped(kind: str, impatient: None) -> None:
+def test_attack_by_a_template_is_stopped_in_time(kind: str, impatient: None) -> None:
     begin = time.perf_counter()
     with pytest.raises(TemplateError):
         render(ATTACKS[kind], CHAT)
     assert time.perf_counter() - begin < 10 * MAX_S
 
 
-def test_a_template_of_many_parts_is_compiled_in_time_or_stopped() -> None:
+def test_template_of_many_parts_is_compiled_in_time_or_stopped() -> None:
     begin = time.perf_counter()
     with contextlib.suppress(TemplateError):
         assert render("{{a}}" * 25000, CHAT) == ""
@@ -303,7 +303,7 @@ def test_a_template_of_many_parts_is_compiled_in_time_or_stopped() -> None:
 @pytest.mark.parametrize(
     ("template", "limit"), [(ATTACKS["nested loops"], "0.5 s"), ("{{ 'a' * 10**10 }}", "MiB of memory")]
 )
-def test_a_stopped_template_says_which_limit(template: str, limit: str, impatient: None) -> None:
+def test_stopped_template_names_the_limit(template: str, limit: str, impatient: None) -> None:
     with pytest.raises(TemplateError, match=limit):
         render(template, CHAT)
     assert render("{{ 1 }}", []) == "1"  # the next one renders
@@ -313,7 +313,7 @@ def sandboxes() -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if sandbox_pool.COMMAND[-1] in child.cmdline()]
 
 
-def test_rendering_goes_on_when_the_process_was_killed_and_few_processes_are_waited_for() -> None:
+def test_render_restarts_a_killed_sandbox_and_limits_the_processes() -> None:
     assert render("{{ 1 }}", CHAT) == "1"
     assert sandboxes()
     for process in sandboxes():
@@ -329,7 +329,7 @@ def test_rendering_goes_on_when_the_process_was_killed_and_few_processes_are_wai
     assert len(sandboxes()) <= sandbox_pool.MAX_PROCESSES
 
 
-def test_behind_a_slow_template_another_process_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_render_starts_another_sandbox_beside_a_slow_template(monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox_pool.close()
     monkeypatch.setattr(sandbox_pool, "MAX_S", 60.0)
     with ThreadPoolExecutor(1) as pool:
@@ -342,8 +342,8 @@ def test_behind_a_slow_template_another_process_is_started(monkeypatch: pytest.M
             slow.result()
 
 
-def test_the_process_finds_what_this_one_finds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Also packages in folders that this process has added to its path, and where Python is embedded."""
+def test_sandbox_process_gets_the_module_path_of_its_parent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Uses a folder that this process has added to its path, and a Python without sys.executable."""
     (tmp_path / "elsewhere.py").write_text("from moegguf.generate.sandbox import main\nmain()\n")
     monkeypatch.syspath_prepend(tmp_path)
     sys.path.append(Path("of-another-type"))  # type: ignore[arg-type]  # a mistake that Python leaves out
@@ -356,7 +356,7 @@ def test_the_process_finds_what_this_one_finds(monkeypatch: pytest.MonkeyPatch, 
     sandbox_pool.close()
 
 
-def test_work_may_grow_with_the_conversation_but_output_and_depth_have_limits() -> None:
+def test_render_limits_output_and_depth_but_accepts_long_conversations() -> None:
     assert len(render(templates.QWEN, [{"role": "user", "content": "word " * 1_000_000}])) > 5_000_000
     with pytest.raises(TemplateError, match="more than"):
         render("{{ messages[0].content }}" * 3, [{"role": "user", "content": "a" * 6_000_000}])
@@ -368,12 +368,12 @@ def test_work_may_grow_with_the_conversation_but_output_and_depth_have_limits() 
 
 
 @given(st.text(alphabet="{}%#-|[]()'\"~+*.=_ abimnorst01\n", max_size=60))
-def test_whatever_the_template_says_there_is_a_prompt_or_a_template_error(template: str) -> None:
+def test_render_returns_a_prompt_or_a_template_error_for_any_template(template: str) -> None:
     with contextlib.suppress(TemplateError):
         assert isinstance(render(template, CHAT), str)
 
 
-def test_capabilities_are_read_from_the_text() -> None:
+def test_capabilities_of_reads_tools_and_thinking_from_the_template() -> None:
     both = ("tools", "thinking")
     expected = {"plain": (), "qwen": both, "mistral": both[:1], "llama": both[:1], "deepseek": both, "harmony": both}
     assert {kind: capabilities_of(templates.TEMPLATES[kind]) for kind in expected} == expected

@@ -1,4 +1,4 @@
-"""Text in the encodings of other programs: byte order marks, bytes that are not UTF-8, halves of surrogate pairs."""
+"""Tests text in other encodings: byte order marks, bytes that are not UTF-8, and halves of surrogate pairs."""
 
 from io import BytesIO
 
@@ -15,7 +15,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("data", FILES.values(), ids=FILES)
-def test_a_byte_order_mark_says_the_encoding(data: bytes) -> None:
+def test_decode_text_follows_a_byte_order_mark(data: bytes) -> None:
     assert decode_text(data) == decode_text(data, "strict") == "caf\xe9\r\n"
     read = in_utf8(BytesIO(data)).read()
     assert read.decode("utf-8-sig") == "caf\xe9\r\n"
@@ -33,11 +33,11 @@ def test_a_byte_order_mark_says_the_encoding(data: bytes) -> None:
         ("", ""),
     ],
 )
-def test_an_address_is_shown_without_its_password(address: str, shown: str) -> None:
+def test_without_password_hides_credentials(address: str, shown: str) -> None:
     assert without_password(address) == shown
 
 
-def test_bytes_of_another_encoding_become_replacement_characters() -> None:
+def test_decode_text_replaces_invalid_bytes() -> None:
     assert decode_text(b"caf\xe9") == "caf\ufffd"
     assert decode_text(b"\xff\xfea\0\0\xd8b\0c") == "a\ufffdb\ufffd"
     assert in_utf8(BytesIO(b"\xff\xfea\0\0\xd8b\0c")).read() == "a\ufffdb\ufffd".encode()
@@ -54,6 +54,6 @@ def test_bytes_of_another_encoding_become_replacement_characters() -> None:
         ("a\ud800b\udfff\udce9", "a\ufffdb\ufffd\ufffd"),
     ],
 )
-def test_any_string_has_utf8(text: str, valid: str) -> None:
+def test_to_utf8_encodes_strings_with_surrogates(text: str, valid: str) -> None:
     assert to_utf8(text) == valid.encode()
     assert without_surrogates(text) == valid

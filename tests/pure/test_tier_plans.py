@@ -1,4 +1,4 @@
-"""Plans of two tiers: what goes to a GPU, what to RAM, and which budgets are refused."""
+"""Tests plans of two tiers: slots on a GPU, slots in RAM, and refused budgets."""
 
 import math
 import re
@@ -40,12 +40,12 @@ def plan(
     return make_plan(layout, machine, LoadSpec(**{"n_ctx": 4096, **sizes}, **budgets, placement="slots", store=store))
 
 
-budgets = st.just("auto") | st.integers(1, 100).map(lambda n: f"{n}%") | st.integers(1, 110)  # numbers are of slots
+budgets = st.just("auto") | st.integers(1, 100).map(lambda n: f"{n}%") | st.integers(1, 110)  # a number counts slots
 
 
 @settings(max_examples=150, deadline=None)
 @given(vram=budgets, ram=budgets, free_mib=st.integers(1000, 1400), staging=st.sampled_from([None, 0, 1, 2]))
-def test_any_plan_of_two_tiers_keeps_its_promises(
+def test_any_plan_of_two_tiers_keeps_its_budgets(
     layout: ExpertLayout, vram: str | int, ram: str | int, free_mib: int, staging: int | None
 ) -> None:
     size, free = slot_bytes(layout), free_mib << 20
@@ -77,7 +77,7 @@ def test_any_plan_of_two_tiers_keeps_its_promises(
     assert p.resident or any(told in reason for reason in p.reasons)
 
 
-def test_prompts_are_staged_where_that_takes_little_of_the_memory_for_experts(layout: ExpertLayout) -> None:
+def test_plan_stages_prompts_if_staging_takes_little_of_the_budget(layout: ExpertLayout) -> None:
     staged, small = plan(layout, "90%", "auto"), plan(layout, "9%", "auto")
     n_staged = math.ceil(staging_bytes(layout, 1) / slot_bytes(layout))
     assert (staged.n_slots, staged.n_staging, staged.n_ubatch, staged.streams) == (86 - n_staged, 1, 512, True)
@@ -89,7 +89,7 @@ def test_prompts_are_staged_where_that_takes_little_of_the_memory_for_experts(la
         plan(layout, "90%", "auto", staging=3)
 
 
-def test_small_budgets_are_staged_where_a_request_costs_less_so(tmp_path: Path) -> None:
+def test_plan_stages_small_budgets_if_a_request_costs_less(tmp_path: Path) -> None:
     layout = read_layout(moe(n_layer=12, n_expert=16, n_used=2).write(tmp_path / "m.gguf"))
     size, tensor_bytes = slot_bytes(layout), staging_bytes(layout, 1)
     n_staged = math.ceil(tensor_bytes / size)
@@ -105,7 +105,7 @@ def test_small_budgets_are_staged_where_a_request_costs_less_so(tmp_path: Path) 
     assert (tiny.n_slots, tiny.n_staging, tiny.n_ubatch) == (2, 1, 512)
 
 
-def test_a_devices_own_window_is_that_of_passes_that_are_not_staged(layout: ExpertLayout) -> None:
+def test_plan_without_staging_limits_passes_to_the_devices_window(layout: ExpertLayout) -> None:
     cuda = Device("CUDA0", 0, 32 * GIB, 64 * GIB)
     for n_slots, n_ubatch in ((4, 1), (8, 2), (16, 4), (90, 4)):
         p = plan(layout, n_slots * slot_bytes(layout), "auto", staging=0, gpu=cuda)
@@ -113,19 +113,19 @@ def test_a_devices_own_window_is_that_of_passes_that_are_not_staged(layout: Expe
     assert plan(layout, "100%", "auto", staging=0).n_ubatch == 512
 
 
-def test_prompts_are_not_staged_where_the_tensors_do_not_fit(layout: ExpertLayout) -> None:
+def test_plan_does_not_stage_if_the_tensors_do_not_fit(layout: ExpertLayout) -> None:
     enough = plan(layout, "90%", "auto", n_ubatch=512).total_bytes
     for n_bytes, n_staging in ((enough, 1), (enough - 1, 0)):
         assert plan(layout, "90%", "auto", vram_bytes=n_bytes, n_ubatch=512).n_staging == n_staging
 
 
-def test_more_ram_than_is_free_is_kept_with_a_warning(layout: ExpertLayout) -> None:
+def test_plan_keeps_a_ram_budget_above_the_free_memory_with_a_warning(layout: ExpertLayout) -> None:
     p = plan(layout, "50%", 90 * slot_bytes(layout), Memory(GIB, 1 << 20, "the machine"))
     assert p.n_ram_slots == 90
     assert any("of RAM are needed" in warning for warning in p.warnings)
 
 
-def test_without_a_gpu_a_budget_for_one_is_refused(layout: ExpertLayout) -> None:
+def test_vram_budget_without_a_gpu_is_refused(layout: ExpertLayout) -> None:
     with pytest.raises(BudgetError, match=r"placement but .*sees none"):
         find_gpus()
     with pytest.raises(BudgetError, match="sees none"):

@@ -1,4 +1,4 @@
-"""The token scheduler: tokens with similar routing paths end up in the same batch, and batches stay equal."""
+"""Tests the token scheduler. Tokens with similar routing paths are in one batch, and batches have equal sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from predictors.study.token_scheduler import PredictedPaths, RecentPaths, Routin
 
 
 def path(*experts: int, n_expert: int = 8) -> np.ndarray:
-    """One layer's experts per argument."""
+    """Returns a path. Each argument is the expert of one layer."""
     return np.arange(n_expert) == np.array(experts)[:, np.newaxis]
 
 
@@ -29,13 +29,13 @@ def two_kinds() -> np.ndarray:
     return np.stack([path(0, 1), path(4, 5), path(0, 2), path(4, 6), path(4, 7), path(0, 3), path(4, 5), path(0, 1)])
 
 
-def test_tokens_with_disjoint_experts_are_separated() -> None:
+def test_balanced_groups_separates_tokens_with_disjoint_experts() -> None:
     for seed in range(20):
         assert sorted(batch.tolist() for batch in balanced_groups(two_kinds(), 2, seed)) == [[0, 2, 5, 7], [1, 3, 4, 6]]
 
 
 @given(st.data())
-def test_every_token_has_one_batch_and_batches_are_equal(data: st.DataObject) -> None:
+def test_balanced_groups_puts_every_token_into_one_of_equal_batches(data: st.DataObject) -> None:
     n_tokens = data.draw(st.integers(1, 24))
     n_batches = data.draw(st.integers(1, n_tokens))
     seed = data.draw(st.integers(0, 2**31))
@@ -47,7 +47,7 @@ def test_every_token_has_one_batch_and_batches_are_equal(data: st.DataObject) ->
 
 
 @pytest.mark.parametrize(("n_batches", "batch_size"), [(0, 3), (9, 0), (-1, -2)])
-def test_numbers_and_sizes_of_batches_that_cannot_be_are_refused(n_batches: int, batch_size: int) -> None:
+def test_balanced_groups_and_order_effects_reject_impossible_batches(n_batches: int, batch_size: int) -> None:
     with pytest.raises(OptionError, match="between 1 and the 8 tokens"):
         balanced_groups(two_kinds(), n_batches, 0)
     with pytest.raises(OptionError, match="two batches"):
@@ -59,7 +59,7 @@ def effects(trace: Trace, batch_size: int, slots: dict[float, int] | None = None
     return {effect.order: effect for effect in found}
 
 
-def test_scheduling_saves_experts_where_requests_differ_in_kind() -> None:
+def test_oracle_and_predicted_orders_need_fewer_experts_than_random() -> None:
     found = effects(random_trace(n_sequences=16, n_prefill=0, n_decode=8, structure=1.0), 4)
     assert found["oracle"].experts < 0.97 * found["random"].experts
     assert found["oracle"].experts < found["fifo"].experts
@@ -67,7 +67,7 @@ def test_scheduling_saves_experts_where_requests_differ_in_kind() -> None:
     assert found["predicted"].us_per_step is not None and found["oracle"].us_per_step is None
 
 
-def test_every_order_replays_the_same_tokens() -> None:
+def test_order_effects_replay_equal_tokens_in_every_order() -> None:
     trace = random_trace(n_sequences=9, n_prefill=4, n_decode=6)
     found = effects(trace, 2, {0.5: 40, 1.0: 80})
     assert list(found) == ["oracle", "predicted", "random", "fifo"]
@@ -93,7 +93,7 @@ class FixedPaths(RoutingPaths):
 TWO_LAYERS = MoeShape(n_layer=2, n_expert=8, n_expert_used=1, layers=(0, 1))
 
 
-def test_a_step_computes_one_kind_and_what_is_not_known_computes_in_order_of_arrival() -> None:
+def test_next_group_selects_one_kind_and_unknown_sequences_by_arrival() -> None:
     scheduler = TokenScheduler(TWO_LAYERS, FixedPaths(two_kinds()), 4)
     first = scheduler.next_group(range(8))
     following = scheduler.following
@@ -104,7 +104,7 @@ def test_a_step_computes_one_kind_and_what_is_not_known_computes_in_order_of_arr
     assert [scheduler.next_group([5, 6, 7, 8]) for _ in range(4)] == [[5, 6], [7, 8]] * 2
 
 
-def test_the_union_of_a_group_is_used_by_any_of_it_and_statuses_are_the_likeliest() -> None:
+def test_likely_unites_probabilities_of_a_group_and_statuses_take_the_top() -> None:
     paths = FixedPaths({0: np.full((2, 8), 0.5), 1: np.full((2, 8), 0.2)})
     likely = TokenScheduler(TWO_LAYERS, paths, 2).likely([0, 1, 9])
     np.testing.assert_allclose(likely, np.full((2, 8), 0.6), rtol=1e-6)
@@ -114,7 +114,7 @@ def test_the_union_of_a_group_is_used_by_any_of_it_and_statuses_are_the_likelies
 
 
 @given(st.data())
-def test_no_sequence_waits_longer_than_said(data: st.DataObject) -> None:
+def test_next_group_bounds_the_wait_of_each_sequence(data: st.DataObject) -> None:
     size, rng = data.draw(st.integers(1, 5)), np.random.default_rng(data.draw(st.integers(0, 99)))
     paths = FixedPaths({})
     scheduler = TokenScheduler(TWO_LAYERS, paths, size)
@@ -137,7 +137,7 @@ def test_no_sequence_waits_longer_than_said(data: st.DataObject) -> None:
             assert waits[sequence] <= max(0, 2 * most - 2)
 
 
-def test_recent_paths_follow_each_sequence_by_itself() -> None:
+def test_recent_paths_follow_each_sequence_separately() -> None:
     paths = RecentPaths(TWO_LAYERS, half_life_tokens=1.0)
     for pass_ in range(2):
         for il in range(2):
@@ -154,7 +154,7 @@ def test_recent_paths_follow_each_sequence_by_itself() -> None:
     assert paths.path(7) is None and paths.path(8) is None
 
 
-def test_predicted_paths_are_the_predictors_for_each_sequence() -> None:
+def test_predicted_paths_equal_the_predictions_of_each_sequence() -> None:
     trace = random_trace(n_sequences=6, n_prefill=0, n_decode=20)
     table = asked(lambda: counted("token-id", trace))
     paths = PredictedPaths(table)

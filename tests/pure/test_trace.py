@@ -1,5 +1,7 @@
-"""A trace in memory: events in live order, selections by request, shuffling, passes with tokens of several requests;
-Belady's bound on it, by hand and against every choice of victims."""
+"""Tests a trace in memory: events in live order, selections, shuffling, and passes with tokens of several requests.
+
+Belady's bound is computed by hand, and compared with every choice of victims.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ LAYER_3 = [[-1, -1], [-1, -1], [3, -1], [0, -1], [1, -1], [2, -1]]
 
 
 def tiny(**changes: Any) -> Trace:
-    """Request 5: three tokens announced together, in passes of two and one; then request 6, in between one of 5."""
+    """Returns a trace of two requests. The prompt of request 5 is announced once and computed in two passes."""
     trace = Trace(
         shape=TINY,
         header=TraceHeader("tiny", "ab", {5: "code", 6: "prose"}, {"threads": 2}),
@@ -75,7 +77,7 @@ def test_events_come_in_live_order() -> None:
     assert [event.first_token for event in routing_events(trace)] == [-1, -1, -1, 0, 0, -1, -1, -1, -1]
 
 
-def test_the_last_layer_has_the_last_tokens_only_and_a_failed_pass_the_layers_computed() -> None:
+def test_events_of_the_last_layer_and_of_a_failed_pass_have_computed_rows_only() -> None:
     ids = np.array([LAYER_1, LAYER_3], np.int16)
     ids[1, 1] = [2, -1]
     events = {(event.pass_, event.il): event.expert_ids.tolist() for event in routing_events(tiny(expert_ids=ids))}
@@ -86,7 +88,7 @@ def test_the_last_layer_has_the_last_tokens_only_and_a_failed_pass_the_layers_co
     assert [event.il for event in routing_events(trace) if event.pass_ == 1] == [1, 2]
 
 
-def test_weights_and_inputs_go_with_their_tokens() -> None:
+def test_events_carry_weights_and_inputs_of_their_tokens() -> None:
     weights = np.arange(24).reshape(2, 6, 2).astype(np.float16)
     inputs = np.arange(1, 25).reshape(2, 6, 2).astype(np.float16)
     inputs[:, 4] = 0
@@ -99,7 +101,7 @@ def test_weights_and_inputs_go_with_their_tokens() -> None:
     assert without_inputs.inputs is None, "not recorded for this pass"
 
 
-def test_select_and_decode() -> None:
+def test_select_and_decode_cut_a_trace_by_request_and_phase() -> None:
     five = tiny().select([5])
     assert tiny().sequences() == [5, 6] and five.sequences() == [5]
     assert five.tokens.tolist() == [7, 8, 9, 11] and five.pass_start.tolist() == [0, 2, 3, 4]
@@ -113,7 +115,7 @@ def test_select_and_decode() -> None:
         check(part)
 
 
-def test_shuffling_keeps_each_request_s_own_experts_and_loses_order() -> None:
+def test_shuffled_keeps_the_experts_of_each_request_in_another_order() -> None:
     trace = random_trace(n_decode=60, seed=3, with_inputs=True)
     control = shuffled(trace, 1)
     check(control)
@@ -135,13 +137,13 @@ def test_shuffling_keeps_each_request_s_own_experts_and_loses_order() -> None:
 
 
 def reuse(trace: Trace) -> float:
-    """The share of experts that the token before used as well."""
+    """Returns the share of experts that the previous token also used."""
     ids = trace.decode().expert_ids[0]
     return float(np.mean([np.isin(now, before).mean() for before, now in pairwise(ids)]))
 
 
 def trace_of(passes: Sequence[Sequence[Sequence[int]]], n_expert: int = 4) -> Trace:
-    """passes[p][row]: the experts of one token in each layer."""
+    """Returns a trace. passes[p][row] has the experts of one token in a layer."""
     n_row, k = len(passes[0]), len(passes[0][0])
     path = [[list(layer) for layer in token] for token in passes]
     return hand_made(MoeShape(n_row, n_expert, k, tuple(range(n_row))), [path])
@@ -164,7 +166,7 @@ def test_lookups_are_distinct_experts_in_order_of_first_choice() -> None:
 
 
 def optimum(trace: Trace, n_slots: int) -> int:
-    """The most hits, by trying every choice of victims."""
+    """Returns the most hits, by trying every choice of victims."""
     lookups = Lookups.of(trace)
     best: dict[frozenset[int], int] = {frozenset(): 0}
     for start, end in zip(lookups.start[:-1], lookups.start[1:], strict=True):
@@ -184,14 +186,14 @@ def optimum(trace: Trace, n_slots: int) -> int:
     st.lists(st.tuples(*[st.sets(st.integers(0, 3), min_size=2, max_size=2)] * 2), min_size=1, max_size=10),
     st.integers(2, 6),
 )
-def test_belady_is_the_optimum(passes: list[tuple[set[int], set[int]]], n_slots: int) -> None:
+def test_belady_equals_the_best_choice_of_victims(passes: list[tuple[set[int], set[int]]], n_slots: int) -> None:
     trace = trace_of([[sorted(layer) for layer in one] for one in passes])
     bound = belady(Lookups.of(trace), n_slots)
     assert bound.hits == optimum(trace, n_slots)
     assert bound.hits <= bound.lookups
 
 
-def test_the_tokens_of_an_event_come_apart_by_request_and_phase() -> None:
+def test_event_parts_split_tokens_by_request_and_phase() -> None:
     event = RoutingEvent(
         0, 0, 7, Phase.PREFILL, 0, 1, np.zeros((4, 2), np.int32),
         sequences=np.array([7, 8, 7, 7], np.int32), phases=np.array([0, 1, 0, 1], np.int32),
@@ -202,7 +204,7 @@ def test_the_tokens_of_an_event_come_apart_by_request_and_phase() -> None:
     assert alone.parts() == [Part(7, Phase.PREFILL, slice(0, 4))]
 
 
-def test_the_eams_of_a_pass_are_those_of_its_requests_together_and_the_collection_learns_each() -> None:
+def test_history_sums_eams_of_a_pass_and_the_collection_learns_each_request() -> None:
     trace, history = batched(), History(SMALL)
     for event in trace.events():
         if isinstance(event, Announcement):
@@ -233,7 +235,7 @@ def decoded(sequences: list[int], pass_: int, experts: list[int]) -> RoutingEven
     )
 
 
-def test_a_request_of_a_batch_ends_when_it_takes_no_part_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_history_ends_a_request_after_passes_without_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history_module, "ABSENT_PASSES", 3)
     history = History(SMALL)
     history.update(decoded([0, 1], 0, [3, 4]))
@@ -245,7 +247,7 @@ def test_a_request_of_a_batch_ends_when_it_takes_no_part_for_long(monkeypatch: p
     assert sorted(history.requests) == [1, 2]
 
 
-def test_a_group_that_waits_goes_on_with_its_own_ream_and_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_history_keeps_counts_of_waiting_requests_and_limits_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
     history = History(SMALL)
     for pass_ in range(10):
         history.update(decoded([0, 1] if pass_ % 2 else [2, 3], pass_, [pass_ % 2, 5]))
@@ -257,7 +259,7 @@ def test_a_group_that_waits_goes_on_with_its_own_ream_and_memory_is_bounded(monk
         assert len(history.requests) <= 4
 
 
-def test_cutting_keeps_the_batches_of_what_is_left_and_phases_are_checked(tmp_path: Path) -> None:
+def test_select_and_decode_keep_batches_and_read_rejects_wrong_phases(tmp_path: Path) -> None:
     trace = batched()
     part = trace.select([1, 3])
     assert part.sequences() == [1, 3]
@@ -275,7 +277,7 @@ def test_cutting_keeps_the_batches_of_what_is_left_and_phases_are_checked(tmp_pa
         read(tmp_path / "t.npz")
 
 
-def test_separated_requests_have_their_own_passes_and_events() -> None:
+def test_separated_gives_each_request_its_own_passes() -> None:
     alone = separated(batched())
     assert alone.token_sequence is None
     assert alone.n_pass == 4 + 4 * 6 + 1

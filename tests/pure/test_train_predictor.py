@@ -1,4 +1,4 @@
-"""predictors/train/predictor.py: requests are held out whole, options are checked, and what it writes can be loaded."""
+"""Tests predictors/train/predictor.py: held-out requests, checks of options, and loading of the written files."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def recorded(model: Path, *, with_inputs: bool = False) -> Trace:
     return replace(trace, header=replace(trace.header, fingerprint=fingerprint(layout)))
 
 
-def test_requests_are_held_out_whole_and_from_every_kind() -> None:
+def test_held_out_takes_whole_requests_of_every_kind() -> None:
     trace = random_trace(n_sequences=12, n_labels=3)
     unseen = held_out(trace, 0.25, seed=0)
     assert len(unseen) == 3
@@ -61,7 +61,7 @@ def test_requests_are_held_out_whole_and_from_every_kind() -> None:
     assert set(sequence_of[tokens]) & set(sequence_of[~tokens]) == set()
 
 
-def test_options_take_their_types_from_the_defaults_and_every_learned_predictor_has_a_trainer() -> None:
+def test_parse_setting_takes_the_type_of_the_default() -> None:
     assert parse_setting((1, 2), "4,8") == (4, 8)
     assert parse_setting(0.5, "1e-3") == 1e-3
     with pytest.raises(SystemExit, match="popularity has no option 'lr'; it has none"):
@@ -69,7 +69,7 @@ def test_options_take_their_types_from_the_defaults_and_every_learned_predictor_
     assert {*COUNTED, *TRAINERS} == set(LEARNED)
 
 
-def test_a_counted_predictor_is_written_judged_and_loaded(
+def test_main_writes_a_counted_predictor_with_its_accuracy(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = recorded(model, with_inputs=True)
@@ -95,13 +95,13 @@ def test_a_counted_predictor_is_written_judged_and_loaded(
     assert found is not None
 
 
-def test_a_trace_of_another_model_is_refused(tmp_path: Path, model: Path) -> None:
+def test_main_rejects_a_trace_of_another_model(tmp_path: Path, model: Path) -> None:
     trace_file.write(tmp_path / "t.trace", random_trace())
     with pytest.raises(SystemExit, match="their fingerprints differ"):
         main([str(tmp_path / "t.trace"), "--model", str(model), "--predictor", "affinity", "--out", str(tmp_path)])
 
 
-def test_the_expert_mlp_is_trained_at_the_papers_width_and_to_the_end_of_its_schedule() -> None:
+def test_expert_mlp_defaults_equal_the_paper_and_patience_0_runs_all_epochs() -> None:
     chosen = expert_mlp_training.Options()
     assert (chosen.hidden, chosen.epochs, chosen.patience) == ((2048, 1024, 512, 256, 128, 64), 45, 0)
     trace, small = random_trace(n_sequences=4, n_decode=8), (16,) * 6
@@ -110,7 +110,7 @@ def test_the_expert_mlp_is_trained_at_the_papers_width_and_to_the_end_of_its_sch
         assert expert_mlp_training.train(trace, options).facts["epochs_run"] in runs
 
 
-def test_a_training_saves_its_validation_accuracy_after_each_epoch() -> None:
+def test_training_records_the_validation_accuracy_of_each_epoch() -> None:
     trace = random_trace(n_sequences=8, n_decode=20, with_inputs=True)
     for training, sizes in (
         (mlp_training, {"windows": (1,), "n_hidden": 8}),
@@ -120,7 +120,7 @@ def test_a_training_saves_its_validation_accuracy_after_each_epoch() -> None:
         assert len(curve) == 3 and all(0 < value <= 1 for value in curve)
 
 
-def test_a_taught_mlp_beats_a_shuffled_control_on_held_out_requests() -> None:
+def test_trained_mlp_beats_a_shuffled_control_on_held_out_requests() -> None:
     trace = random_trace(n_sequences=20, n_decode=60, with_inputs=True)
     seen, unseen = trace.select(range(16)), trace.select(range(16, 20))
     chosen = mlp_training.Options(windows=(1,), n_hidden=64, epochs=6, batch=64)
@@ -129,7 +129,7 @@ def test_a_taught_mlp_beats_a_shuffled_control_on_held_out_requests() -> None:
     assert accuracy(learned, unseen, 1) > accuracy(control, shuffled(unseen, 1), 1) + 0.1
 
 
-def test_a_taught_expert_mlp_has_its_batch_norms_folded_in() -> None:
+def test_trained_expert_mlp_has_its_batch_norms_folded_in() -> None:
     rng = np.random.default_rng(0)
     network = FeedForward((12, 32, *(16,) * 5, 5), rng, norms=True)
     x = (3 * rng.standard_normal((4096, 12)) + 1).astype(np.float32)

@@ -1,5 +1,8 @@
-"""The pinned source distribution comes from any index that pip can read, unbuilt, and only the pinned bytes; patches
-are listed, explained, and apply to it; applying twice is harmless."""
+"""Tests the pinned source distribution and the patches.
+
+The distribution comes from any index that pip can read, is not built, and has the pinned digest. Patches are listed,
+explained, and can be applied twice.
+"""
 
 import hashlib
 import io
@@ -63,7 +66,7 @@ def pin(index: str, tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty cache, and no index other than what a test names."""
+    """Sets an empty cache, and removes all variables of package indexes."""
     for name in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_NO_INDEX", "MOEGGUF_LLAMA_SDIST"):
         monkeypatch.delenv(name, raising=False)
     for others in vendor.UV_VARIABLES.values():
@@ -73,7 +76,7 @@ def nothing_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def test_the_distribution_comes_from_uvs_index_without_being_built(
+def test_fetch_takes_the_sdist_from_uvs_index_without_building(
     index: str, pin: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PIP_INDEX_URL", raising=False)
@@ -84,7 +87,7 @@ def test_the_distribution_comes_from_uvs_index_without_being_built(
     assert vendor.fetch(pin) == path
 
 
-def test_no_index_and_no_git_are_errors_that_name_the_way(
+def test_fetch_without_an_index_and_apply_without_git_explain_the_remedy(
     tmp_path: Path, pin: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", (tmp_path / "empty").as_uri())
@@ -95,7 +98,7 @@ def test_no_index_and_no_git_are_errors_that_name_the_way(
         vendor.apply(vendor.series()[0], tmp_path)
 
 
-def test_a_local_file_of_any_name_is_taken_and_checked(
+def test_fetch_checks_a_local_sdist_of_any_name(
     index: str, pin: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     local = (tmp_path / "simple" / "llama-cpp-python" / f"{NAME}.tar.gz").rename(tmp_path / "copy.tar.gz")
@@ -111,7 +114,7 @@ def test_a_local_file_of_any_name_is_taken_and_checked(
         vendor.fetch(pin)
 
 
-def test_a_distribution_with_another_hash_is_refused() -> None:
+def test_fetch_rejects_an_sdist_with_another_hash() -> None:
     pin = vendor.read_pin()
     path = vendor.cache_path(pin)
     path.parent.mkdir(parents=True)
@@ -120,7 +123,7 @@ def test_a_distribution_with_another_hash_is_refused() -> None:
         vendor.fetch(pin)
 
 
-def test_pips_own_variables_come_before_uvs() -> None:
+def test_pip_variables_precede_uv_variables() -> None:
     given = {
         "PIP_INDEX_URL": "https://pip/simple", "UV_DEFAULT_INDEX": "https://uv/simple",
         "UV_INDEX": "one=https://one/simple https://two/?a=b", "UV_FIND_LINKS": "/wheels,https://links",
@@ -131,7 +134,7 @@ def test_pips_own_variables_come_before_uvs() -> None:
     }
 
 
-def test_every_patch_is_listed_with_reasons_and_applies_without_fuzz_also_twice() -> None:
+def test_patches_are_listed_explained_and_apply_without_fuzz_twice() -> None:
     assert list(patches.problems_of_headers()) == []
     assert list(patches.problems_of_application()) == []
     tree = vendor.prepare()
@@ -140,7 +143,9 @@ def test_every_patch_is_listed_with_reasons_and_applies_without_fuzz_also_twice(
     assert {path: path.stat().st_mtime_ns for path in tree.rglob("*.cpp")} == before
 
 
-def test_orphan_missing_and_unexplained_patches_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_problems_of_headers_find_orphan_missing_and_unexplained_patches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(vendor, "PATCHES", tmp_path)
     (tmp_path / "README.md").write_text("nothing")
     (tmp_path / "series").write_text("# heading\nmissing.patch\nbare.patch\n")

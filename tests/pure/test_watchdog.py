@@ -1,4 +1,8 @@
-"""Trials of prefetching against the stall: kept when it pays, stopped when it does not, tried again later and later."""
+"""Tests the watchdog of prefetching.
+
+A trial compares stalls with and without prefetching. The watchdog stops prefetching that does not pay, and tries again
+after growing pauses.
+"""
 
 from dataclasses import replace
 
@@ -34,7 +38,7 @@ class Run:
             self.dog.token(self.stall_ns)
 
 
-def test_the_tokens_before_the_first_trial_prefetch_and_do_not_count() -> None:
+def test_watchdog_prefetches_during_warm_up_without_counting_these_tokens() -> None:
     warm = replace(WHOLE, warm_tokens=10)
     run = Run(1000, 5000, options=warm)
     run.tokens(10)
@@ -47,7 +51,7 @@ def test_the_tokens_before_the_first_trial_prefetch_and_do_not_count() -> None:
 
 
 @pytest.mark.parametrize(("on", "stays"), [(0.7e6, True), (0.8e6, True), (1.1e6, False), (1.3e6, False)])
-def test_a_clear_difference_ends_a_trial_early(on: float, stays: bool) -> None:
+def test_clear_difference_ends_a_trial_early(on: float, stays: bool) -> None:
     whole = DEFAULT.periods * (DEFAULT.off_tokens + DEFAULT.on_tokens) + DEFAULT.warm_tokens
     lengths = []
     for seed in range(20):
@@ -59,9 +63,9 @@ def test_a_clear_difference_ends_a_trial_early(on: float, stays: bool) -> None:
     assert np.median(lengths) < whole / 2
 
 
-def test_equals_hardly_ever_end_a_trial_early() -> None:
+def test_equal_stalls_rarely_end_a_trial_early() -> None:
     whole, early = DEFAULT.periods * (DEFAULT.off_tokens + DEFAULT.on_tokens), 0
-    for seed in range(100):  # prefetching saves just what it has to
+    for seed in range(100):  # prefetching saves just the required share
         run = Run(1e6, 0.97e6, noise=0.3, seed=seed, options=replace(DEFAULT, warm_tokens=0))
         run.tokens(whole - 1)
         early += run.dog.trials
@@ -69,13 +73,13 @@ def test_equals_hardly_ever_end_a_trial_early() -> None:
 
 
 @pytest.mark.parametrize(("off", "on"), [(1000, 1000), (1000, 980), (0, 0), (0, 500)])
-def test_prefetching_that_saves_too_little_is_stopped(off: int, on: int) -> None:
+def test_watchdog_stops_prefetching_that_saves_too_little(off: int, on: int) -> None:
     run = Run(off, on)
     run.tokens(TRIAL)
     assert not run.dog.on
 
 
-def test_first_tokens_outliers_prompts_and_passes_of_other_numbers_of_sequences_do_not_count() -> None:
+def test_watchdog_ignores_first_tokens_outliers_prompts_and_odd_batches() -> None:
     dog, stall_ns = Watchdog(WHOLE), 0
     dog.token(0)
     for n in range(TRIAL):
@@ -108,7 +112,7 @@ def test_first_tokens_outliers_prompts_and_passes_of_other_numbers_of_sequences_
     assert run.dog.last_gain == pytest.approx(0.1)
 
 
-def test_a_trial_begins_anew_when_the_number_of_sequences_stays_another() -> None:
+def test_trial_restarts_after_a_lasting_change_of_the_number_of_sequences() -> None:
     run = Run(1000, 2000)
     run.tokens(TRIAL - 2)
     n_passes = 0
@@ -120,7 +124,7 @@ def test_a_trial_begins_anew_when_the_number_of_sequences_stays_another() -> Non
     assert run.dog.on and run.dog.last_gain == pytest.approx(0.1)
 
 
-def test_it_tries_again_after_rests_that_grow_up_to_the_longest() -> None:
+def test_watchdog_rests_between_trials_double_up_to_a_limit() -> None:
     run = Run(1000, 2000)
     begun = []
     for n in range(4 * TRIAL + 100 + 200 + 400 + 400):
@@ -134,7 +138,7 @@ def test_it_tries_again_after_rests_that_grow_up_to_the_longest() -> None:
 
 
 class Watched(Run):
-    """Tokens during which a link is busy for a share of the time, `busy`, and between which there are prompts."""
+    """Tokens with prompts between them. A link is busy for the share `busy` of the time of tokens."""
 
     def __init__(self, busy: float) -> None:
         super().__init__(1000, 500)
@@ -151,7 +155,7 @@ class Watched(Run):
             self.dog.token(self.stall_ns)
 
 
-def test_a_link_that_is_hardly_busy_begins_no_trial_and_is_asked_again_after_rests_that_grow() -> None:
+def test_idle_link_starts_no_trial_and_is_checked_after_growing_rests() -> None:
     run = Watched(WHOLE.busy - 0.01)
     for rest in (100, 200, 400, 400):
         run.tokens(WHOLE.weighed_tokens)
@@ -162,7 +166,7 @@ def test_a_link_that_is_hardly_busy_begins_no_trial_and_is_asked_again_after_res
     assert not any(run.was_on) and run.dog.trials == 0
 
 
-def test_a_link_that_is_busy_begins_a_trial_without_tokens_that_do_not_count() -> None:
+def test_busy_link_starts_a_trial_without_warm_up() -> None:
     run = Watched(WHOLE.busy)
     run.tokens(WHOLE.weighed_tokens)
     assert not any(run.was_on) and not run.dog.resting

@@ -75,26 +75,26 @@ OBJECTS = [
 
 
 @pytest.mark.parametrize("item", OBJECTS, ids=lambda item: type(item).__name__)
-def test_objects_survive_a_round_trip(item: Any) -> None:
+def test_objects_survive_encoding_and_decoding(item: Any) -> None:
     line = encode({"kind": "x", "item": item})
     assert line.endswith(b"\n") and line.count(b"\n") == 1
     assert build(type(item), decode(line)["item"]) == item
 
 
 @given(st.text(st.characters()), st.text(st.characters()))
-def test_any_text_survives_a_round_trip(text: str, thinking: str) -> None:
+def test_any_text_survives_encoding_and_decoding(text: str, thinking: str) -> None:
     delta = Delta(text, thinking)
     assert build(Delta, decode(encode({"kind": "x", "item": delta}))["item"]) == delta
 
 
-def test_only_what_differs_from_the_defaults_is_sent_and_mappings_of_any_kind() -> None:
+def test_encode_sends_only_fields_that_differ_from_defaults() -> None:
     assert json.loads(encode({"kind": "event", "Delta": Delta("a")})) == {"kind": "event", "Delta": {"text": "a"}}
     line = encode({"kind": "x", "item": Request(prompt="", template_options=MappingProxyType({"a": 1}))})
     assert build(Request, decode(line)["item"]).template_options == {"a": 1}
 
 
 @pytest.mark.parametrize("name", sorted(name for name, kind in vars(moegguf.errors).items() if isinstance(kind, type)))
-def test_our_errors_keep_their_class(name: str) -> None:
+def test_encoded_moegguf_error_keeps_its_class(name: str) -> None:
     kind = getattr(moegguf.errors, name)
     if issubclass(kind, MoeggufError):
         error = build_error(json.loads(json.dumps(encode_error(kind("why")))))
@@ -102,7 +102,7 @@ def test_our_errors_keep_their_class(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ValueError", "Iterable", "difflib", "__name__", "SystemExit", ""])
-def test_other_errors_become_a_moegguf_error(name: str) -> None:
+def test_build_error_turns_other_classes_into_moegguf_error(name: str) -> None:
     error = build_error({"class": name, "message": "why"})
     assert type(error) is MoeggufError and "why" in str(error)
     assert str(build_error(encode_error(ContextError()))) == "ContextError", "one without text names its class"
@@ -111,18 +111,18 @@ def test_other_errors_become_a_moegguf_error(name: str) -> None:
 @pytest.mark.parametrize(
     "line", [b"", b"\n", b"{", b"[]", b"1", b"null", b'{"a":1}', b'{"kind":1}', b"\xff", b"[" * 9999]
 )
-def test_an_invalid_message_is_refused(line: bytes) -> None:
+def test_decode_rejects_an_invalid_message(line: bytes) -> None:
     with pytest.raises(WorkerError):
         decode(line)
 
 
 @pytest.mark.parametrize("data", [None, 5, [], {"txt": "a"}, {"tool_calls": 5}, {"logprobs": [{"text": "a"}]}])
-def test_an_invalid_delta_is_refused(data: Any) -> None:
+def test_build_rejects_an_invalid_delta(data: Any) -> None:
     with pytest.raises(WorkerError, match="Delta"):
         build(Delta, data)
 
 
-def test_what_is_too_long_or_json_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encode_rejects_long_messages_and_values_outside_json(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 1000)
     with pytest.raises(OptionError, match=r"\d{4} bytes.*at most 1000"):
         encode({"kind": "generate", "request": Request(prompt="x" * 2000)})
@@ -149,11 +149,11 @@ COMPUTE = "graph_compute: ggml_backend_sched_graph_compute_async"
         ("what(): " + "x" * 999, "what(): " + "x" * 292),
     ],
 )
-def test_the_failure_line_of_a_log(text: str, expected: str) -> None:
+def test_failure_line_finds_the_error_in_a_log(text: str, expected: str) -> None:
     assert failure_line(text) == expected
 
 
-def test_lines_of_a_block_leave_in_one_call_also_where_it_fails() -> None:
+def test_outbox_sends_the_lines_of_a_block_in_one_call_even_after_an_error() -> None:
     calls = list[bytes]()
     outbox = Outbox(SimpleNamespace(sendall=calls.append))  # type: ignore[arg-type]
 
@@ -188,7 +188,7 @@ def sent(texts_and_waits: list[tuple[str, float]], *, stream: bool = True) -> tu
     return before, "".join(found[len(before) :])
 
 
-def test_the_first_delta_is_sent_at_once_and_frequent_ones_together() -> None:
+def test_events_send_the_first_delta_at_once_and_join_frequent_ones() -> None:
     often, seldom = DELTA_S * 0.4, DELTA_S * 1.1
     assert sent([(letter, often) for letter in "abcde"]) == (["a", "bcd"], "e")
     assert sent([(letter, seldom) for letter in "abc"]) == (["a", "b", "c"], "")
@@ -196,12 +196,12 @@ def test_the_first_delta_is_sent_at_once_and_frequent_ones_together() -> None:
 
 
 @given(st.lists(st.tuples(st.text(max_size=3), st.floats(0, 0.1))))
-def test_nothing_is_lost(steps: list[tuple[str, float]]) -> None:
+def test_events_lose_no_text(steps: list[tuple[str, float]]) -> None:
     before, rest = sent(steps)
     assert "".join(before) + rest == "".join(text for text, _ in steps)
 
 
-def test_joining_keeps_everything_in_order() -> None:
+def test_join_keeps_all_fields_in_order() -> None:
     calls = tuple(ToolCall(str(i), "f", {}) for i in range(2))
     logprobs = tuple(TokenLogprob(n, b"ab"[n : n + 1], -1.0) for n in range(2))
     deltas = [Delta("a", "x", calls[:1], logprobs[:1]), Delta("b", "y", calls[1:], logprobs[1:])]
