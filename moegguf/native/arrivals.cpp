@@ -1,5 +1,5 @@
-// arrivals.cpp: implements arrivals.h: chooses the matrix that a CPU kernel multiplies with next, and waits for a matrix
-// that has not arrived.
+// arrivals.cpp: implements arrivals.h: chooses the matrix that a CPU kernel multiplies with next, and waits for
+// matrices that have not arrived.
 #include "arrivals.h"
 
 namespace moegguf {
