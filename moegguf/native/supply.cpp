@@ -59,7 +59,7 @@ void Supply::pin_present(Context & context, int most) {
         if (s < 0) { continue; }
         if (residency.request(s)) { (residency.complete(s) ? n_useful : n_late) += 1; }
         if (residency.failed(s)) {
-            residency.clear_failed(s); // the failure belongs to passes that have ended: this pass reads again
+            residency.clear_failed(s); // the failure was for passes that have ended: this pass reads again
         }
         pinned.pin(s);
         event.slot_of[expert] = s;

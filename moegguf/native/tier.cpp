@@ -154,7 +154,7 @@ void Tier::vacate(int s) {
     give_back(s);
     const bool leaves_device = ram_ && id == TierId::compute && !slot.streams();
     if (const int r = leaves_device ? ram_->residency.find(slot.il, slot.expert) : -1; r >= 0) {
-        ram_->residency.touch(r); // in RAM it stays longer than experts that are on the device
+        ram_->residency.touch(r); // stays longer in RAM than experts that are on the device
     }
     residency.vacate(s);
 }
@@ -227,7 +227,7 @@ int Tier::reallocate(int n_slots) {
                                         " expert slots; there are " + std::to_string(residency.n_usable()) +
                                         " as before");
     }
-    for (int s = 0; s < residency.n_slots(); s++) { evict(s); } // no memory for both pools: experts are read again when used
+    for (int s = 0; s < residency.n_slots(); s++) { evict(s); } // too little memory for both pools: all are read anew
     for (int n = n_slots; n > 0; n /= 2) {
         if (pool_->reallocate(n, false)) { return n; }
     }
