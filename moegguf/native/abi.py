@@ -74,7 +74,7 @@ class Header:
         return found
 
     def declare(self, library: c.CDLL, check: Callable[[int], None]) -> None:
-        """Sets the ctypes signature of each function of a loaded library. Calls `check` with each status returned."""
+        """Sets the ctypes signature of each function of a loaded library. `check` gets each status that one returns."""
         keeping_the_lock = c.PyDLL(library._name)
         for name, (result, arguments, is_status) in self.functions.items():
             function = getattr(keeping_the_lock if name in _SHORT_CALLS else library, name)

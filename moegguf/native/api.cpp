@@ -127,7 +127,7 @@ void advance(Store & s, uint64_t ns) {
     s.shared.clock->advance(ns);
 }
 
-// Handles routing events one after another until one fails. n_done counts the handled events, with the failed one.
+// Handles routing events one after another until one fails. n_done counts them, including the failed one.
 void replay(Context & c, const moegguf_routing & routing, int64_t & n_done) {
     std::vector<int32_t> slot_ids;
     const int32_t * ids = routing.expert_ids;

@@ -65,8 +65,8 @@ bool Arrivals::is_decided(const PoolTensor & t, int s) const {
     return is_there(t, s) || tier_->residency.failed(s) || slot.pins == 0 || !((slot.queued | slot.reading) & t.kind);
 }
 
-// Waits until one of n matrices has arrived or will not come, which decided(i) returns. Returns the matrix's index; -1:
-// the store was cancelled or closed.
+// Waits until decided(i) is true for one of n matrices: the matrix has arrived or will not come. Returns the index i;
+// -1: the store was cancelled or closed.
 template <typename Decided>
 int Arrivals::await_any(int n, Decided decided, bool is_first_thread) {
     Lock lock;

@@ -12,7 +12,7 @@ namespace moegguf {
 namespace {
 
 constexpr size_t most_ahead = 96; // largest number of prefetched matrices in one batch for a prompt's next layer
-constexpr size_t few_ahead = 8;   // this limit if Remedy::large_batches is off
+constexpr size_t few_ahead = 8;   // largest number of prefetched matrices in one batch if Remedy::large_batches is off
 
 int matrix_of(const Layout & layout, const Job & job) { return layout.layers[job.il].matrix[__builtin_ctz(job.kinds)]; }
 
@@ -92,7 +92,7 @@ void Copies::order(ggml_backend_t stream) {
 // Two threads submit copies: the copy thread, and the thread that computes.
 
 void Copies::submit_own(Lock & lock) {
-    if (!own_.jobs.empty()) { // the copy thread has not yet noted the end of the batch before
+    if (!own_.jobs.empty()) { // the copy thread has not yet noted the end of the previous batch
         if (!idle()) { wake(); }
         return;
     }

@@ -94,7 +94,7 @@ bool Drives::drop(const Turn & turn, size_t n, const char * why) {
         if (std::count_if(drives_.begin(), drives_.end(), is_read) == 1) { return false; }
         turn.drive.dropped = why;
     }
-    return true; // also if another reader has dropped the drive
+    return true; // the bytes can be read from another drive
 }
 
 bool Drives::direct() const {

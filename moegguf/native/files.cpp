@@ -93,7 +93,7 @@ struct stat Shard::status() const {
 
 std::vector<Shard::Sample> Shard::sample() const {
 #ifdef POSIX_FADV_WILLNEED
-    for (const Span & span : sampled_) { // the disk may read all places at the same time
+    for (const Span & span : sampled_) { // lets the disk read all places at the same time
         posix_fadvise(buffered_.fd, (off_t)span.offset, (off_t)span.n, POSIX_FADV_WILLNEED);
     }
 #endif

@@ -202,9 +202,9 @@ void Forecaster::run() {
     }
 }
 
-// Updates the predictors with a record, and predicts if it is the newest record: after an older one, a later record
-// already knows more. In lockstep every record predicts, because the next pass may be announced before the last layer's
-// record was read.
+// Updates the predictors with a record. Then predicts, but only after the newest record, because a later record makes
+// earlier predictions obsolete. In lockstep it predicts after every record, because the next pass may be announced
+// before the last layer's record was read.
 void Forecaster::follow(const Record & record, bool newest) {
     const uint64_t start = now_ns();
     const bool routed = record.il >= 0;
@@ -407,14 +407,14 @@ void Forecaster::issue_prefetches() {
 }
 
 // Adds prefetches of a layer's most probable experts that have no slot, at most the number that the tokens can use. A
-// prefetch saves the part of a stall that fits the time until the layer comes, with the expert's probability.
-// Otherwise it keeps the link busy for nothing, which costs waste_weight. The difference must be above 0, and only an
-// expert worth less may be evicted for it.
+// prefetch of an expert that is used saves the part of a stall that fits into the time until the layer comes. A
+// prefetch of an expert that is not used costs waste_weight, because it keeps the link busy. Both count with their
+// probability. The difference must be above 0, and only an expert that is worth less may be evicted.
 void Forecaster::want_layer(int at, uint64_t deadline) {
     const LayerForecast & row = layers_[at];
     const int il = layout_.moe_layers[at];
     const float saved = transfers_.share_in_time(at - row_);
-    const std::vector<float> & order = n_sequences_ == 1 ? row.likely : row.chances; // raw ones seldom tie
+    const std::vector<float> & order = n_sequences_ == 1 ? row.likely : row.chances; // raw probabilities seldom tie
     const int n_best = rank(order.data(), il, layout_.layers[il].n_expert_used * n_sequences_);
     for (int i = 0; i < n_best; i++) {
         const int e = best_[i];

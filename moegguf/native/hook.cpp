@@ -61,7 +61,8 @@ constexpr char ready_node[] = "ffn_moe_ready_ids-"; // a view of the slot ids, b
 constexpr char down_node[] = "ffn_moe_down_in-";    // the input of the node that multiplies with down
 constexpr char own_ids_node[] = "ffn_moe_own_ids-"; // the router's ids, if the layer multiplies by them: no stop
 
-// Returns false if the node's name begins with none of these texts. The test is short because it runs at every node.
+// Returns true if the node's name begins like all names at which the callback acts. The test is short, because it runs
+// at every node.
 bool is_of_experts(const ggml_tensor * t) { return memcmp(t->name, "ffn_moe_", 8) == 0; }
 
 // Returns the number of the layer in the node's name if the name begins with the prefix; otherwise -1.
@@ -71,7 +72,7 @@ int layer_of(const ggml_tensor * t, const char (&prefix)[n]) {
     return memcmp(t->name, prefix, n - 1) == 0 ? atoi(t->name + n - 1) : -1;
 }
 
-constexpr int waits_word = 0; // index in op_params of a node of slot ids; value 1: experts of the layer may be missing
+constexpr int waits_word = 0; // index into op_params of a node of slot ids; the word is 1 if experts may be missing
 
 void synchronize(ggml_backend_t backend) {
     if (backend) { ggml_backend_synchronize(backend); }

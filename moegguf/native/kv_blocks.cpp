@@ -25,7 +25,7 @@ using namespace moegguf;
 
 namespace {
 
-constexpr size_t chunk_bytes = 256u << 10; // stays in a core's cache until it is digested and copied
+constexpr size_t chunk_bytes = 256u << 10; // a chunk stays in a core's cache until it is digested and copied
 // Number of successive blocks that one thread fills. They may share a huge page, which one thread should touch first.
 constexpr size_t n_together = 8;
 
@@ -100,7 +100,7 @@ struct moegguf_kv_blocks {
     void add(const moegguf_kv_block & block) {
         auto opened = std::make_unique<Descriptor>(open_own(block.path));
 #ifdef POSIX_FADV_WILLNEED
-        posix_fadvise(opened->fd, 0, 0, POSIX_FADV_WILLNEED); // llama.cpp reads some scattered bytes first
+        posix_fadvise(opened->fd, 0, 0, POSIX_FADV_WILLNEED); // reads ahead: llama.cpp first reads scattered bytes
 #endif
         if (block.n_bytes > n_addresses) { addresses.reset(new uint8_t[n_addresses = block.n_bytes]); }
         file = std::move(opened);
@@ -165,12 +165,12 @@ struct moegguf_kv_blocks {
     size_t n_known = 0; // number of blocks whose list of parts is complete
     size_t n_begun = 0; // number of blocks that a thread fills or has filled
     bool is_complete = false;
-    std::future<void> filling; // the end of the other thread
+    std::future<void> filling; // ready when the other thread has ended
 };
 
 namespace {
 
-thread_local moegguf_kv_blocks * current = nullptr; // llama.cpp reads the state of its last block; nullptr: none
+thread_local moegguf_kv_blocks * current = nullptr; // the list whose last block llama.cpp reads; nullptr: none
 
 } // namespace
 

@@ -126,7 +126,7 @@ bool cpu_kernels_ask_for_order(const moegguf_matrix * matrices, int n) {
 }
 
 uint64_t piece_bytes(const Matrix & m) {
-    constexpr uint64_t target = (4 << 20) - 2 * Shard::alignment, group = 64; // fits two huge pages
+    constexpr uint64_t target = (4 << 20) - 2 * Shard::alignment, group = 64; // target: fits two huge pages
     const uint64_t row_bytes = m.expert_bytes / m.ne1;
     return std::max<uint64_t>(1, target / (row_bytes * group)) * row_bytes * group;
 }
@@ -209,7 +209,7 @@ int most_slots(ggml_backend_dev_t device, const moegguf_matrix * matrices, int n
             return bytes <= largest && begins_within_32_bits(device, (ggml_type)m->type, bytes) &&
                    multiplies(device, *m, slots, stride);
         };
-        int least = 1, most = n_slots; // the result is not outside of these
+        int least = 1, most = n_slots; // the result is in [least, most]
         while (least < most) {
             const int middle = least + (most - least + 1) / 2;
             fits(middle) ? least = middle : most = middle - 1;

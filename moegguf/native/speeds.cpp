@@ -168,7 +168,7 @@ double multiply_bytes_per_ns(ggml_backend_t backend, const Experts & experts, co
         ggml_backend_tensor_set(ids[token], slots.data(), 0, slots.size() * sizeof(int32_t));
     }
     const double ns = run_ns(seconds, [&] { graph.compute(); });
-    const double of_nodes_ns = std::min(node_ns * n_tokens * n_matrices, ns / 2); // node_ns may be too large
+    const double of_nodes_ns = std::min(node_ns * n_tokens * n_matrices, ns / 2); // limited: node_ns is not exact
     return experts.expert_bytes() * experts.n_used() * n_tokens / (ns - of_nodes_ns);
 }
 
@@ -195,7 +195,7 @@ void measure_copies(ggml_backend_t backend, const Experts & experts, const Pool 
 }
 
 // Measures the time between two parts of a device's graph. Sets stop_ns, the time of a stop at a layer's ids, and
-// cpu_layer_ns, the transfers for a layer whose experts the CPU multiplies with.
+// cpu_layer_ns, the time of the transfers for a layer whose experts the CPU multiplies with.
 void measure_stops(ggml_backend_t backend, const Experts & experts, double seconds, moegguf_speeds & out) {
     Graph graph(backend, n_part_ops + 8);
     const int n_used = experts.n_used();

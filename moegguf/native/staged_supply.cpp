@@ -11,7 +11,8 @@
 namespace moegguf {
 namespace {
 
-constexpr int least_tokens_to_evict = 2; // tokens of a prompt's last pass that an expert needs to evict another
+// An expert may evict another one after a prompt's last pass, if at least this number of the pass's tokens used it.
+constexpr int least_tokens_to_evict = 2;
 
 // A layer is copied ahead if a pass has at least this number of choices per expert. Tokens that choose evenly then use
 // more than half of the layer's experts (1 - e^-0.7).
@@ -229,8 +230,8 @@ class StagedSupply final : public Supply {
     Tiers & tiers_;
     bool ahead_ = false;            // a copy for a later layer may be on its way
     std::vector<uint8_t> shortens_; // [n_layer] 1: the layer is computed only for tokens whose logits are needed
-    int last_il_ = -1;              // layer of the event before
-    int last_tokens_ = 0;           // tokens of the pass of the event before
+    int last_il_ = -1;              // layer of the previous event
+    int last_tokens_ = 0;           // number of tokens in the previous event's pass
     std::vector<int> counts_;       // [n_expert_max] number of the event's tokens that use each expert
 };
 

@@ -61,7 +61,7 @@ _COUNTED_BY_TIER = (
 
 
 def _bits(options: StoreOptions | ListenOptions, enum: str) -> int:
-    """Returns the flags of a C enum that have the names of options, for the options that are True."""
+    """Returns the flags of a C enum whose names are fields of `options` with the value True."""
     return sum(bit for name, bit in abi.enum(enum).items() if getattr(options, name))
 
 

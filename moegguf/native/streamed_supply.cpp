@@ -90,7 +90,7 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
         std::unique_ptr<std::atomic<int>[]> held;   // [n_slots] index of the expert whose matrix is there; -1: none
         std::unique_ptr<std::atomic<int>[]> n_past; // [n experts] number of threads that have multiplied with each one
         int n_asked = 0;                            // number of matrices whose reads have begun
-        int n_free = 0;                             // number of first matrices that every thread has multiplied with
+        int n_free = 0;                             // number of matrices, from the first on, that all threads have used
     };
     bool kernels_take() const { return tier_->pool(); } // false in a simulation, which has no memory and no kernels
     Kind & of(uint8_t kind) { return kinds_[__builtin_ctz(kind)]; }
@@ -142,7 +142,7 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
         shared_.done.notify_all();
     }
 
-    // Functions of StreamedReads, which reader threads call.
+    // Implements StreamedReads, which reader threads call. Takes the next matrix for which a slot is free; false: none.
     bool next_read(Job & job) override {
         if (!context_) { return false; }
         for (const uint8_t kinds : order_of_use) {
@@ -169,7 +169,7 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
         }
     }
 
-    // Functions of ExpertStream, which kernels call.
+    // Implements ExpertStream, which kernels call. Returns true if these are the ids of the streamed layer.
     bool has(const void * ids) const override { return ids_.load(std::memory_order_acquire) == ids; }
     int own_slot(int expert) const override { return slot_of_[expert]; }
     int n_experts() const override { return (int)experts_.size(); }

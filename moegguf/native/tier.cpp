@@ -10,7 +10,7 @@ namespace moegguf {
 namespace {
 
 constexpr int most_devices = 64;
-constexpr int least_of_cuda = 4; // the number of tokens of a simulated CUDA card: the smallest of all cards
+constexpr int least_of_cuda = 4; // most_slot_tokens() for a simulated CUDA card: the smallest value of all cards
 
 [[noreturn]] void invalid(const std::string & what) { throw Error(MOEGGUF_INVALID, what); }
 
@@ -154,7 +154,7 @@ void Tier::vacate(int s) {
     give_back(s);
     const bool leaves_device = ram_ && id == TierId::compute && !slot.streams();
     if (const int r = leaves_device ? ram_->residency.find(slot.il, slot.expert) : -1; r >= 0) {
-        ram_->residency.touch(r); // stays longer in RAM than experts that are on the device
+        ram_->residency.touch(r); // this copy in RAM now stays longer than copies of experts on the device
     }
     residency.vacate(s);
 }
@@ -227,7 +227,7 @@ int Tier::reallocate(int n_slots) {
                                         " expert slots; there are " + std::to_string(residency.n_usable()) +
                                         " as before");
     }
-    for (int s = 0; s < residency.n_slots(); s++) { evict(s); } // too little memory for both pools: all are read anew
+    for (int s = 0; s < residency.n_slots(); s++) { evict(s); } // no memory for both pools: experts are read again
     for (int n = n_slots; n > 0; n /= 2) {
         if (pool_->reallocate(n, false)) { return n; }
     }

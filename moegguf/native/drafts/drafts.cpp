@@ -25,9 +25,9 @@ struct Sequence {
     common_speculative_ptr ngrams[2];
     llama_tokens tokens;
     llama_tokens draft;
-    size_t n_followed = 0;           // number of the first tokens that the draft context has evaluated
+    size_t n_followed = 0;           // number of tokens, from the first one on, that the draft context has evaluated
     int32_t source = DRAFTS_SOURCES; // source of the draft that is being verified; DRAFTS_SOURCES: none
-    bool by_model = false;           // the last draft that the draft context attempted has tokens
+    bool by_model = false;           // true: the draft context's last attempt gave tokens
 };
 
 thread_local std::string last_error;
@@ -164,9 +164,9 @@ struct drafts {
         return fits;
     }
 
-    // Lets the heads evaluate the target's pass. Before that, each of its sequences loses the positions from the pass's
-    // first token on, which are left from drafts. If positions before the pass are missing, as in a restored or copied
-    // context, the heads' sequence begins anew.
+    // Lets the heads evaluate the target's pass. Before that, each sequence of the heads loses its positions from the
+    // pass's first token on, which are left from drafts. If positions before the pass are missing, as in a restored or
+    // copied context, the sequence begins anew.
     void evaluated(const llama_batch & pass) {
         if (!model || !config.heads) { return; }
         llama_memory_t memory = llama_get_memory(config.draft);

@@ -17,7 +17,7 @@
 namespace moegguf::kernels {
 namespace {
 
-constexpr int64_t few_tiles = 4;       // threads also share the parts of tiles if they have fewer tiles each
+constexpr int64_t few_tiles = 4;       // if a thread has fewer tiles than this, threads also share the parts of tiles
 constexpr float lowest = -1e30f;       // first maximum of the scores; unlike -inf it can be subtracted from itself
 constexpr ggml_fp16_t masked = 0xfc00; // -inf
 constexpr int64_t unlisted = 1 << 30;  // position of the first cell that is in no list: after every listed position
@@ -149,14 +149,14 @@ AttentionScale scale_of(const ggml_tensor * op) {
     return {params[2] == 0 ? params[0] : params[0] / params[2], params[2]};
 }
 
-// Up to most_keys cells in the order of their positions. A block has positions between two multiples of most_keys.
+// Up to most_keys cells in the order of their positions, which lie between two neighbouring multiples of most_keys.
 struct Block {
     int n = 0;
     bool is_run = true; // the numbers of the cells are consecutive
     int32_t cells[most_keys];
 };
 
-// The keys of a block that are multiplied together, and their addresses. Addresses after the last key repeat it.
+// The keys of a block that are multiplied together, and their addresses. Further addresses repeat the last key's.
 struct Keys {
     int n;
     uint8_t bits[most_keys]; // index of each key in the block

@@ -28,7 +28,7 @@ const Kernels * detect() {
 }
 
 constexpr int max_tile = 16;
-constexpr int64_t part_bytes = 256 << 10; // bytes of weights that are multiplied with all rows, one part after another
+constexpr int64_t part_bytes = 256 << 10; // bytes of weights that are multiplied with all rows before further weights
 
 const Kernel * kernel_of_interleaved(ggml_type type) {
     const Kernels * kernels = processor_kernels();

@@ -144,7 +144,7 @@ class Locality final : public ExpectedUse<FadingAverage> {
     static constexpr float half_life_tokens = 14.0f;
     static constexpr float likely = 0.5f; // every expert with at least this probability is active
 
-    std::vector<Early> prefetched_;      // [n_layer * n_expert_max] not `no`: prefetched and not used since
+    std::vector<Early> prefetched_;      // [n_layer * n_expert_max] `no`: not prefetched, or used since then
     std::vector<float> active_, sorted_; // scratch
 };
 
@@ -188,7 +188,7 @@ class LearnedRates {
     struct History {              // the experts that a layer's last tokens used
         std::vector<int16_t> ids; // [2 * window][n_used] experts; n_expert fills the row of a token that used fewer
         int n_tokens = 0, n_used = 0;
-        std::array<int16_t, window> n_alike{}; // experts that each earlier token shares with the last token
+        std::array<int16_t, window> n_alike{}; // number of experts that each earlier token shares with the last
         int n_earlier() const { return std::min(n_tokens - 1, window); }
         const int16_t * last() const { return &ids[(n_tokens - 1) * n_used]; }
     };
@@ -350,10 +350,10 @@ void LearnedRates::recall(int il) {
     }
 }
 
-// Makes the policy next-use: Belady's rule with an estimated future. It decides in passes that decode. If several
-// sequences decode together, the estimates have the same order. Other passes only update the estimates, and recency or
-// the sweep decides there. values: distance_weight, then the half-life in tokens of a plain average, which replaces the
-// learned estimate.
+// Makes the policy next-use: Belady's rule with an estimated future. It decides in passes that decode. For several
+// sequences that decode together the estimates are not exact, but have the right order. Other passes only update the
+// estimates, and recency or the sweep decides there. values: distance_weight, then the half-life in tokens of a plain
+// average, which replaces the learned estimate.
 std::unique_ptr<EvictionPolicy> make_next_use(const Layout & layout, const Values & values) {
     const float distance_weight = value_or(values, 0, 4.0f);
     if (values.size() < 2) { return std::make_unique<ExpectedUse<LearnedRates>>(layout, distance_weight); }
