@@ -194,7 +194,7 @@ void Forecaster::run() {
         try {
             follow(current_, newest);
         } catch (const std::bad_alloc &) {
-            // Memory has run out. The record gives no prediction.
+            // Memory has run out: nothing is predicted from this record.
         }
         lock.lock();
         busy_ = false;

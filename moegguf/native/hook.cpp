@@ -193,7 +193,7 @@ ggml_backend_t backend_of(const Context & context, ggml_tensor * t) {
     return context.scheduler ? ggml_backend_sched_get_tensor_backend(context.scheduler, t) : nullptr;
 }
 
-// Returns the given backend if it is a stream on the device of the tier's slots and can wait for copies by itself;
+// Returns the same backend if it is a stream on the device of the tier's slots and can wait for copies by itself;
 // otherwise nullptr.
 ggml_backend_t stream_of(ggml_backend_t backend, const Tier & tier) {
     const Copies * copies = tier.copies;

@@ -279,7 +279,7 @@ void Pool::allocate(const Layout & layout, const LayerSet & layers, int n_slots)
         }
         arena.base = (uint8_t *)ggml_backend_buffer_get_base(arena.memory.get());
         if (memory_.pinned && ggml_backend_buffer_get_type(arena.memory.get()) != memory_.buft) {
-            memory_.pinned = false; // if the system refuses, backends give pageable memory without an error
+            memory_.pinned = false; // if the system refuses, the backend allocates pageable memory without an error
             memory_.note = std::string(ggml_backend_dev_name(memory_.device)) +
                            " was refused pinned memory: slots in RAM are pageable, and copies from them slower";
         }
@@ -332,9 +332,8 @@ void Pool::show(ggml_tensor * pool, int n_slots) const {
     pool->nb[3] = pool->nb[2] * pool->ne[2];
 }
 
-// When a tensor is bound, the backend may write behind its end, where slots are: CUDA zeroes the padding. CUDA does
-// this in a stream that only clears and copies of whole buffers wait for. So the clear and the copy come after
-// rebind().
+// When a tensor is bound, the backend may write after its end, where slots are: CUDA zeroes the padding. CUDA does this
+// in a stream that only clears and copies of whole buffers wait for. So the clear and the copy come after rebind().
 bool Pool::reallocate(int n_slots, bool keep) {
     for (int kind = 0; kind < MOEGGUF_MAX_KINDS; kind++) {
         Arena & arena = arenas_[kind];
@@ -432,7 +431,7 @@ ggml_tensor Pool::slots_view(int matrix, int slot, int n) const {
 }
 
 void Pool::release(int first, int last) const {
-    if (!host_ || memory_.pinned || first >= last) { // pinned pages cannot be given back
+    if (!host_ || memory_.pinned || first >= last) { // pinned pages cannot be released
         return;
     }
     const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);

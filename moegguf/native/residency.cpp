@@ -124,7 +124,7 @@ int Residency::lowest_free() {
     return first_free_;
 }
 
-// Gives a free slot to an expert of layer il, or to the stream of the layer (no_expert). vacate() has reset the slot.
+// Assigns a free slot to an expert of layer il, or to the stream of the layer (no_expert). vacate() has reset the slot.
 void Residency::assign(int s, int il, int expert) {
     Slot & slot = slots_[s];
     slot.generation += 1;

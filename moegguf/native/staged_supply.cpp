@@ -72,7 +72,7 @@ class StagedSupply final : public Supply {
         for (const auto & tier : tiers_.staging) { drop(*tier, nullptr); }
     }
 
-    // Gives slots to the most used experts if the pass is the prompt's last one. Copies the experts of the next layer
+    // Assigns slots to the most used experts if the pass is the prompt's last one. Copies the experts of the next layer
     // ahead.
     void finish(Context & context) override {
         Lock lock(shared_.mutex);
@@ -146,9 +146,9 @@ class StagedSupply final : public Supply {
         }
     }
 
-    // Gives slots to the experts that most tokens of the pass used, up to a layer's share of the slots, because the
-    // answer will probably use them, too. They take free slots, or the slots of the least recently used experts. Waits
-    // for the copies.
+    // Assigns slots to the experts that most tokens of the pass used, because the answer will probably use them, too.
+    // There are at most as many as a layer's share of the slots. They take free slots, or the slots of the least
+    // recently used experts. Waits for the copies.
     void keep_most_used(Context & context, Lock & lock) {
         const Event & event = context.event;
         Tier &from = *context.pinned.tier, &to = *from.staged_for;

@@ -316,9 +316,10 @@ class Store:
         return there
 
     def activity(self) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
-        """Returns (look-ups, slots given) of each expert since the store was opened, both (n_layer, n_expert).
+        """Counts each expert's look-ups, and the slots assigned to it, since the store was opened.
 
-        Look-ups in a pool that has every expert count only while `watch` is on.
+        Returns (look-ups, assigned slots), both (n_layer, n_expert). In a pool that has every expert, look-ups are
+        counted only while `watch` is on.
         """
         uses, loads = np.zeros(self.shape, np.uint32), np.zeros(self.shape, np.uint32)
         self._library.moegguf_store_activity(self.handle, uses.ctypes.data, loads.ctypes.data, uses.size)
@@ -475,8 +476,8 @@ class Store:
     def resize(self, n_slots: int, tier: Tier = Tier.COMPUTE, device: int | None = None) -> None:
         """Sets the number of slots that a tier uses, up to the number with which it was opened.
 
-        No pass may be under way. Pageable host memory of the other slots goes back to the system. In other memory the
-        pool is allocated anew; its slots are emptied first if there is too little memory for both pools.
+        No pass may be under way. Pageable host memory of the other slots goes back to the system. In other memory a new
+        pool is allocated; all slots are emptied first if there is too little memory for both pools.
 
         device: index of the one device that is resized. Without it, several devices share the slots in proportion to
         the numbers with which they were opened. If GPUs compute layers, too, the CPU's slots keep their number.

@@ -45,7 +45,7 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
             return false;
         }
         const bool asked =
-            !kernels_take() || (event.wait_kinds == 0 && event.ids_in_place); // kernels ask for matrices by these ids
+            !kernels_take() || (event.wait_kinds == 0 && event.ids_in_place); // kernels take matrices by these ids
         return asked && ((int)event.experts.size() > tier.residency.n_usable() || shared_.has(MOEGGUF_STREAM));
     }
 
@@ -219,7 +219,7 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
     void end() {
         const int n = (int)experts_.size(), n_slots = (int)slots_.size();
         for (int i = std::max(0, n - n_slots); i < n; i++) {
-            if (tier_->residency.find(il_, experts_[i]) < 0) { // a prefetch may have given the expert another slot
+            if (tier_->residency.find(il_, experts_[i]) < 0) { // the expert may have another slot because of a prefetch
                 tier_->residency.end_stream(slots_[i % n_slots], experts_[i]);
             }
         }

@@ -11,7 +11,7 @@ namespace moegguf {
 namespace {
 
 constexpr int max_readers = 64;
-constexpr size_t most_wants = 4096; // limit of waiting prefetches for each cause; later ones would be out of date
+constexpr size_t most_wants = 4096; // largest number of waiting requests, and of waiting forecasts
 
 uint8_t lowest_bit(uint8_t bits) { return bits & -bits; }
 
@@ -275,7 +275,7 @@ void Transfers::pause_fill(bool on) {
     if (!on) { wake_readers(); }
 }
 
-// Gives a slot to a prefetch, and queues its transfers. A prefetch may evict only an expert that is worth less, which
+// Assigns a slot to a prefetch, and queues its transfers. A prefetch may evict only an expert that is worth less. This
 // is checked in each tier separately. Returns false if the expert has a slot already, or gets none.
 bool Transfers::start_prefetch(const Want & want) {
     Tier & to = tiers_.of(want.il);
@@ -353,7 +353,7 @@ bool Transfers::next_fill(Job & job) {
     return false;
 }
 
-// Gives a free slot of a tier to an expert, and queues its transfers. An expert that is in RAM is copied from there.
+// Assigns a free slot of a tier to an expert, and queues its transfers. An expert that is in RAM is copied from there.
 // Returns false if the tier already has the expert, or has no free slot.
 bool Transfers::fill(Tier & to, int il, int expert) {
     const bool holds = layout_.has_expert(il, expert) && to.layers.has[il];

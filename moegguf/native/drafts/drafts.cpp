@@ -27,7 +27,7 @@ struct Sequence {
     llama_tokens draft;
     size_t n_followed = 0;           // number of tokens, from the first one on, that the draft context has evaluated
     int32_t source = DRAFTS_SOURCES; // source of the draft that is being verified; DRAFTS_SOURCES: none
-    bool by_model = false;           // true: the draft context's last attempt gave tokens
+    bool by_model = false;           // true: the draft context's last draft has tokens
 };
 
 thread_local std::string last_error;
@@ -62,8 +62,8 @@ struct drafts {
     Sequence & sequence(int32_t number) { return sequences.at(number); }
 
     // Makes an object that drafts from repetitions of the last `key` tokens. A draft has the tokens that followed the
-    // most recent repetition, if these are at least `key` tokens. If a few tokens repeat again and again, an older
-    // repetition gives more tokens.
+    // most recent repetition, if these are at least `key` tokens. If a few tokens repeat again and again, the draft
+    // comes from an older repetition, which has more tokens after it.
     common_speculative_ptr ngrams(int32_t key) const {
         common_params_speculative params;
         params.types = {COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE, COMMON_SPECULATIVE_TYPE_NGRAM_MAP_K};
@@ -166,7 +166,7 @@ struct drafts {
 
     // Lets the heads evaluate the target's pass. Before that, each sequence of the heads loses its positions from the
     // pass's first token on, which are left from drafts. If positions before the pass are missing, as in a restored or
-    // copied context, the sequence begins anew.
+    // copied context, the sequence begins again at the pass.
     void evaluated(const llama_batch & pass) {
         if (!model || !config.heads) { return; }
         llama_memory_t memory = llama_get_memory(config.draft);

@@ -169,8 +169,8 @@ class LearnedRates {
   public:
     explicit LearnedRates(const Layout & layout);
 
-    // Learns from a routing event of n_tokens tokens, and estimates the layer's probabilities anew. In averages the
-    // uses count as if they were spread evenly over the tokens.
+    // Learns from a routing event of n_tokens tokens, and updates the layer's probabilities. In averages the uses count
+    // as if they were spread evenly over the tokens.
     void count(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens);
 
     const float * row(int il) const { return &rates_[layout_.key(il, 0)]; } // [n_expert] probabilities, above 0

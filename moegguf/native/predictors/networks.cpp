@@ -37,8 +37,8 @@ class InputPredictor : public Predictor {
     int source_ = -1;
 };
 
-// The values of llama_expert_gating_func_type. With SOFTMAX_WEIGHT the experts are chosen by their logits, which gives
-// the same order as softmax.
+// The values of llama_expert_gating_func_type. With SOFTMAX_WEIGHT the experts are chosen by their logits, which have
+// the same order as their softmax.
 enum Gating { softmax_gating = 1, sigmoid_gating = 2, softmax_weight_gating = 3, sqrt_softplus_gating = 4 };
 
 // Skip prediction: multiplies a later layer's router with an earlier router's input. It computes the scores by which
