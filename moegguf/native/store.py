@@ -328,7 +328,7 @@ class Store:
     def watch(self, on: bool) -> None:
         """Turns the complete count of `activity` on or off.
 
-        While it is on, the store also handles routing events of layers whose experts are all in slots, which is slower.
+        While it is on, the store also handles routing events of layers whose experts are all in slots. This is slower.
         """
         self._library.moegguf_store_watch(self.handle, on)
 
@@ -476,8 +476,8 @@ class Store:
     def resize(self, n_slots: int, tier: Tier = Tier.COMPUTE, device: int | None = None) -> None:
         """Sets the number of slots that a tier uses, up to the number with which it was opened.
 
-        No pass may be under way. Pageable host memory of the other slots goes back to the system. In other memory a new
-        pool is allocated; all slots are emptied first if there is too little memory for both pools.
+        No pass may be under way. Pageable host memory of the other slots goes back to the system. In other memory a
+        new pool is allocated; all slots are emptied first if there is too little memory for both pools.
 
         device: index of the one device that is resized. Without it, several devices share the slots in proportion to
         the numbers with which they were opened. If GPUs compute layers, too, the CPU's slots keep their number.
