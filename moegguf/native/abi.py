@@ -1,9 +1,9 @@
-"""Reads a C header as ctypes when imported: constants, structs, and the signatures of functions. Here: `moegguf.h`.
+"""Reads the C header moegguf.h at import, and makes ctypes of its constants, structs and signatures of functions.
 
 Names lose their prefix: MOEGGUF_IO is `IO`, struct moegguf_tier_info is `TierInfo`, and `enum("kind")` is
-{"gate": 0, "up": 1, ...}. The header is in the wheel beside this file. Reading it takes 2 ms, as long as creating
-the classes from Python takes, and no generated file can be out of date. Knows the C that the header is written in,
-and not what its calls mean.
+{"gate": 0, "up": 1, ...}. The wheel has the header in this folder. Reading it takes 2 ms, no longer than creating the
+classes from Python code. There is no generated file that could be out of date. This module knows the C in which the
+header is written, but not the meaning of its functions.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _SCALARS: dict[str, Any] = {
     "int64_t": c.c_int64, "uint64_t": c.c_uint64, "size_t": c.c_size_t, "float": c.c_float, "double": c.c_double,
     "bool": c.c_bool, "char": c.c_char,
 }  # fmt: skip
-# Called in every pass. They wait for nothing, so they keep the interpreter's lock: taking it again takes longer than
-# they do, up to a thread's turn (5 ms) while others run Python.
+# Functions that run in every pass and never wait. They keep Python's global interpreter lock. If they released it,
+# taking it again could last up to 5 ms while other threads run Python.
 _SHORT_CALLS = ("moegguf_context_awaits_tokens", "moegguf_context_is_clear")
 
 
@@ -30,7 +30,7 @@ def _struct_name(name: str) -> str:
 
 
 class Header:
-    """The constants, structs and functions of a header. Its attributes are the constants and structs."""
+    """A C header that was read. Its attributes are the header's constants and structs, without their prefix."""
 
     def __init__(self, path: Path) -> None:
         self._name = path.name
@@ -52,9 +52,10 @@ class Header:
         raise AttributeError(f"{self._name} has no {name}")
 
     def enum(self, name: str) -> dict[str, int]:
-        """Returns {constant in small letters, without the words that all of them begin with: value}.
+        """Returns the constants of an enum as {name: value}, with names in small letters.
 
-        A last constant that only counts the others (..._KINDS) is none of them.
+        If all names begin with the same word, they lose it. A constant ..._KINDS, which only counts the others, is
+        left out.
         """
         constants = [
             (words.split("_"), value) for words, value in self._enums[name].items() if not words.endswith("_KINDS")
@@ -65,7 +66,7 @@ class Header:
 
     @functools.cached_property
     def functions(self) -> dict[str, tuple[Any, list[Any], bool]]:
-        """{function: (type of its result, types of its arguments, whether the result is an enum moegguf_status)}."""
+        """Maps each function's name to (result type, argument types, True if the result is an enum moegguf_status)."""
         found = {}
         for result, name, arguments in re.findall(r"MOEGGUF_API\s+([^;()]*?)(moegguf_\w+)\(([^;]*?)\);", self._text):
             types = [self._type(argument) for argument in arguments.split(",") if argument.strip() != "void"]
@@ -73,7 +74,7 @@ class Header:
         return found
 
     def declare(self, library: c.CDLL, check: Callable[[int], None]) -> None:
-        """Sets the signatures of every function of a loaded library; `check` gets the status of those that have one."""
+        """Sets the ctypes signature of each function of a loaded library. `check` gets each status that one returns."""
         keeping_the_lock = c.PyDLL(library._name)
         for name, (result, arguments, is_status) in self.functions.items():
             function = getattr(keeping_the_lock if name in _SHORT_CALLS else library, name)
@@ -87,9 +88,9 @@ class Header:
         return re.findall(rf"\n{keyword} moegguf_(\w+) \{{(.*?)\}};", self._text, re.DOTALL)
 
     def _type(self, declaration: str, *, is_field: bool = False) -> Any:
-        """Returns the type in a declaration, with a name or without; what is not of this header is an address.
+        """Returns the ctypes type of a C declaration, which may include the name. Unknown types become addresses.
 
-        Fields keep what they point to. Callers give arguments that point to numbers as addresses.
+        Pointers to numbers are typed pointers in fields, and plain addresses in arguments.
         """
         base = re.sub(r"\b(const|struct|enum)\b|\*", " ", declaration).split()[0]
         n_stars = declaration.count("*")
@@ -102,7 +103,7 @@ class Header:
         return c.c_void_p if as_address else c.POINTER(known)
 
     def _field(self, declaration: str) -> tuple[str, Any]:
-        """Returns (name, type) of a field; keywords of Python get an underscore."""
+        """Returns (name, ctypes type) of a struct's field. `pass` is a keyword in Python, and becomes `pass_`."""
         if callback := re.match(r"void \(\*(\w+)\)\((.*)\)", declaration, re.DOTALL):
             name, arguments = callback.groups()
             return name, c.CFUNCTYPE(None, *(self._type(argument, is_field=True) for argument in arguments.split(",")))
@@ -114,7 +115,7 @@ class Header:
 
 
 def _constants(body: str) -> dict[str, int]:
-    """Returns the constants of an enum, in the header's words."""
+    """Returns the constants in the text of an enum as {name without MOEGGUF_: value}."""
     found: dict[str, int] = {}
     for name, value in re.findall(r"MOEGGUF_(\w+)(?:\s*=\s*([\d <]+))?", body):
         one, _, shift = value.partition("<<")

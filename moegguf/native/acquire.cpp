@@ -1,5 +1,6 @@
-// acquire.cpp: the barrier between the router's choice and the multiplication, and the state of a pass (store.h). Under
-// the store's lock the context's supply pins slots and orders transfers. Nothing here changes a slot or a graph itself.
+// acquire.cpp: functions of Store (store.h) that run between a router's choice and the multiplications of its experts.
+// They choose a supply for each routing event. The supply pins slots and queues transfers under the store's lock. This
+// file moves no bytes and changes no graph.
 #include "store.h"
 #include "switches.h"
 
@@ -23,7 +24,7 @@ void end_layer(Context & context) {
     if (context.supply) { context.supply->release(context); }
 }
 
-// Slots of all devices.
+// Returns the number of usable slots, added over all tiers that compute layers.
 int n_usable(const Store & store) {
     int n = 0;
     for (const auto & tier : store.tiers.compute) { n += tier->residency.n_usable(); }
@@ -50,7 +51,7 @@ void count_pass(Context & context, int il, int n_tokens) {
     count(counters.routing_events);
 }
 
-// Chooses the supply for the experts of the context's event; nullptr: the pass has failed.
+// Chooses the supply for the experts of the context's routing event, and returns it; nullptr: the pass has failed.
 Supply * choose_supply(Context & context) {
     if (context.failed()) { return nullptr; }
     Store & store = context.store;
@@ -71,8 +72,8 @@ Supply * choose_supply(Context & context) {
     return &supply;
 }
 
-// All of it that fits beside this one, from where its experts are nearest: the next pass over it needs nearly all. Or
-// its first expert, where that finds a slot.
+// Queues prefetches for the MoE layer after layer il, because the pass will need nearly all of its experts. Considers
+// the first experts of that layer that fit beside layer il, or only expert 0 (first_only). Skips experts with a slot.
 void want_next_layer(Store & store, int il, bool first_only) {
     const auto & layers = store.layout.moe_layers;
     const size_t next_row = store.layout.row_of[il] + 1;
@@ -98,21 +99,22 @@ bool place(Context & context, Lock & lock) {
         if (store.shared.has(MOEGGUF_SWEEP)) {
             want_next_layer(store, event.il, false);
         } else if (store.shared.has(MOEGGUF_STREAM)) {
-            want_next_layer(store, event.il, true); // reads go on during attention (DuoServe-MoE, section 5.2)
+            want_next_layer(store, event.il, true); // keeps the drive busy during attention (DuoServe-MoE, section 5.2)
         }
     }
     return placed;
 }
 
-// The store contradicts itself: the pass ends.
+// Verifies the bookkeeping of all tiers. Fails the pass if it contradicts itself.
 void check(Context & context) {
     try {
         context.store.tiers.check();
     } catch (const Error & e) { context.fail(e.status, e.what()); }
 }
 
-// Victims are chosen before the listener gets an event, so that its scores act from the next one on. This may wait for
-// space in the ring, which the listener may need the lock to make: it is not held here.
+// Reports the routing event to the forecaster and to the listener. The event's victims are already chosen, so scores
+// that the listener sets act from the next event on. The caller must not hold the store's lock: this function may wait
+// for space in the listener's ring, and the listener may need the lock before it makes space.
 void notify_observers(Context & context, uint64_t start_ns, bool placed) {
     const Event & event = context.event;
     Store & store = context.store;
@@ -134,7 +136,8 @@ void notify_observers(Context & context, uint64_t start_ns, bool placed) {
     }
 }
 
-// Whether a tier is to have another size than it has. Throws Error(INVALID) for one that it cannot have.
+// Returns false if the tier has a slot for every expert and n_slots keeps all of them, so that nothing has to change.
+// Throws Error(INVALID) if the tier cannot have n_slots slots.
 bool changes_size(const Tier & tier, int n_slots) {
     if (tier.id == TierId::staging) { throw Error(MOEGGUF_INVALID, "staging tensors keep the size of a layer"); }
     const bool computes = tier.id == TierId::compute;
@@ -148,11 +151,11 @@ bool changes_size(const Tier & tier, int n_slots) {
 
 } // namespace
 
-// The barrier.
+// Functions that handle a routing event before the layer's experts are multiplied.
 
 void Store::acquire(const Choice & choice) {
     const uint64_t start = now_ns(), waited_before = waited_ns;
-    if (shared.forked()) { // a thread of the parent may hold the lock
+    if (shared.forked()) { // this is a child process: a thread of the parent may hold the lock
         context.fail_forked();
         std::fill_n(choice.ids, (size_t)choice.n_expert_used * choice.n_tokens, 0);
         return;
@@ -172,7 +175,8 @@ void Store::acquire(const Choice & choice) {
     count(shared.counters.hook_ns, now_ns() - start - (waited_ns - waited_before));
 }
 
-// Frees the slots of the layer before, and begins a new event.
+// Begins a routing event, and unpins the slots of the previous layer. Fails the pass if the layer has no experts, or if
+// an id is not an expert of the layer.
 void Store::begin_event(const Choice & choice, Lock & lock) {
     const bool has_experts = layout.has_experts(choice.il);
     const int32_t * wrong = context.event.begin(choice, has_experts ? layout.layers[choice.il].n_expert : 0);
@@ -192,7 +196,7 @@ void Store::begin_event(const Choice & choice, Lock & lock) {
     count_pass(context, choice.il, choice.n_tokens);
 }
 
-// The context, its tokens and its failures.
+// Functions for the announced tokens of the context and for its failures.
 
 bool Store::is_clear() const {
     return !context.failed() && !context.supply && context.late.slots.empty() && context.noted(shared) &&
@@ -201,7 +205,7 @@ bool Store::is_clear() const {
 
 void Store::take_failure(moegguf_failure & out, bool clear) {
     if (shared.forked()) {
-        out = context.failure.reason; // the lock may be held by a thread of the parent
+        out = context.failure.reason; // does not take the lock, which a thread of the parent process may hold
         return;
     }
     Lock lock(shared.mutex);
@@ -223,7 +227,8 @@ bool Store::must_abort() {
     return context.failed() || shared.cancelled;
 }
 
-// Nothing is predicted for a pool that has every expert.
+// Forgets the announced tokens. Returns false if the next tokens need no announcement: no listener is on, and every
+// expert is in its own slot, so that nothing is predicted. Always returns true in a forked process.
 bool Store::awaits_tokens(int sequence, int phase) {
     Announced & announced = context.announced;
     announced.sequence = sequence;
@@ -252,13 +257,13 @@ void Store::announce_tokens(const moegguf_tokens_event & event) {
     if (events.on()) { events.tokens(event); }
 }
 
-// Sizes of pools.
+// A function that changes the size of a pool.
 
 void Store::resize(Tier & tier, int n_slots) {
     Lock lock(shared.mutex);
     if (!changes_size(tier, n_slots)) { return; }
     context.await_copies(shared, lock);
-    end_layer(context); // pins of the last layer of a pass that has ended
+    end_layer(context); // unpins the last layer's slots of a pass that has ended
     staged->drop_ahead();
     transfers.forget(Cause::request);
     transfers.pause_prefetch(true);
@@ -268,11 +273,11 @@ void Store::resize(Tier & tier, int n_slots) {
     transfers.pause_prefetch(false);
     if (!ended) { throw Error(MOEGGUF_IO, "experts were still being read after a minute; try again"); }
     n_bindings += 1;
-    tier.resize(std::min(n_slots, tier.residency.n_usable())); // vacates the slots that new memory will not have
+    tier.resize(std::min(n_slots, tier.residency.n_usable())); // vacates the slots that the new memory lacks
     tier.resize(tier.reallocate(n_slots));
 }
 
-// Layers whose experts are all there.
+// Functions for layers whose experts are all in their own slots.
 
 bool Store::has_nothing_to_do(const Tier & tier) const {
     return tier.numbering.resident() && tier.residency.all_ready() && !events.on() && !watched_;

@@ -1,8 +1,9 @@
-// api.cpp: implements the functions of moegguf.h that need a store: it checks arguments and calls the store.
+// api.cpp: implements the functions of moegguf.h that open, control and query a store. They check their arguments and
+// call the store.
 #include "api.h"
 #include "switches.h"
 
-#include "ggml-impl.h" // ggml_print_backtrace
+#include "ggml-impl.h" // declares ggml_print_backtrace()
 
 #include <algorithm>
 #include <cstdio>
@@ -12,13 +13,14 @@ using namespace moegguf;
 
 namespace {
 
-// One line about a device that does not answer any more, before its backend ends the process: ggml's backends call
-// ggml_abort() then, from any thread, and expect no return. Who started the process finds the line on its stderr
-// (moegguf/serving/worker_process.py), and goes on without the device.
+// If a device no longer answers, its backend calls ggml_abort(), from any thread, and the process ends. The callback
+// report_failure() prints one line about the device to stderr before that. The parent process finds this line
+// (moegguf/serving/worker_process.py) and goes on without the device.
 
 ggml_abort_callback_t next_callback = nullptr;
 
-// "FILE:LINE: text" of a backend other than the CPU's. ggml's own checks, and the CPU's, are faults of a program.
+// Returns true if the message "FILE:LINE: text" comes from a file of a backend other than the CPU's. Messages from the
+// CPU's backend and from ggml itself report faults of the program, not of a device.
 bool of_a_device(const char * message) {
     const char * text = strstr(message, ": ");
     const auto names = [&](const char * part) {
@@ -58,8 +60,8 @@ void check_failure(const Context & context) {
     }
 }
 
-// Divides n slots over tiers. Each tier gets at least the slots that a pass needs. The rest is divided in proportion to
-// the slots that each tier has above this number.
+// Divides n slots over tiers, and returns the number for each tier. Each tier gets the slots that a pass needs. The
+// rest is divided in proportion to the further slots that each tier can have. Throws Error(INVALID).
 std::vector<int> share_out(const std::vector<Tier *> & tiers, int n) {
     int64_t least = 0, most = 0;
     for (const Tier * tier : tiers) {
@@ -82,7 +84,7 @@ std::vector<int> share_out(const std::vector<Tier *> & tiers, int n) {
     return shares;
 }
 
-// Appends a text, with a comma before it.
+// Appends `more` to a text in an array of chars, after a comma if there is a text already.
 template <size_t n>
 void append(char (&text)[n], const std::string & more) {
     const size_t used = strlen(text);
@@ -96,7 +98,7 @@ void add_pool(moegguf_tier_info & out, const Pool & pool) {
     out.pinned_memory = pool.memory().pinned;
     const char *device = ggml_backend_dev_name(pool.memory().device), *last = strrchr(out.device, ' ');
     if (strcmp(last ? last + 1 : out.device, device) == 0) {
-        return; // the device's layers are in several pools
+        return; // the device is listed already: its layers are in several pools
     }
     append(out.device, device);
     append(out.note, pool.memory().note);
@@ -109,7 +111,8 @@ void check_table(const Store & s, size_t n, const char * what) {
     }
 }
 
-// Returns the tiers that share out a number of slots. The CPU's slots beside devices are in RAM, and stay.
+// Returns the tiers that moegguf_store_resize() resizes. If GPUs compute layers, too, the CPU's tier keeps its size and
+// is left out.
 std::vector<Tier *> resized_at(Store & s, int index) {
     std::vector<Tier *> found = s.tiers_at(index);
     const auto in_ram = [](const Tier * tier) { return tier->pool() && tier->pool()->host(); };
@@ -124,7 +127,7 @@ void advance(Store & s, uint64_t ns) {
     s.shared.clock->advance(ns);
 }
 
-// Counts the events that are done, the one that failed included.
+// Handles routing events one after another until one fails. n_done counts them, including the failed one.
 void replay(Context & c, const moegguf_routing & routing, int64_t & n_done) {
     std::vector<int32_t> slot_ids;
     const int32_t * ids = routing.expert_ids;
@@ -194,7 +197,7 @@ int moegguf_store_open(const moegguf_config * config, moegguf_store ** store) {
         if (!config || config->abi != MOEGGUF_ABI_VERSION) {
             throw Error(MOEGGUF_INVALID, "the library has ABI " + std::to_string(MOEGGUF_ABI_VERSION));
         }
-        moegguf_store *& opened = given(store); // checked before there is anything to lose
+        moegguf_store *& opened = given(store); // throws for NULL before a store is made
         static std::once_flag once;
         std::call_once(once, [] { next_callback = ggml_set_abort_callback(report_failure); });
         opened = new moegguf_store(*config);
@@ -202,7 +205,7 @@ int moegguf_store_open(const moegguf_config * config, moegguf_store ** store) {
 }
 
 void moegguf_store_close(moegguf_store * store) {
-    if (store && !store->store.shared.forked()) { // a child must not touch the parent's locks and threads
+    if (store && !store->store.shared.forked()) { // a forked child must not touch the parent's locks and threads
         delete store;
     }
 }
@@ -282,7 +285,7 @@ int moegguf_store_set_scores(moegguf_store * store, const float * scores, size_t
         std::vector<std::vector<float>> tables(s.tiers.compute.size(), ScoreTable::finite(scores, scores ? n : 0));
         Lock lock(s.shared.mutex);
         for (size_t i = 0; i < tables.size(); i++) { s.tiers.compute[i]->residency.exchange_scores(tables[i]); }
-        lock.unlock(); // the tables before are destroyed without it
+        lock.unlock(); // the earlier tables are destroyed without the lock
     });
 }
 

@@ -1,4 +1,5 @@
-// arrivals.cpp: implements arrivals.h: which matrix a kernel takes next, and how it waits for one.
+// arrivals.cpp: implements arrivals.h: chooses the matrix that a CPU kernel multiplies with next, and waits for
+// matrices that have not arrived.
 #include "arrivals.h"
 
 namespace moegguf {
@@ -14,8 +15,9 @@ Arrivals::Arrivals(const Layout & layout, Shared & shared, Tier * tier, ExpertSt
     for (size_t i = 0; i < tensors_.size(); i++) { tier->pool()->set_op_params((int)i, &tensors_[i]); }
 }
 
-// Compute threads call this about slots that are pinned meanwhile. Nothing is multiplied with a matrix that will not
-// come: its pass ends with the node (Store::must_abort).
+// Returns the id, below n_as, whose matrix the calling kernel multiplies with next; -1: none is left. Ids without rows
+// are skipped. The slots stay pinned during the call. A matrix that will not come is left out, and the pass then ends
+// after this node (Store::must_abort).
 int Arrivals::next(ggml_mul_mat_id_order * order, const int64_t * row_counts, int n_as, int ith) {
     const PoolTensor & t = *(const PoolTensor *)order->next;
     return t.arrivals->next_id(t, *order, row_counts, n_as, ith == 0);
@@ -24,9 +26,9 @@ int Arrivals::next(ggml_mul_mat_id_order * order, const int64_t * row_counts, in
 int Arrivals::next_id(const PoolTensor & t, ggml_mul_mat_id_order & order, const int64_t * row_counts, int n_as,
                       bool is_first_thread) {
     constexpr int most_late = sizeof(order.late) / sizeof(order.late[0]);
-    const bool streams = order.ids && stream_.has(order.ids); // this layer's experts
+    const bool streams = order.ids && stream_.has(order.ids); // true: the layer's experts are streamed
     const int first_slot = tier_->numbering.window(t.il).first_slot;
-    // Returns the slot of a slot id, or of an expert of a streamed layer; -1: the expert has none.
+    // Returns the slot of a slot id, or of an expert id in a streamed layer; -1: the expert has no slot of its own.
     const auto slot = [&](int id) { return streams ? stream_.own_slot(id) : first_slot + id; };
     const auto take = [&](int id) {
         order.at = slot(id) - first_slot;
@@ -39,7 +41,8 @@ int Arrivals::next_id(const PoolTensor & t, ggml_mul_mat_id_order & order, const
         if (is_there(t, s)) { return take(id); }
         order.late[order.n_late++] = id;
     }
-    // Passing the last one may end the stream, and with it own_slot(): what is late comes before.
+    // The call of next() after the last streamed expert may end the stream. own_slot() is not valid afterwards, so the
+    // late matrices of other experts come first.
     const int i = order.i - n_as;
     if (streams && i >= 0 && !(order.n_late > 0 && i >= stream_.n_experts())) {
         return stream_.next(order, i, t.kind, is_first_thread);
@@ -55,14 +58,15 @@ int Arrivals::next_id(const PoolTensor & t, ggml_mul_mat_id_order & order, const
     return -1;
 }
 
-// There, or a read that failed, or slot ids of a failed pass: those slots may be empty, or a prefetch's that is dropped
-// without notice. Under the store's lock.
+// Returns true if a wait for the matrix can end: it is there, its read failed, or no transfer will bring it. The last
+// case happens in a failed pass, whose slot ids are all 0. Needs the store's lock.
 bool Arrivals::is_decided(const PoolTensor & t, int s) const {
     const Slot & slot = tier_->residency.slot(s);
     return is_there(t, s) || tier_->residency.failed(s) || slot.pins == 0 || !((slot.queued | slot.reading) & t.kind);
 }
 
-// Waits until one of n matrices has arrived, or will not come; returns its index, -1 when cancelled.
+// Waits until decided(i) is true for one of n matrices: the matrix has arrived or will not come. Returns the index i;
+// -1: the store was cancelled or closed.
 template <typename Decided>
 int Arrivals::await_any(int n, Decided decided, bool is_first_thread) {
     Lock lock;

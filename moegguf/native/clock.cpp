@@ -1,4 +1,4 @@
-// clock.cpp: implements clock.h: real time, and virtual time, in which links carry one transfer after another.
+// clock.cpp: implements clock.h: a clock of real time, and a clock of virtual time for simulations.
 #include "clock.h"
 
 #include "layout.h"
@@ -28,8 +28,8 @@ class RealClock final : public Clock {
     void advance(uint64_t) override { throw Error(MOEGGUF_INVALID, "only a simulation has a modelled clock"); }
 };
 
-// Each link carries one transfer at a time, which takes its latency and its bytes over the bandwidth. Time moves when
-// somebody waits, to the end of the next transfer.
+// A clock for simulations. Each link carries one transfer at a time, which takes the link's latency plus its bytes
+// divided by the bandwidth. A call of wait() moves the time to the end of the next transfer.
 class VirtualClock final : public Clock {
   public:
     explicit VirtualClock(uint64_t & time_ns) : time_ns_(time_ns) {}
@@ -74,7 +74,8 @@ class VirtualClock final : public Clock {
         return started;
     }
 
-    // Ends the transfer that ends first, if that is by end_ns. Returns false if there is none.
+    // Finishes the running transfer with the earliest end, and moves the time to its end. Returns false if no transfer
+    // ends by the time end_ns.
     bool end_first(uint64_t end_ns) {
         Carried * first = nullptr;
         for (Carried & one : links_) {

@@ -11,8 +11,8 @@
 namespace moegguf {
 namespace {
 
-constexpr size_t most_ahead = 96; // matrices for a prompt's next layer that are copied as one
-constexpr size_t few_ahead = 8;   // likewise, where that remedy is off
+constexpr size_t most_ahead = 96; // largest number of prefetched matrices in one batch for a prompt's next layer
+constexpr size_t few_ahead = 8;   // largest number of prefetched matrices in one batch if Remedy::large_batches is off
 
 int matrix_of(const Layout & layout, const Job & job) { return layout.layers[job.il].matrix[__builtin_ctz(job.kinds)]; }
 
@@ -29,7 +29,7 @@ void Copies::start_threads() {
     ggml_backend_dev_props props;
     ggml_backend_dev_get_props(device, &props);
     if (props.caps.async && props.caps.events) { event_.reset(ggml_backend_event_new(device)); }
-    ggml_backend_synchronize(backend_.get()); // it has its stream before two threads use it
+    ggml_backend_synchronize(backend_.get()); // creates the backend's stream before two threads use it
     thread_ = start_thread("the thread that copies", [this] { run(); });
 }
 
@@ -40,7 +40,7 @@ void Copies::stop() {
     }
     work_.notify_all();
     if (thread_.joinable()) { thread_.join(); }
-    if (backend_) { ggml_backend_synchronize(backend_.get()); } // ends the copies that the computing thread submitted
+    if (backend_) { ggml_backend_synchronize(backend_.get()); } // waits for the computing thread's copies
 }
 
 void Copies::queue(int s, uint8_t kinds, bool demand) {
@@ -73,7 +73,7 @@ void Copies::note_time(uint64_t ns) { count(to_.counters.copy_ns, ns); }
 
 void Copies::finish(const Job & job, const std::string & why) {
     const int s = job.destination.slot;
-    end(job, why); // published before it is no longer submitted: one of both is seen
+    end(job, why); // comes first, so that any thread sees each matrix as ready or as submitted
     submitted_[s].fetch_and(uint8_t(~job.kinds), std::memory_order_release);
     to_.settle(s);
     shared_.done.notify_all();
@@ -89,10 +89,10 @@ void Copies::order(ggml_backend_t stream) {
     }
 }
 
-// Two threads submit: the thread of the copies, and the thread that computes.
+// Two threads submit copies: the copy thread, and the thread that computes.
 
 void Copies::submit_own(Lock & lock) {
-    if (!own_.jobs.empty()) { // the copy thread may not have noted the batch submitted before
+    if (!own_.jobs.empty()) { // the copy thread has not yet noted the end of the previous batch
         if (!idle()) { wake(); }
         return;
     }
@@ -121,8 +121,9 @@ void Copies::run() {
     }
 }
 
-// Everything that layers wait for, so that neighbours can go as one; else one matrix, or some for a prompt, so that a
-// layer waits for no more. Returns false where there is nothing.
+// Moves queued jobs into batch_. A batch has every matrix that a layer waits for, so that neighbours are copied as one.
+// Otherwise it has one prefetched matrix, or several for a prompt: a small batch does not delay a layer for long.
+// Returns false if no job is queued.
 bool Copies::take_batch() {
     const size_t most = !to_.staged_for ? 1 : is_on(Remedy::large_batches) ? most_ahead : few_ahead;
     std::vector<Job> & jobs = batch_.jobs;
@@ -133,7 +134,8 @@ bool Copies::take_batch() {
     return !jobs.empty();
 }
 
-// Puts a batch into the stream. From then on another stream can wait for it. The lock is free meanwhile.
+// Puts the copies of a batch into the backend's stream, and releases the lock meanwhile. Afterwards another stream can
+// wait for the batch.
 void Copies::submit(Batch & batch, Lock & lock) {
     lock.unlock();
     batch.start_ns = now_ns();
@@ -141,7 +143,7 @@ void Copies::submit(Batch & batch, Lock & lock) {
     try {
         std::lock_guard<std::mutex> one_at_a_time(submit_mutex_);
         copy(batch.jobs);
-    } catch (const std::exception & e) { // memory, too
+    } catch (const std::exception & e) { // also std::bad_alloc
         batch.why = e.what();
     }
     if (event_) {
@@ -157,7 +159,7 @@ void Copies::submit(Batch & batch, Lock & lock) {
     shared_.done.notify_all();
 }
 
-// Waits for a batch that was submitted, and notes that its matrices are there. The lock is free while it waits.
+// Waits until a submitted batch is copied, and marks its matrices as there. Releases the lock while it waits.
 void Copies::complete(Batch & batch, Lock & lock) {
     lock.unlock();
     ggml_backend_synchronize(backend_.get());
@@ -190,7 +192,7 @@ void Copies::copy(std::vector<Job> & jobs) const {
     }
 }
 
-// Jobs from the first on whose slots lie side by side in both tiers.
+// Returns the number of jobs, from jobs[first] on, whose slots lie side by side in both tiers. One copy moves them all.
 int Copies::count_neighbours(const std::vector<Job> & jobs, size_t first) const {
     const Job & job = jobs[first];
     size_t n = 1;

@@ -1,5 +1,6 @@
-# Writes CPU_FEATURES: what a processor must have for libggml-cpu, by the names in /proc/cpuinfo, one per line. They are
-# checked before the library is loaded. The file is empty where a variant of the backend is chosen when loading.
+# Writes the file CPU_FEATURES: the features that a processor needs for libggml-cpu, by their names in /proc/cpuinfo,
+# one per line. They are checked before the library is loaded. The file is empty if loading chooses a variant of the
+# backend.
 set(flag_of_macro
     __SSE3__=pni __SSSE3__=ssse3 __SSE4_1__=sse4_1 __SSE4_2__=sse4_2 __POPCNT__=popcnt __MOVBE__=movbe __LZCNT__=abm
     __AVX__=avx __F16C__=f16c __FMA__=fma __BMI__=bmi1 __BMI2__=bmi2 __AVX2__=avx2 __AVXVNNI__=avx_vnni

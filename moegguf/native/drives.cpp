@@ -1,4 +1,4 @@
-// drives.cpp: implements drives.h: which copy of the model's files a read goes to.
+// drives.cpp: implements drives.h: chooses the drive, and so the copy of the model's files, for each read.
 #include "drives.h"
 
 #include "clock.h"
@@ -9,14 +9,15 @@
 namespace moegguf {
 namespace {
 
-// A drive with fewer reads than this counts as faster than any other: a single read may have been an exception.
+// A drive with fewer reads than this counts as faster than any other, because its first reads may have been exceptions.
 constexpr uint64_t first_reads = 8;
 constexpr float unmeasured_ns_per_byte = 1e-4f;
 
 constexpr uint64_t averaged_reads = 32;
 
-// An idle drive counts as this much faster after each read that went elsewhere, so that it is measured again at times.
-// A drive that takes 10 times as long gets one read of about 1,200, a drive that takes 100 times as long one of 2,400.
+// Each read from another drive multiplies an idle drive's measured time by this factor, so that the idle drive is tried
+// again now and then. A drive that takes 10 times as long gets one of about 1,200 reads, and a drive that takes 100
+// times as long gets one of about 2,400 reads.
 constexpr float idle_factor = 1 - 1.0f / 512;
 
 } // namespace
@@ -36,7 +37,8 @@ Drives::Drives(const Layout & layout, bool direct) {
     }
 }
 
-// A drive that does not answer is expected to be silent for as long as it was so far.
+// Returns the expected time in ns until n more bytes are read. A drive that has been silent for some time, although
+// reads wait for it, is expected to take at least this time once more.
 float Drives::Drive::expected_ns(size_t n, uint64_t now) const {
     const float silent = under_way > 0 ? float(now - silent_ns) : 0;
     return std::max(silent, float(under_way + n) * (n_reads >= first_reads ? ns_per_byte : unmeasured_ns_per_byte));
@@ -71,7 +73,8 @@ Drives::Turn Drives::begin(size_t n) {
     return {*first, now, first->under_way};
 }
 
-// The bytes that were under way when the read began came by its end, whatever the order in which the drive served them.
+// Ends a read of n bytes, and updates the drive's average time per byte. During the read the drive delivered all bytes
+// that were under way when the read began, in whatever order.
 void Drives::end(const Turn & turn, size_t n) {
     const std::lock_guard<std::mutex> lock(mutex_);
     Drive & drive = turn.drive;
@@ -91,7 +94,7 @@ bool Drives::drop(const Turn & turn, size_t n, const char * why) {
         if (std::count_if(drives_.begin(), drives_.end(), is_read) == 1) { return false; }
         turn.drive.dropped = why;
     }
-    return true; // another reader may have dropped it
+    return true; // the bytes can be read from another drive
 }
 
 bool Drives::direct() const {

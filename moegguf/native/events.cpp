@@ -41,7 +41,8 @@ bool Events::has_space(size_t n_words) const {
     return size_ < capacity && (size_ == 0 || n_words_ + n_words <= most_words);
 }
 
-// Copies an event and the arrays that it points to into the ring, unless the ring is full.
+// Copies an event and the arrays that it points to into the ring. If the ring is full, the event is dropped, or the
+// call waits (MOEGGUF_LISTEN_EVERYTHING).
 template <typename Event>
 void Events::post(Event & event, Event Record::* kind, std::initializer_list<Array> arrays) {
     constexpr bool routed = std::is_same_v<Event, moegguf_routing_event>;
@@ -52,7 +53,7 @@ void Events::post(Event & event, Event Record::* kind, std::initializer_list<Arr
     if (flags_ & MOEGGUF_LISTEN_EVERYTHING) {
         delivered_.wait(lock, [&] { return !on_ || has_space(n_words); });
     }
-    if (!on_) { // stopped since the caller looked: this is nothing for the next listener
+    if (!on_) { // the listener has stopped meanwhile, and the next one must not get this event
         return;
     }
     Record & record = ring_[(head_ + size_) % capacity];
@@ -113,7 +114,7 @@ void Events::run() {
     Lock lock(mutex_);
     while (true) {
         if (flags_ & MOEGGUF_LISTEN_LAZY) {
-            while (size_ == 0 && !stopping_) { // the first events come without a notification
+            while (size_ == 0 && !stopping_) { // post() does not wake a lazy listener for the first events
                 arrived_.wait_for(lock, lazy_wait);
             }
         } else {

@@ -1,4 +1,7 @@
-"""The store's events for its listener, as plain numpy: tokens and routing. Needs no ctypes and no library."""
+"""The events that the store's listener receives: announced tokens, and routing. They have numpy arrays.
+
+This module needs neither ctypes nor the native library.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +16,25 @@ Float32s = npt.NDArray[np.float32]
 
 
 class Phase(IntEnum):
-    """The half of a request that a pass belongs to: reading the prompt, or producing tokens one by one."""
+    """The phase of a request: PREFILL evaluates the prompt, DECODE generates tokens."""
 
     PREFILL = 0
     DECODE = 1
 
 
 class Part(NamedTuple):
-    """The tokens of one sequence and phase: `rows`, their indices in ascending order, or all of them."""
+    """The tokens of an event that belong to one sequence and one phase."""
 
     sequence: int
     phase: Phase
-    rows: npt.NDArray[np.intp] | slice
+    rows: npt.NDArray[np.intp] | slice  # indices of these tokens in the event, in ascending order
 
 
 class Announcement(NamedTuple):
-    """Tokens that are about to be evaluated, before their first routing event. They may become several passes.
+    """Tokens that are about to be evaluated, in one pass or in several. The event comes before their routing events.
 
-    If the tokens belong to several sequences, `sequence` is the first token's, and `phase` is DECODE if any of them
-    decodes, because a controller acts for decoding tokens.
+    If the tokens belong to several sequences, `sequence` is the sequence of the first token. `phase` is then DECODE if
+    any token decodes, because a controller acts for decoding tokens.
     """
 
     sequence: int  # number of the request
@@ -39,18 +42,18 @@ class Announcement(NamedTuple):
     tokens: Int32s  # (n_tokens,)
     sequences: Int32s | None = None  # (n_tokens,) sequence of each token; None: all have `sequence`
     phases: Int32s | None = None  # (n_tokens,) phase of each token; None: all have `phase`
-    outputs: Int32s | None = None  # (n_tokens,) 1 for tokens whose logits are needed; None as above
+    outputs: Int32s | None = None  # (n_tokens,) 1: the token's logits are needed; None if `sequences` is None
 
     def parts(self) -> list[Part]:
-        """The tokens by sequence and phase."""
+        """Returns the announced tokens in groups, one for each sequence and phase."""
         return _parts(self, len(self.tokens))
 
 
 class RoutingEvent(NamedTuple):
-    """The choice of the router at layer `il` in one pass.
+    """The experts that the router of layer `il` chose for the tokens of one pass.
 
-    llama.cpp computes the last layer only for tokens whose logits are needed, so n_tokens may be smaller there. These
-    are the pass's last tokens, unless their announcement has `outputs`.
+    llama.cpp computes the last layer only for tokens whose logits are needed, so its event may have fewer tokens. They
+    are the last tokens of the pass, unless `outputs` of the announcement marks other tokens.
     """
 
     pass_: int
@@ -60,18 +63,18 @@ class RoutingEvent(NamedTuple):
     first_token: int  # index of the pass's first token in its announcement; -1: its tokens were not announced
     il: int
     expert_ids: Int32s  # (n_tokens, n_expert_used)
-    weights: Float32s | None = None  # (n_tokens, n_expert_used) factors of the experts' outputs; None: not listened for
-    inputs: Float32s | None = None  # (n_tokens, n_embd) vectors that entered the router; None: not listened for
+    weights: Float32s | None = None  # (n_tokens, n_expert_used) factors of the experts' outputs; None: not requested
+    inputs: Float32s | None = None  # (n_tokens, n_embd) vectors that entered the router; None: not requested
     sequences: Int32s | None = None  # (n_tokens,) sequence of each token; None: all have `sequence`
     phases: Int32s | None = None  # (n_tokens,) phase of each token; None: all have `phase`
 
     def parts(self) -> list[Part]:
-        """The tokens by sequence and phase."""
+        """Returns the tokens of the event in groups, one for each sequence and phase."""
         return _parts(self, len(self.expert_ids))
 
 
 def _parts(event: Announcement | RoutingEvent, n_tokens: int) -> list[Part]:
-    """Returns the parts in the order of their first tokens."""
+    """Returns the tokens of an event in groups, in the order of the groups' first tokens."""
     if event.sequences is None or event.phases is None:
         return [Part(event.sequence, event.phase, slice(0, n_tokens))]
     rows: dict[tuple[int, int], list[int]] = {}

@@ -1,4 +1,5 @@
-// files.cpp: implements files.h: reads past the page cache, and how a file that was written to is recognized.
+// files.cpp: implements files.h: reads a model's files past the page cache, and notices if a file was written to after
+// the model was loaded.
 #include "files.h"
 
 #include "huge_pages.h"
@@ -18,10 +19,11 @@
 namespace moegguf {
 namespace {
 
-// A file system whose O_DIRECT reads differ shows it on the first block or not at all.
+// Number of bytes that are read with and without O_DIRECT, and compared. A file system on which the two differ shows it
+// on the first block.
 constexpr size_t check_bytes = Shard::alignment;
 
-// A read that is interrupted more often than this is not going to end.
+// A read fails if signals interrupt it more often than this, because it would probably never end.
 constexpr int most_interruptions = 1000;
 
 uint64_t down(uint64_t n) { return n / Shard::alignment * Shard::alignment; }
@@ -29,8 +31,8 @@ uint64_t up(uint64_t n) { return down(n + Shard::alignment - 1); }
 
 int64_t ns(const timespec & time) { return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec; }
 
-// Whether something else than a write can explain a change time: another name, owner or mode, a link more or less.
-// A write may have come with it, so that a sample of the bytes has to be compared, too.
+// Returns true if something other than a write can explain a new change time (ctime): another name, owner, mode or
+// number of hard links. A write may have happened, too, so the caller also compares a sample of the bytes.
 bool may_be_renamed(const struct stat & before, const struct stat & now, const std::string & path) {
     struct stat named;
     return before.st_nlink != now.st_nlink || before.st_mode != now.st_mode || before.st_uid != now.st_uid ||
@@ -38,7 +40,7 @@ bool may_be_renamed(const struct stat & before, const struct stat & now, const s
            named.st_dev != now.st_dev;
 }
 
-// The page in the middle of each expert matrix of a shard, or the second half of a smaller matrix.
+// Returns the places in a shard that are sampled: up to one page, from the middle of each expert tensor on.
 std::vector<Span> sampled_spans(const Layout & layout, int shard) {
     std::vector<Span> spans;
     for (const Matrix & m : layout.matrices) {
@@ -50,7 +52,7 @@ std::vector<Span> sampled_spans(const Layout & layout, int shard) {
 
 } // namespace
 
-// Whole huge pages, unless less than half of one is needed.
+// Allocates whole huge pages, unless the buffer needs at most half of one.
 ReadBuffer::ReadBuffer(size_t n) : size_(up(n) + Shard::alignment) {
     const bool huge = size_ > huge_page_bytes / 2;
     size_ = huge ? (size_ + huge_page_bytes - 1) / huge_page_bytes * huge_page_bytes : size_;
@@ -91,7 +93,7 @@ struct stat Shard::status() const {
 
 std::vector<Shard::Sample> Shard::sample() const {
 #ifdef POSIX_FADV_WILLNEED
-    for (const Span & span : sampled_) { // the disk reads them side by side
+    for (const Span & span : sampled_) { // lets the disk read all places at the same time
         posix_fadvise(buffered_.fd, (off_t)span.offset, (off_t)span.n, POSIX_FADV_WILLNEED);
     }
 #endif
@@ -103,7 +105,7 @@ std::vector<Shard::Sample> Shard::sample() const {
                              fill(buffered_.fd, data.data(), span.offset, span.n, span.n, error);
         if (is_read) {
             samples.push_back({XXH3_64bits(data.data(), span.n), 0});
-        } else { // whoever reads an expert there gets the error
+        } else { // no exception: a later read of an expert there fails with the error
             samples.push_back({0, error});
         }
     }
@@ -140,7 +142,7 @@ void Shard::check_unchanged() const {
     struct stat now = status();
     if (may_be_same(now) && ns(now.st_ctim) == changed_ns_) { return; }
     const std::lock_guard<std::mutex> lock(checking_);
-    now = status(); // another reader may have accepted it in the meantime
+    now = status(); // another reader may have accepted the new change time meanwhile
     const bool is_accepted = ns(now.st_ctim) == ns(checked_.st_ctim);
     if (may_be_same(now) && (is_accepted || (may_be_renamed(checked_, now, path_) && sample() == sample_))) {
         checked_ = now;
@@ -164,7 +166,7 @@ bool Shard::fill(int fd, uint8_t * data, uint64_t offset, size_t n, size_t neede
             return false;
         }
         if (done + got >= needed) { return true; }
-        // The read after a short one must start on a block again.
+        // The next read with O_DIRECT must start at the beginning of a block, although the last read was short.
         const size_t next = aligned ? down(done + got) : done + got;
         if (next == done) {
             error = ENODATA;
@@ -186,11 +188,11 @@ const uint8_t * Shard::read(uint64_t offset, size_t n, const ReadBuffer & buffer
             return buffer.data() + (offset - begin);
         }
         if (direct && error == EINVAL) {
-            use_direct_ = false; // refused from now on; the page cache still works
+            use_direct_ = false; // O_DIRECT is refused; later reads use the page cache
         }
         count(retries, attempt == 0);
     }
-    check_unchanged(); // a file that became shorter
+    check_unchanged(); // throws its own error if the file became shorter
     throw cannot_read(offset, n, error);
 }
 

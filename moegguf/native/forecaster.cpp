@@ -1,4 +1,4 @@
-// forecaster.cpp: implements forecaster.h: the ring of records, the thread that predicts, and prefetches.
+// forecaster.cpp: implements forecaster.h: the ring of records, the thread that predicts, and its prefetches.
 #include "forecaster.h"
 
 #include <algorithm>
@@ -91,7 +91,7 @@ void Forecaster::read(float * probabilities, uint8_t * known) const {
     }
 }
 
-// Compute threads call these.
+// Compute threads call the functions of this section.
 
 void Forecaster::announce(const PassTokens & of, uint64_t pass) {
     if (tiers_.any([](const Tier & tier) { return !tier.numbering.resident(); })) {
@@ -115,7 +115,8 @@ void Forecaster::routing(int il, const PassTokens & of, const int32_t * expert_i
     });
 }
 
-// The last token of each sequence; of many sequences, most_selected at even distances.
+// Writes the last token of each sequence of a pass to record.last, and the known tokens to record.tokens. Keeps at most
+// most_selected sequences, at even distances.
 void Forecaster::choose_last(const PassTokens & of, Record & record) {
     std::vector<LastToken> & last = record.last;
     int first = 0;
@@ -151,7 +152,7 @@ void Forecaster::post(const PassTokens & of, int il, uint64_t pass, Fill fill) {
     Record & record = ring_[(head_ + size_) % ring_.size()];
     record.pass = pass;
     record.il = il;
-    record.last.clear(); // the vectors keep their memory
+    record.last.clear(); // does not free the vectors' memory
     record.tokens.clear();
     record.ids.clear();
     record.inputs.clear();
@@ -159,9 +160,9 @@ void Forecaster::post(const PassTokens & of, int il, uint64_t pass, Fill fill) {
         choose_last(of, record);
         fill(record);
     } catch (const std::bad_alloc &) {
-        return; // no reason for the pass to end
+        return; // the record is lost, but the pass goes on
     }
-    if (!thread_.joinable()) { // virtual time
+    if (!thread_.joinable()) { // a simulation has no thread: the caller predicts
         follow(record, true);
         return;
     }
@@ -177,7 +178,7 @@ void Forecaster::keep_step() {
     }
 }
 
-// The thread that predicts.
+// The thread that predicts calls the functions of this section.
 
 void Forecaster::run() {
     std::unique_lock<std::mutex> lock(inbox_mutex_);
@@ -193,7 +194,7 @@ void Forecaster::run() {
         try {
             follow(current_, newest);
         } catch (const std::bad_alloc &) {
-            // A layer without enough memory is not predicted.
+            // Memory has run out: nothing is predicted from this record.
         }
         lock.lock();
         busy_ = false;
@@ -201,8 +202,9 @@ void Forecaster::run() {
     }
 }
 
-// Learns from a record. Only the newest one predicts, because what comes after an older one knows more. In lockstep
-// every record predicts: a pass may be announced before its predecessor's last layer was seen.
+// Updates the predictors with a record. Then predicts, but only after the newest record, because a later record makes
+// earlier predictions obsolete. In lockstep it predicts after every record, because the next pass may be announced
+// before the last layer's record was read.
 void Forecaster::follow(const Record & record, bool newest) {
     const uint64_t start = now_ns();
     const bool routed = record.il >= 0;
@@ -210,7 +212,7 @@ void Forecaster::follow(const Record & record, bool newest) {
     if (routed) {
         compare(record);
         select_sequences(record);
-        for (size_t i = 0; i < selected_.size(); i++) { // each predictor sees its sequence as if it was alone
+        for (size_t i = 0; i < selected_.size(); i++) { // each predictor gets only its own sequence's choices
             const bool has_input = !record.inputs.empty() && record.last[i].n_tokens == 1;
             predictors_[selected_[i]].predictor->on_routing(
                 {record.il, record.last[i].n_tokens, record.ids.data() + i * record.n_expert_used, record.n_expert_used,
@@ -221,7 +223,7 @@ void Forecaster::follow(const Record & record, bool newest) {
     if (newest && is_predicted_) {
         const int last = layout_.n_moe_layers - 1;
         predict(row_, std::min(row_ + options_.window, last));
-        if (factory_->type->sees_next_pass && row_ == last) { // predict the next pass for policies
+        if (factory_->type->sees_next_pass && row_ == last) { // policies also get predictions of the next pass
             predict(-1, last);
             Lock lock(shared_.mutex);
             for (int at = 0; at <= last; at++) {
@@ -247,7 +249,8 @@ void Forecaster::begin_pass(const Record & record) {
     forget();
 }
 
-// Chooses the sequences that are predicted from now on. The last layer may be computed for fewer tokens.
+// Selects the predictors of the record's sequences, and sets is_predicted_. This happens at each record, because the
+// last layer may be computed for fewer tokens.
 void Forecaster::select_sequences(const Record & record) {
     n_sequences_ = record.n_sequences;
     is_predicted_ = n_sequences_ <= most_sequences;
@@ -266,7 +269,7 @@ void Forecaster::select_sequences(const Record & record) {
     }
 }
 
-// Returns the predictor of a sequence. A new sequence gets a new one, or the least recently used one where there are
+// Returns the predictor of a sequence. A new sequence gets a new predictor, or the least recently used one if there are
 // most_sequences already.
 Forecaster::SequencePredictor & Forecaster::predictor_of(int sequence) {
     const auto end = predictors_.end();
@@ -291,7 +294,8 @@ void Forecaster::forget() {
     for (LayerForecast & row : layers_) { row.distance = 0; }
 }
 
-// Compares what was predicted of a layer with what its router chose, sequence by sequence.
+// Compares the forecast of a layer with the experts that its router chose, for each sequence, and updates the
+// calibration and counters.
 void Forecaster::compare(const Record & record) {
     LayerForecast & row = layers_[layout_.row_of[record.il]];
     if (row.distance == 0) { return; }
@@ -311,7 +315,8 @@ void Forecaster::compare(const Record & record) {
     row.distance = 0;
 }
 
-// Puts the layer's `most` most probable experts first in best_, and returns how many these are.
+// Sorts the layer's most probable experts to the front of best_. Returns their number: `most`, or all if there are
+// fewer.
 int Forecaster::rank(const float * likely, int il, int most) {
     const int n_expert = layout_.layers[il].n_expert, n_best = std::min(most, n_expert);
     std::iota(best_.begin(), best_.begin() + n_expert, 0);
@@ -320,7 +325,8 @@ int Forecaster::rank(const float * likely, int il, int most) {
     return n_best;
 }
 
-// Predicts the layers behind row `from` up to `last` that have no forecast yet.
+// Predicts the MoE layers after row `from`, up to row `last`. A row is the index of a layer among the MoE layers. With
+// MOEGGUF_PREDICT_ONCE, layers that have a forecast are skipped.
 void Forecaster::predict(int from, int last) {
     for (int at = from + 1; at <= last; at++) {
         if (layers_[at].distance > 0 && (options_.flags & MOEGGUF_PREDICT_ONCE)) { continue; }
@@ -332,7 +338,8 @@ void Forecaster::predict(int from, int last) {
     }
 }
 
-// Writes a row of each_ for each sequence of predicted_sequences_. Returns false where no predictor has a prediction.
+// Predicts a layer for each selected sequence. Fills predicted_sequences_, and a row of each_ for each of them. Returns
+// false if no predictor has a prediction.
 bool Forecaster::predict_sequences(int il, int distance) {
     predicted_sequences_.clear();
     for (size_t at : selected_) {
@@ -344,8 +351,8 @@ bool Forecaster::predict_sequences(int il, int distance) {
     return !predicted_sequences_.empty();
 }
 
-// Combines the sequences: the chance that any sequence of the pass uses an expert. The sequences that were not selected
-// count as the average of those that were.
+// Computes the probability that any sequence of the pass uses an expert, from the predictions for single sequences.
+// Each sequence that was not selected counts like an average selected one.
 void Forecaster::combine(LayerForecast & row, int il, int distance) {
     row.distance = distance;
     row.is_published = false;
@@ -378,12 +385,12 @@ void Forecaster::issue_prefetches() {
         LayerForecast & row = layers_[at];
         const uint64_t deadline = step_of(at);
         if (row.distance == 0 || deadline <= transfers_.step()) {
-            continue; // unknown, or its time has passed meanwhile
+            continue; // no forecast, or the pass has already reached the layer
         }
         if (!row.is_published) { publish_forecast(at); }
         if (prefetching_) { want_layer(at, deadline); }
     }
-    if (options_.flags & MOEGGUF_PREDICT_BY_PROXIMITY) { // MoE-Infinity, section 4.5
+    if (options_.flags & MOEGGUF_PREDICT_BY_PROXIMITY) { // the order of MoE-Infinity, section 4.5
         const auto priority = [&](const Want & want) {
             const int at = layout_.row_of[want.il];
             return layers_[at].likely[want.expert] * (1.0f - (float)(at - row_) / layout_.n_moe_layers);
@@ -394,20 +401,20 @@ void Forecaster::issue_prefetches() {
     const uint64_t n_started = get(shared_.counters.prefetch_started) - n_started_, most = options_.most_prefetches;
     const size_t n_left = most > n_started ? most - n_started : 0;
     wants_.resize(std::min(wants_.size(), n_left));
-    transfers_.forget(Cause::forecast); // this is what is known now
+    transfers_.forget(Cause::forecast); // the new prefetches replace the earlier ones
     for (const Want & want : wants_) { transfers_.want(want); }
     transfers_.wake_idle_reader();
 }
 
-// Adds prefetches of a layer's most probable experts, up to the number that the tokens can use, if they are not there
-// and worth it. An expert that is used with chance p saves its stall, or the part of it that fits the time until its
-// layer comes. An expert that is not used keeps the link busy in vain. The difference is the largest worth of an expert
-// that may be evicted for it.
+// Adds prefetches of a layer's most probable experts that have no slot, at most the number that the tokens can use. A
+// prefetch of an expert that is used saves the part of a stall that fits into the time until the layer comes. A
+// prefetch of an expert that is not used costs waste_weight, because it keeps the link busy. Both count with their
+// probability. The difference must be above 0, and only an expert that is worth less may be evicted.
 void Forecaster::want_layer(int at, uint64_t deadline) {
     const LayerForecast & row = layers_[at];
     const int il = layout_.moe_layers[at];
     const float saved = transfers_.share_in_time(at - row_);
-    const std::vector<float> & order = n_sequences_ == 1 ? row.likely : row.chances; // an order among certain ones, too
+    const std::vector<float> & order = n_sequences_ == 1 ? row.likely : row.chances; // raw probabilities seldom tie
     const int n_best = rank(order.data(), il, layout_.layers[il].n_expert_used * n_sequences_);
     for (int i = 0; i < n_best; i++) {
         const int e = best_[i];

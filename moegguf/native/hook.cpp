@@ -1,15 +1,15 @@
 // hook.cpp: the functions that the patched llama.cpp calls.
-// - A load uses a buffer type that only reserves address space for the expert tensors.
-// - The construction of a graph adds the nodes of a managed layer, and orders its nodes.
-// - The scheduler's eval callback stops at a layer's expert ids, where experts are acquired. It also stops before
-//   multiplications whose matrices are on their way, if kernels cannot wait for them (arrivals.cpp).
+// - While a model loads, its expert tensors get a buffer type that only reserves address space.
+// - While a graph is built, the hook adds nodes to each layer whose experts a store keeps, and reorders the nodes.
+// - While a graph runs, the scheduler's eval callback stops at a layer's expert ids, and the experts are acquired. It
+//   also stops before multiplications whose matrices are on their way, if kernels cannot wait for them (arrivals.cpp).
 //
-// The hook may add and move nodes. It reads and overwrites the ids of the node that it stops at, by Store::acquire
-// alone. It changes no slot itself.
+// The hook may add and move nodes. It replaces the expert ids of a node by the slot ids from Store::acquire(). It
+// changes no slot itself.
 #include "store.h"
 
-#include "ggml-backend-impl.h" // buffer types are not public; patches/README.md lists what we lean on
-#include "ggml-impl.h"         // nor is ggml_cgraph
+#include "ggml-backend-impl.h" // defines buffer types; patches/README.md lists the internals that we use
+#include "ggml-impl.h"         // defines ggml_cgraph
 
 #include <sys/mman.h>
 
@@ -23,13 +23,13 @@ extern "C" void ggml_backend_sched_set_callback_version(ggml_backend_sched_t sch
 namespace moegguf {
 namespace {
 
-// The reserved buffer type. Nothing may read or write there.
+// The reserved buffer type. Its buffers have addresses but no memory, so no kernel may read or write there.
 
 const char * get_name(ggml_backend_buffer_type_t) { return "moegguf"; }
 
 size_t mapped_bytes(size_t size) { return size ? size : 1; }
 
-// Reading a reserved tensor (to save a model, say) gives zeros, not a fault.
+// Reserves address space without memory. If ggml copies a tensor from there (to save a model, say), it gets zeros.
 ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
     constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     void * address = mmap(nullptr, mapped_bytes(size), PROT_NONE, flags, -1, 0);
@@ -46,31 +46,33 @@ ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size)
     return ggml_backend_buffer_init(buft, iface, address, size);
 }
 
-// The store that keeps this tensor's experts, or nullptr for a tensor with memory of its own.
+// Returns the store that keeps this tensor's experts; nullptr: no store keeps them.
 Store * store_of(const ggml_tensor * t) {
     if (!t || !t->buffer) { return nullptr; }
     ggml_backend_buffer_type_t buft = ggml_backend_buffer_get_type(t->buffer);
     return buft->iface.get_name == get_name ? (Store *)buft->context : nullptr;
 }
 
-// The nodes that the callback stops at, by name, as patches/slot-ids.patch has them.
+// Beginnings of the names of the nodes at which the callback acts. The layer's number follows. The name for `down` is
+// also in patches/slot-ids.patch.
 
 constexpr char ids_node[] = "ffn_moe_slot_ids-";    // expert ids become slot ids here
-constexpr char ready_node[] = "ffn_moe_ready_ids-"; // slot ids again: the next nodes multiply with gate and up
-constexpr char down_node[] = "ffn_moe_down_in-";    // the next nodes multiply with down
-constexpr char own_ids_node[] = "ffn_moe_own_ids-"; // the router's ids, where the layer multiplies by them: no stop
+constexpr char ready_node[] = "ffn_moe_ready_ids-"; // a view of the slot ids, before the nodes of gate and up
+constexpr char down_node[] = "ffn_moe_down_in-";    // the input of the node that multiplies with down
+constexpr char own_ids_node[] = "ffn_moe_own_ids-"; // the router's ids, if the layer multiplies by them: no stop
 
-// Whether it may be one of them: asked of every node of a pass.
+// Returns true if the node's name begins like all names at which the callback acts. The test is short, because it runs
+// at every node.
 bool is_of_experts(const ggml_tensor * t) { return memcmp(t->name, "ffn_moe_", 8) == 0; }
 
-// The layer in the node's name when it starts with the prefix, -1 otherwise.
+// Returns the number of the layer in the node's name if the name begins with the prefix; otherwise -1.
 template <size_t n>
 int layer_of(const ggml_tensor * t, const char (&prefix)[n]) {
     static_assert(n <= sizeof(t->name));
     return memcmp(t->name, prefix, n - 1) == 0 ? atoi(t->name + n - 1) : -1;
 }
 
-constexpr int waits_word = 0; // word in op_params of the node of slot ids: whether experts may be missing
+constexpr int waits_word = 0; // index into op_params of a node of slot ids; the word is 1 if experts may be missing
 
 void synchronize(ggml_backend_t backend) {
     if (backend) { ggml_backend_synchronize(backend); }
@@ -94,11 +96,12 @@ const float * floats(const ggml_tensor * t, size_t n, ggml_backend_t backend, st
     return scratch.data();
 }
 
-// Changes to a graph.
+// Functions that change a graph.
 
 const ggml_tensor * memory_of(const ggml_tensor * t) { return t->view_src ? t->view_src : t; }
 
-// The tensors that delayed nodes of a graph make, write and read. The set is emptied at each layer.
+// The tensors that the delayed nodes of a layer make, write and read. Delayed nodes depend on the layer's experts, and
+// are moved after the other nodes of the layer.
 class Delayed {
   public:
     explicit Delayed(const ggml_cgraph & graph)
@@ -114,7 +117,7 @@ class Delayed {
 
     void add(const ggml_tensor * t) {
         made_[index(t)] = layer_;
-        if (ggml_op_is_empty(t->op)) { // a view: names memory, and touches none
+        if (ggml_op_is_empty(t->op)) { // the node is a view, which neither reads nor writes memory
             return;
         }
         written_[index(memory_of(t))] = layer_;
@@ -123,7 +126,8 @@ class Delayed {
         }
     }
 
-    // Whether the node needs what one of them makes, reads what one writes, or writes what one reads.
+    // Returns true if the node must stay after a delayed node. It then has the delayed node's tensor as a source, reads
+    // memory that the delayed node writes, or writes memory that the delayed node reads or writes.
     bool must_follow(const ggml_tensor * t) const {
         const bool touches = !ggml_op_is_empty(t->op);
         if (touches && t->view_src && (has(written_, t->view_src) || has(read_, t->view_src))) { return true; }
@@ -137,22 +141,22 @@ class Delayed {
     bool has(const std::vector<int> & marks, const ggml_tensor * t) const { return marks[index(t)] == layer_; }
 
     const ggml_cgraph & graph_;
-    std::vector<int> made_; // the layer that last marked a tensor
+    std::vector<int> made_; // number of the layer that last marked each tensor of the graph
     std::vector<int> written_;
     std::vector<int> read_;
     int layer_ = 1;
 };
 
-// The work at a stop.
+// Functions for the nodes at which the callback stops.
 
-// Returns the matrices to wait for once this node was computed.
+// Returns the kinds of matrices to wait for after this node was computed, a bit for each kind; 0: no wait.
 uint8_t kinds_after(const Context & context, const ggml_tensor * t) {
     const int ready_il = layer_of(t, ready_node), il = ready_il >= 0 ? ready_il : layer_of(t, down_node);
     if (!context.store.layout.has_experts(il) || context.store.streamed->computes_on_arrival(il)) { return 0; }
     return ready_il >= 0 ? all_kinds & ~down_kind : down_kind;
 }
 
-// Whether the scheduler has to stop at this node.
+// Returns true if the scheduler has to stop after this node. Counts the routing event of a layer that needs no stop.
 bool must_stop(Context & context, const ggml_tensor * t) {
     if (!is_of_experts(t)) { return false; }
     if (const int own_il = layer_of(t, own_ids_node); own_il >= 0) {
@@ -169,7 +173,8 @@ bool must_stop(Context & context, const ggml_tensor * t) {
     return kinds && !context.failed() && !context.store.shared.forked() && context.pinned.pending(kinds);
 }
 
-// Reads the weights and inputs that observers need beside the ids. The patch makes these tensors sources of the node.
+// Sets the router's weights and inputs in `choice`, if an observer needs them. Both tensors are sources of the node `t`
+// (moegguf_slot_ids).
 void read_details(Context & context, const ggml_tensor * t, ggml_backend_t backend, Choice & choice) {
     const Store & store = context.store;
     if (store.events.wants_weights()) {
@@ -183,19 +188,21 @@ void read_details(Context & context, const ggml_tensor * t, ggml_backend_t backe
     }
 }
 
-// Returns the backend that computes the node; nullptr: it is not known, and has been waited for.
+// Returns the backend that computes the node; nullptr: it is not known, and its work has already ended.
 ggml_backend_t backend_of(const Context & context, ggml_tensor * t) {
     return context.scheduler ? ggml_backend_sched_get_tensor_backend(context.scheduler, t) : nullptr;
 }
 
-// Returns the backend that computes the layer, if it is a stream on the slots' device that can wait for copies itself.
+// Returns the same backend if it is a stream on the device of the tier's slots and can wait for copies by itself;
+// otherwise nullptr.
 ggml_backend_t stream_of(ggml_backend_t backend, const Tier & tier) {
     const Copies * copies = tier.copies;
     const bool waits = backend && copies && copies->has_events();
     return waits && ggml_backend_get_device(backend) == tier.pool()->memory().device ? backend : nullptr;
 }
 
-// The ids of a device come and go in its stream: the thread waits for it once, and not for the slots that it is sent.
+// Acquires the experts whose ids the node `t` has computed, and replaces the ids by slot ids. If a device has the ids,
+// its stream copies them to the host and back. The thread waits only for the copy to the host.
 void acquire_experts(Context & context, ggml_tensor * t, int il, ggml_backend_t backend) {
     Store & store = context.store;
     const bool in_place = ggml_backend_buffer_is_host(t->buffer);
@@ -234,7 +241,7 @@ void stopped(Context & context, ggml_tensor * t) {
     } catch (const std::exception & e) {
         context.fail(MOEGGUF_MEMORY, e.what());
         if (il >= 0) {
-            ggml_backend_tensor_memset(t, 0, 0, ggml_nbytes(t)); // slots that exist, for a pass that ends here
+            ggml_backend_tensor_memset(t, 0, 0, ggml_nbytes(t)); // valid slot ids, although the pass ends here
         }
     }
 }
@@ -300,9 +307,10 @@ extern "C" ggml_tensor * moegguf_slot_ids(ggml_context * ctx, const ggml_tensor 
     }
     ggml_tensor * ids = ggml_cont(ctx, expert_ids);
     ggml_format_name(ids, "%s%d", ids_node, il);
-    ids->src[1] = weights; // computed before, and still there when the hook reads them
+    ids->src[1] = weights; // a source of the node stays in memory until the hook reads it
     ids->src[2] = input;
-    // The anchor keeps the node on the CPU. The hook could not write ids that the scheduler copies to another device.
+    // The anchor weight keeps the node on the CPU. If the scheduler copied the ids to another device, kernels would not
+    // read the ids that the hook writes.
     if (store->streamed->computes_on_arrival(il)) { ids->src[3] = store->tiers.on_cpu->pool()->cpu_anchor(); }
     ids->op_params[waits_word] = !store->tiers.of(il).numbering.resident();
     return ids;
@@ -316,7 +324,7 @@ extern "C" ggml_tensor * moegguf_ready_ids(ggml_context * ctx, ggml_tensor * ids
 
 extern "C" void moegguf_order_nodes(ggml_cgraph * graph) {
     Delayed delayed(*graph);
-    std::vector<ggml_tensor *> behind; // delayed nodes of the layer that the scan is in
+    std::vector<ggml_tensor *> behind; // delayed nodes of the present layer
     int n = 0;
     const auto end_layer = [&] {
         std::copy(behind.begin(), behind.end(), graph->nodes + n);

@@ -1,6 +1,7 @@
-// interleave.cpp: interleaves rows of Q4_0 with stores that go past the processor's caches (SSE2). Upstream's function
-// writes through the caches: the processor reads each line of the slot before it overwrites it, and evicts lines that
-// compute threads use. Stores past the caches take about two thirds of the time.
+// interleave.cpp: converts rows of Q4_0 to the interleaved layout of the CPU's kernels, with stores that bypass the
+// processor's caches (SSE2). With the ordinary stores of upstream's function, the processor reads each cache line of
+// the slot before it overwrites it, and loses lines that compute threads use. Stores past the caches take about two
+// thirds of the time.
 #include "pool.h"
 
 #include "ggml-backend.h"
@@ -55,7 +56,7 @@ constexpr Interleave q4_0x8 = nullptr;
 
 #endif
 
-// Returns whether our function lays out rows as upstream's function does. Returns false without a function of ours.
+// Returns true if our function and upstream's function lay out a few random rows equally. `ours` may be nullptr: false.
 bool same(Interleave ours, const ggml_tensor & slot, int64_t n_rows) {
     if (!ours) { return false; }
     ggml_tensor piece = slot;
@@ -78,7 +79,7 @@ bool same(Interleave ours, const ggml_tensor & slot, int64_t n_rows) {
 } // namespace
 
 Interleave find_interleave(const ggml_tensor & slot) {
-    constexpr int64_t n_rows = 16; // no layout has groups of more
+    constexpr int64_t n_rows = 16; // no layout interleaves more rows than this in one group
     const bool fits = slot.type == GGML_TYPE_Q4_0 && slot.ne[1] % 8 == 0;
     return fits && same(q4_0x8, slot, n_rows) ? q4_0x8 : nullptr;
 }

@@ -1,6 +1,6 @@
-// kv_blocks.cpp: states of sequences, read from files into a KV cache by two threads, each checked by its digest.
+// kv_blocks.cpp: reads states of sequences from files into a KV cache, with two threads, and checks their digests.
 //
-// It may write the tensors that llama.cpp names for these states. Does not know a state's format.
+// It writes only the tensors into which llama.cpp reads these states. It does not know the format of a state.
 #include "api.h"
 #include "files.h"
 
@@ -25,14 +25,14 @@ using namespace moegguf;
 
 namespace {
 
-constexpr size_t chunk_bytes = 256u << 10; // still in a core's cache when they are digested and copied
-// Blocks that one thread fills: neighbouring blocks lie in one huge page, which a single thread should touch first.
+constexpr size_t chunk_bytes = 256u << 10; // a chunk stays in a core's cache until it is digested and copied
+// Number of successive blocks that one thread fills. They may share a huge page, which one thread should touch first.
 constexpr size_t n_together = 8;
 
-struct Part { // the part of a state that belongs to one tensor; it begins at `at` in the file
+struct Part { // the part of a state that belongs to one tensor
     ggml_tensor * tensor;
-    size_t offset, n;
-    uint64_t at;
+    size_t offset, n; // place in the tensor, and size, in bytes
+    uint64_t at;      // place in the file, in bytes
 };
 
 struct Block {
@@ -46,13 +46,14 @@ struct Block {
 
     std::string path;
     std::vector<uint8_t> prefix;
-    uint64_t begin, end; // place of the state in the file
+    uint64_t begin, end; // place of the state in the file, in bytes
     uint8_t digest[16];
     std::vector<Part> parts;
-    bool is_right = false; // the file is what its digest says
+    bool is_right = false; // the file was read, and its bytes have the expected digest
 };
 
-// Opens a block's file; -1 where it is not a regular file of this user: opening or reading a pipe would wait for ever.
+// Opens a block's file and returns its descriptor; -1: it is not a regular file of this user. Opening or reading a pipe
+// could wait for ever.
 int open_own(const char * path) {
     const int fd = open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
     struct stat status;
@@ -61,7 +62,7 @@ int open_own(const char * path) {
     return -1;
 }
 
-// Reads a block's file and writes its bytes into their tensors.
+// Reads a block's file, writes its bytes into their tensors, and checks the digest.
 void fill(Block & block) {
     std::vector<uint8_t> chunk(chunk_bytes);
     const Descriptor file(open_own(block.path.c_str()));
@@ -77,7 +78,7 @@ void fill(Block & block) {
         for (; part != block.parts.end() && part->at < next; ++part) {
             const uint64_t from = std::max(part->at, at), to = std::min(part->at + part->n, next);
             ggml_backend_tensor_set(part->tensor, &chunk[from - at], part->offset + (from - part->at), to - from);
-            if (part->at + part->n > next) { // it goes on in the next chunk
+            if (part->at + part->n > next) { // the part continues in the next chunk
                 break;
             }
         }
@@ -99,7 +100,7 @@ struct moegguf_kv_blocks {
     void add(const moegguf_kv_block & block) {
         auto opened = std::make_unique<Descriptor>(open_own(block.path));
 #ifdef POSIX_FADV_WILLNEED
-        posix_fadvise(opened->fd, 0, 0, POSIX_FADV_WILLNEED); // llama.cpp looks at some bytes here and there first
+        posix_fadvise(opened->fd, 0, 0, POSIX_FADV_WILLNEED); // reads ahead: llama.cpp first reads scattered bytes
 #endif
         if (block.n_bytes > n_addresses) { addresses.reset(new uint8_t[n_addresses = block.n_bytes]); }
         file = std::move(opened);
@@ -113,14 +114,15 @@ struct moegguf_kv_blocks {
         }
     }
 
-    // Fills what is left, beside the other thread, and waits for that.
+    // Fills the remaining blocks together with the other thread, and waits until that thread has ended.
     void fill_all() {
         end([&] { return blocks.size(); });
         fill_some();
         if (filling.valid()) { filling.get(); }
     }
 
-    // Returns the place of n bytes at this address in the last block's file; 0: it is no address of the block's state.
+    // Returns the place in the last block's file of the n bytes that llama.cpp finds at this address; 0: they are not
+    // in the block's state.
     uint64_t position(const void * address, size_t n) const {
         const Block & block = blocks.back();
         const uintptr_t first = (uintptr_t)addresses.get(), here = (uintptr_t)address;
@@ -128,12 +130,12 @@ struct moegguf_kv_blocks {
     }
 
     std::deque<Block> blocks;             // a deque, because its elements stay where they are
-    std::unique_ptr<Descriptor> file;     // file of the last block
-    std::unique_ptr<uint8_t[]> addresses; // addresses of its state; never touched, so that they take no memory
+    std::unique_ptr<Descriptor> file;     // open file of the last block
+    std::unique_ptr<uint8_t[]> addresses; // addresses for the last block's state; never touched, so they take no memory
     size_t n_addresses = 0;
 
   private:
-    // No more blocks are filled than these.
+    // Limits the blocks that are filled to the first n_blocks(). No more blocks are added.
     template <typename F>
     void end(F n_blocks) {
         const std::lock_guard<std::mutex> lock(mutex);
@@ -142,7 +144,7 @@ struct moegguf_kv_blocks {
         changed.notify_one();
     }
 
-    // Fills blocks until there will be no more.
+    // Takes groups of blocks and fills them, until no blocks are left and no more will come. Two threads call this.
     void fill_some() {
         std::unique_lock<std::mutex> lock(mutex);
         while (true) {
@@ -160,15 +162,15 @@ struct moegguf_kv_blocks {
 
     std::mutex mutex; // guards the next fields and the number of blocks
     std::condition_variable changed;
-    size_t n_known = 0; // blocks whose list of parts is complete
-    size_t n_begun = 0; // blocks that a thread fills or has filled
+    size_t n_known = 0; // number of blocks whose list of parts is complete
+    size_t n_begun = 0; // number of blocks that a thread fills or has filled
     bool is_complete = false;
-    std::future<void> filling; // the other thread
+    std::future<void> filling; // ready when the other thread has ended
 };
 
 namespace {
 
-thread_local moegguf_kv_blocks * current = nullptr; // llama.cpp reads a state of its last block
+thread_local moegguf_kv_blocks * current = nullptr; // the list whose last block llama.cpp reads; nullptr: none
 
 } // namespace
 
@@ -196,7 +198,7 @@ int moegguf_kv_blocks_fill(moegguf_kv_blocks * given_blocks, int32_t * n_right) 
         all.fill_all();
         for (const Block & block : all.blocks) {
             for (const Part & part : block.parts) {
-                if (!block.is_right) { // a NaN in a cell that is not used makes others of it
+                if (!block.is_right) { // cleared, because a NaN in an unused cell would spread
                     ggml_backend_tensor_memset(part.tensor, 0, part.offset, part.n);
                 }
             }
@@ -210,7 +212,7 @@ int moegguf_kv_blocks_fill(moegguf_kv_blocks * given_blocks, int32_t * n_right) 
 bool moegguf_state_read(void * to, const void * at, size_t n) {
     const uint64_t position = current ? current->position(at, n) : 0;
     if (position && pread(current->file->fd, to, n, (off_t)position) != (ssize_t)n) {
-        memset(to, 0, n); // the digest will not be right
+        memset(to, 0, n); // the digest will then be wrong
     }
     return position != 0;
 }

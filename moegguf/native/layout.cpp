@@ -8,11 +8,12 @@ namespace {
 
 [[noreturn]] void invalid(const std::string & what) { throw Error(MOEGGUF_INVALID, what); }
 
-// Far beyond any model, and small enough that no product below overflows.
+// Upper limits, far above any model. They are low enough that no product in this file overflows.
 constexpr int max_layers = 4096, max_experts = 65536;
 constexpr int64_t max_width = INT32_MAX;
 
-// Returns the end of a matrix's last expert in its file, or 0 when no file is that long or the sizes disagree.
+// Returns the offset in the file at which the matrix's last expert ends, in bytes; 0: no file is that long, or
+// expert_bytes does not match the type and shape.
 uint64_t end_in_file(const moegguf_matrix & m) {
     uint64_t expert = 0, all = 0, end = 0;
     const bool overflows =

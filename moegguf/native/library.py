@@ -1,8 +1,8 @@
-"""Finds and loads the native library, and turns its statuses into errors.
+"""Finds and loads the native library, and converts its status codes to exceptions.
 
-The patched libllama lies in the same folder. The bindings `llama_cpp` of the same release lie in the package, too: they
-are imported from there, also where llama-cpp-python is installed, and pointed at that libllama. A process that has
-already imported a stock `llama_cpp` cannot be helped: it holds another libllama.
+The patched libllama is in the same folder. The package also has the `llama_cpp` bindings of the same release. They are
+imported from the package, even if llama-cpp-python is installed, and load the patched libllama. If a process has
+already imported another `llama_cpp`, that one has loaded another libllama, and loading a model fails.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from moegguf.package import package_folders
 from moegguf.processor import read_processor
 from moegguf.settings import read_environment
 
-LOG_ERROR = 4  # enum ggml_log_level
-# 20000: a good part of a millisecond; 300000 is GNU's default. `active` makes it 1000 while experts can be absent
-# (`moegguf/native/threads.h`), which costs up to a fifth of the speed where they cannot, and 100 without.
+LOG_ERROR = 4  # value of enum ggml_log_level
+# GOMP_SPINCOUNT: the number of polls before a waiting thread sleeps. 20000 polls take a good part of a millisecond;
+# GNU's default is 300000. While experts can be absent (`moegguf/native/threads.h`), OpenMP polls only 1000 times, or
+# 100 times without `active`. With all experts present this would cost up to a fifth of the speed.
 SPINNING = {"GOMP_SPINCOUNT": "20000", "OMP_WAIT_POLICY": "active"}
 
 
@@ -61,7 +62,8 @@ def find_library() -> Path:
 def check_processor(folder: Path) -> None:
     """Raises LibraryError when this processor lacks instructions that the library in `folder` was compiled to use.
 
-    It would end the process by SIGILL. Nothing is checked where either is unknown.
+    The library would end the process by SIGILL. Nothing is checked if the needed instructions or the processor's
+    instructions are unknown.
     """
     listed = folder / "CPU_FEATURES"
     needed = listed.read_text().split() if listed.exists() else []
@@ -75,10 +77,11 @@ def check_processor(folder: Path) -> None:
 
 @contextmanager
 def _short_spins() -> Iterator[None]:
-    """Sets the time that OpenMP's threads spin before they sleep, while OpenMP is loaded, unless the user has set it.
+    """Shortens the time for which OpenMP's threads spin before they sleep, unless the user has set it.
 
-    GNU's default spins for longer than a scheduler's slice. Threads that have to share a processor, as on a busy
-    machine, then make each other wait for whole slices at every barrier, hundreds of times a token.
+    OpenMP must be loaded inside the block. With GNU's default, threads spin for longer than a time slice of the
+    scheduler. Threads that share a processor, as on a busy machine, then wait for each other's whole slices at every
+    barrier, hundreds of times a token.
     """
     spinning = {} if any(name in os.environ for name in SPINNING) else SPINNING
     os.environ |= spinning
@@ -90,14 +93,17 @@ def _short_spins() -> Iterator[None]:
 
 
 def build_identity() -> str:
-    """Differs between two builds of the native library and its plug-ins: names, sizes and times of their files."""
+    """Returns a text that differs between builds of the native library and of its plug-ins.
+
+    The text has the names, sizes and modification times of their files.
+    """
     folders = [find_library(), *plugins.plugin_folders()]
     files = [path for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
     return repr([(path.name, info.st_size, info.st_mtime_ns) for path in files for info in [path.stat()]])
 
 
 class BackendProblems(NamedTuple):
-    """Reasons why a backend has no devices."""
+    """Reasons why ggml backends were not loaded, or found no devices."""
 
     refused: list[str]  # a sentence for each plug-in that was built from other sources
     errors: list[str]  # lines that ggml and drivers logged while backends were loaded
@@ -117,16 +123,18 @@ def _keep_errors(level: int, text: bytes, _user: object) -> None:
 
 
 _LOG_CALLBACK = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)
-# Until the bindings set their own: left to itself ggml writes every line of its log, such as which devices it found.
+# ggml's log callback until the bindings set theirs. Without a callback ggml prints every line of its log, for
+# example the devices that it found.
 _LOG_ERRORS = _LOG_CALLBACK(_log_errors)
-_KEEP_ERRORS = _LOG_CALLBACK(_keep_errors)  # `moegguf doctor` prints them
+_KEEP_ERRORS = _LOG_CALLBACK(_keep_errors)  # `moegguf doctor` prints these errors
 
 
 @functools.cache
 def load() -> c.CDLL:
-    """The native library, loaded once and checked against this file's ABI and this processor.
+    """Returns the native library. The first call loads it.
 
-    Raises LibraryError when it is missing, has another ABI or does not run here.
+    Raises LibraryError when the library is missing, has another ABI than this package, or does not run on this
+    processor.
     """
     folder = find_library()
     check_processor(folder)
@@ -146,11 +154,14 @@ def load() -> c.CDLL:
 
 
 def _load_backends(folder: Path) -> None:
-    """Loads or starts every backend of the build, then all of plug-ins. Raises OSError where none runs here."""
+    """Loads the ggml backends of the build, then the backends of plug-ins.
+
+    Raises OSError when no backend of the build runs on this machine.
+    """
     base = _open(folder, "ggml-base")
     base.ggml_log_set(_KEEP_ERRORS, None)
     ggml = _open(folder, "ggml")
-    if any(folder.glob("libggml-cpu-*")):  # portable; left to itself, ggml would look in the current folder
+    if any(folder.glob("libggml-cpu-*")):  # a portable build; by default ggml searches the current folder, too
         ggml.ggml_backend_load_all_from_path.argtypes = [c.c_char_p]
         ggml.ggml_backend_load_all_from_path(os.fsencode(folder))
     if ggml.ggml_backend_dev_count() == 0:
@@ -160,7 +171,7 @@ def _load_backends(folder: Path) -> None:
 
 
 def backend_problems() -> BackendProblems:
-    """Returns the problems of loading backends. Raises LibraryError."""
+    """Returns the problems that occurred while backends were loaded. Raises LibraryError."""
     load()
     return _problems
 
@@ -170,7 +181,7 @@ def _open(folder: Path, name: str) -> c.CDLL:
 
 
 def open_part(name: str) -> c.CDLL:
-    """Another library of the build. Raises LibraryError where it is missing."""
+    """Loads another library of the build, and returns it. Raises LibraryError when that fails."""
     try:
         return _open(find_library(), name)
     except OSError as error:
@@ -178,13 +189,16 @@ def open_part(name: str) -> c.CDLL:
 
 
 def ggml() -> c.CDLL:
-    """libggml, as the native library has loaded it."""
+    """Returns libggml, which the native library has loaded."""
     load()
     return _open(find_library(), "ggml")
 
 
 def cpu_function(name: str) -> int:
-    """The address of a function of ggml's CPU backend, which has another file name in each build."""
+    """Returns the address of a function in ggml's CPU backend.
+
+    ggml looks up the function, because the backend's file has different names in different builds.
+    """
     loaded = ggml()
     for function in (loaded.ggml_backend_reg_by_name, loaded.ggml_backend_reg_get_proc_address):
         function.restype = c.c_void_p
@@ -194,9 +208,9 @@ def cpu_function(name: str) -> int:
 
 @functools.cache
 def llama_cpp() -> ModuleType:
-    """The `llama_cpp` bindings that lie in this package, over our libllama.
+    """Imports the `llama_cpp` bindings of this package, which use our libllama, and returns them.
 
-    Raises LibraryError when others were imported earlier, over another library, or ours are not installed.
+    Raises LibraryError when another `llama_cpp` was imported before, or when the bindings are not installed.
     """
     load()
     try:
@@ -214,7 +228,7 @@ def llama_cpp() -> ModuleType:
 
 
 def find_bindings() -> ModuleSpec | None:
-    """The bindings of this package, which find our libllama; None where they are not installed.
+    """Returns the import spec of this package's bindings, and makes them load our libllama; None: not installed.
 
     Raises LibraryError when the native library does not load.
     """
@@ -224,7 +238,10 @@ def find_bindings() -> ModuleSpec | None:
 
 
 def mtmd() -> ModuleType:
-    """The bindings of libmtmd, which reads images. Raises LibraryError when the library was built without it."""
+    """Imports the bindings of libmtmd, which reads images, and returns them.
+
+    Raises LibraryError when the build has no libmtmd.
+    """
     llama_cpp()
     try:
         from llama_cpp import mtmd_cpp
@@ -234,13 +251,17 @@ def mtmd() -> ModuleType:
 
 
 def _correct_log_levels() -> None:
-    """ggml's levels run from DEBUG = 1 to ERROR = 4; 0.3.36 of the bindings takes them for others and hides errors."""
+    """Corrects the bindings' table of log levels.
+
+    ggml's levels are DEBUG = 1 to ERROR = 4. Release 0.3.36 of the bindings maps them to wrong levels, and hides
+    errors.
+    """
     from llama_cpp import _logger
 
     levels = (logging.CRITICAL, logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR)
     _logger.GGML_LOG_LEVEL_TO_LOGGING_LEVEL.update(enumerate(levels))
     if _logger.logger.level == logging.NOTSET:
-        _logger.set_verbose(False)  # until a model says otherwise
+        _logger.set_verbose(False)  # until a model is loaded with verbose=True
 
 
 _ERRORS: dict[int, type[MoeggufError]] = {
@@ -256,11 +277,14 @@ _ERRORS: dict[int, type[MoeggufError]] = {
 
 
 def error(status: int, message: str) -> MoeggufError:
-    """The typed error for a status of the C ABI."""
+    """Returns an exception for a status of the C ABI, of the type that belongs to the status."""
     return _ERRORS.get(status, MoeggufError)(message)
 
 
 def check(status: int) -> None:
-    """Raises the typed error for a status that is not abi.OK, with the library's own reason. Every call does so."""
+    """Raises an exception for a status other than abi.OK, with the library's reason as its text.
+
+    It is called after each call of the library that returns a status.
+    """
     if status != abi.OK:
         raise error(status, load().moegguf_last_error().decode(errors="replace"))

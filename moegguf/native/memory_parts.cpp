@@ -1,6 +1,6 @@
-// memory_parts.cpp: the parts that each class of llama.cpp's memory consists of.
+// memory_parts.cpp: implements memory_parts.h: knows the parts of each class of memory that llama.cpp has.
 //
-// A class of memory that is not listed here counts as cells that can be cut: a plain cache of keys and values.
+// A class that is not listed here counts as a plain KV cache, whose cells can be removed after any position.
 #include "memory_parts.h"
 
 #include "llama-io.h"
@@ -31,20 +31,21 @@ struct Part {
     llama_memory_i * memory;
 };
 
-// Returns a memory whose indexer has a cache of its own, with cells where the attention's cells lie; nullptr: another
-// one.
+// Returns the memory as a memory with an indexer (sparse attention) that has its own cache. The indexer's cells are at
+// the same places as the attention's cells. Returns nullptr for any other memory.
 llama_memory_hybrid_idx * indexed(llama_memory_i & memory) {
     auto * found = dynamic_cast<llama_memory_hybrid_idx *>(&memory);
     return found && found->get_mem_idx() ? found : nullptr;
 }
 
-// Notes that cells of a sequence have changed from p0 on: what an indexer has pooled of them is computed again.
+// Notes that the cells of a sequence have changed from position p0 on, so that an indexer computes its pooled keys
+// again.
 void note_change(llama_memory_i & memory, llama_seq_id seq, llama_pos p0) {
     const llama_memory_hybrid_idx * found = indexed(memory);
     if (found && found->get_kpool() > 0) { memory.seq_add(seq, p0, -1, 0); }
 }
 
-// Returns the parts of a memory in the order of its own states; none where it cannot be cut.
+// Returns the parts of a memory, in the order in which its states have them; empty: it has no separate parts.
 std::vector<Part> parts_of(llama_memory_i & memory) {
     if (auto * iswa = dynamic_cast<llama_kv_cache_iswa *>(&memory)) {
         return {{part_cells, iswa->get_base()}, {part_window, iswa->get_swa()}};
@@ -66,7 +67,7 @@ std::vector<Part> parts_of(llama_memory_i & memory) {
     return {{part_cells, &memory}};
 }
 
-// Returns those parts of a memory that a set has: the memory itself for the empty set.
+// Returns the parts of a memory whose bits are set in `kinds`; 0: the whole memory.
 std::vector<llama_memory_i *> chosen(llama_memory_i & memory, uint32_t kinds) {
     if (kinds == 0) { return {&memory}; }
     std::vector<llama_memory_i *> found;
@@ -76,7 +77,8 @@ std::vector<llama_memory_i *> chosen(llama_memory_i & memory, uint32_t kinds) {
     return found;
 }
 
-// Reads cells of a model with an indexer, whose cache takes the attention's places.
+// Reads a sequence's cells into the caches of the attention and of its indexer, at the same places in both. Clears them
+// after a failure.
 void read_indexed(llama_memory_hybrid_idx & memory, llama_io_read_i & io, llama_seq_id seq) {
     llama_kv_cache::slot_info_vec_t places;
     try {
@@ -89,12 +91,12 @@ void read_indexed(llama_memory_hybrid_idx & memory, llama_io_read_i & io, llama_
     }
 }
 
-// Writes those parts of a sequence's state.
+// Writes the parts `kinds` of a sequence's state; 0: the whole state.
 void write_parts(llama_memory_i & memory, uint32_t kinds, llama_io_write_i & io, llama_seq_id seq) {
     for (llama_memory_i * part : chosen(memory, kinds)) { part->state_write(io, seq, 0); }
 }
 
-// Reads what write_parts has written. Throws where that cannot be.
+// Reads the parts of a sequence's state that write_parts() has written. Throws if the state does not fit the memory.
 void read_parts(llama_memory_i & memory, uint32_t kinds, llama_io_read_i & io, llama_seq_id seq) {
     llama_memory_hybrid_idx * with_indexer = indexed(memory);
     if ((kinds & part_cells) && with_indexer) {
@@ -105,7 +107,7 @@ void read_parts(llama_memory_i & memory, uint32_t kinds, llama_io_read_i & io, l
     for (llama_memory_i * part : chosen(memory, kinds)) { part->state_read(io, seq, 0); }
 }
 
-// Counts the bytes of a state.
+// Counts the bytes of a state, and writes nothing.
 class Counter : public llama_io_write_i {
   public:
     void write(const void *, size_t n) override { n_ += n; }
@@ -140,7 +142,8 @@ class Writer : public llama_io_write_i {
     size_t n_left_, n_written_ = 0;
 };
 
-// Reads a state; tensors are written at the end, once all of the state was understood.
+// Reads a state from memory. Tensors are written at the end by set_tensors(), after the whole state was read without an
+// error.
 class Reader : public llama_io_read_i {
   public:
     Reader(const void * at, size_t n) : at_((const uint8_t *)at), n_left_(n) {}
@@ -183,7 +186,7 @@ class Reader : public llama_io_read_i {
     std::vector<Bytes> tensors_;
 };
 
-// Returns whether a call ends without an exception: llama.cpp throws where a state is none of this memory's.
+// Calls a function, and returns false if it throws: llama.cpp throws if a state does not belong to this memory.
 template <typename F>
 bool succeeds(F call) {
     try {

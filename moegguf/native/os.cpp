@@ -1,4 +1,4 @@
-// os.cpp: implements os.h: the table of the real operations.
+// os.cpp: implements os.h: the table of the real operations of the system, and the exchange of this table.
 #include "os.h"
 
 #include <atomic>

@@ -1,5 +1,6 @@
-# Writes UPSTREAM beside the libraries: the pin of patches/UPSTREAM, and a digest of the headers that ggml's backends are
-# compiled with. A backend that is installed apart is loaded only where both are the same (`moegguf/native/plugins.py`).
+# Writes the file UPSTREAM into the folder of the libraries: the pin from patches/UPSTREAM, and a digest of the headers
+# with which ggml's backends are compiled. A backend from another package is loaded only if it has the same pin and
+# digest (`moegguf/native/plugins.py`).
 file(GLOB headers CONFIGURE_DEPENDS ${LLAMA_DIR}/ggml/include/*.h ${LLAMA_DIR}/ggml/src/ggml*.h)
 set(digests "")
 foreach (header IN LISTS headers)

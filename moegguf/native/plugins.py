@@ -1,8 +1,8 @@
-"""Loads backends of ggml that are packages of their own, such as moegguf-cuda13.
+"""Loads ggml backends that are installed as separate packages, such as moegguf-cuda13.
 
-Each package puts one folder into the namespace package `moegguf_backends`. The folder is named for
-the package and holds one library and the file UPSTREAM, which says what the library was built from.
-`tools/gpu/plugin.py` builds them.
+Each package adds one folder to the namespace package `moegguf_backends`. The folder has the package's name without
+`moegguf-`. It has one library and the file UPSTREAM, which lists the sources from which the library was built.
+`tools/gpu/plugin.py` builds such packages.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 from moegguf.package import __version__
 
 NAMESPACE = "moegguf_backends"
-BUILT_FROM = ("llama_cpp_commit", "ggml_headers")  # fields of UPSTREAM that have to be equal
-GPU = 1  # enum ggml_backend_dev_type
+BUILT_FROM = ("llama_cpp_commit", "ggml_headers")  # fields of UPSTREAM that must be the same as in our build
+GPU = 1  # value of enum ggml_backend_dev_type
 
 
 def read_pin(folder: Path) -> dict[str, str]:
-    """Returns the `key = value` lines of UPSTREAM in a folder; empty where it has none."""
+    """Reads the lines `key = value` of the file UPSTREAM in a folder. Returns {} if there is no such file."""
     file = folder / "UPSTREAM"
     lines = file.read_text().splitlines() if file.exists() else []
     pairs = (line.partition("=") for line in lines if "=" in line and not line.startswith("#"))
@@ -40,10 +40,10 @@ def plugin_folders() -> list[Path]:
 
 
 def load_plugins(ggml: c.CDLL, own_pin: Mapping[str, str]) -> list[str]:
-    """Loads installed backends into `ggml` until there is a GPU: two would list one card twice.
+    """Loads installed backends into `ggml`, until one has a GPU. A second backend would list the same GPU again.
 
-    Returns a sentence for each backend that was built from other sources and is not loaded. ggml
-    logs why a library does not load, as where the driver is missing.
+    Returns a sentence for each backend that is not loaded because it was built from other sources. If a library does
+    not load, because the driver is missing, for example, ggml logs the reason.
     """
     by_type, load = ggml.ggml_backend_dev_by_type, ggml.ggml_backend_load
     by_type.restype = load.restype = c.c_void_p
@@ -61,7 +61,7 @@ def load_plugins(ggml: c.CDLL, own_pin: Mapping[str, str]) -> list[str]:
 
 
 def _backend_of(folder: Path) -> str:
-    """Returns "cuda" for the folder cuda13."""
+    """Returns the name of the backend in a folder: "cuda" for the folder cuda13."""
     return re.sub(r"\d+$", "", folder.name)
 
 

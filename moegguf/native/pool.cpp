@@ -5,7 +5,7 @@
 #include "os.h"
 
 #include "ggml-cpu.h"
-#include "ggml-impl.h" // ggml_set_op_params
+#include "ggml-impl.h" // declares ggml_set_op_params()
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -23,11 +23,12 @@ ggml_context_ptr tensor_context(size_t n_tensors) {
     return context;
 }
 
-// The interleaving buffer type for a matrix; nullptr where it stays plain.
+// Returns the buffer type that interleaves a matrix's rows for the device's kernels; nullptr: the matrix keeps the
+// file's layout.
 ggml_backend_buffer_type_t interleaved_buft(ggml_backend_dev_t device, ggml_type type, int64_t ne0, int64_t ne1,
                                             int n_slots) {
-    // The buffer types that llama.cpp tries before the plain one, in its order (src/llama-model.cpp,
-    // make_cpu_buft_list).
+    // Tries the buffer types that llama.cpp tries before the plain one, in the same order (make_cpu_buft_list in
+    // src/llama-model.cpp).
     auto extra_bufts = (ggml_backend_dev_get_extra_bufts_t)ggml_backend_reg_get_proc_address(
         ggml_backend_dev_backend_reg(device), "ggml_backend_dev_get_extra_bufts");
     for (auto * at = extra_bufts ? extra_bufts(device) : nullptr; at && *at; at++) {
@@ -37,7 +38,7 @@ ggml_backend_buffer_type_t interleaved_buft(ggml_backend_dev_t device, ggml_type
         ggml_tensor * x = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, ne0, 1, 1);
         ggml_tensor * ids = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, 1, 1);
         ggml_tensor * op = ggml_mul_mat_id(ctx.get(), w, x, ids);
-        // Slots are found by stride: a type that needs more space than the file's bytes stays plain.
+        // The distance of slots comes from the file's bytes. A matrix whose buffer type needs more bytes stays plain.
         const bool same_size = ggml_backend_buft_get_alloc_size(buft, w) == ggml_nbytes(w);
         ggml_backend_buffer_ptr probe(ggml_backend_buft_alloc_buffer(buft, 0));
         w->buffer = probe.get();
@@ -51,22 +52,22 @@ bool is_of(ggml_backend_dev_t device, std::initializer_list<const char *> backen
     return std::any_of(backends.begin(), backends.end(), [&](const char * of) { return strcmp(name, of) == 0; });
 }
 
-// Returns whether a device copies from memory of its host buffer type by itself. The type may belong to the backend's
-// first device. Memory that CUDA has pinned is pinned for all of its devices. Vulkan's second device copies from the
-// first one's host memory as from any memory.
+// Returns true if a device has a host buffer type whose memory it copies from by itself (pinned memory). The type may
+// belong to the backend's first device. Memory that CUDA has pinned is pinned for all CUDA devices. For a second Vulkan
+// device, host memory of the first one is ordinary memory.
 bool pins(ggml_backend_dev_t device) {
     ggml_backend_buffer_type_t buft = ggml_backend_dev_host_buffer_type(device);
     return buft && (ggml_backend_buft_get_device(buft) == device || is_of(device, {"CUDA", "ROCm", "MUSA"}));
 }
 
-// Bytes of the largest buffer. Vulkan's figure is how much it puts into one where it may choose; how large one may be
-// is said by its supports_op.
+// Returns the largest number of bytes that one buffer of a device can have. Vulkan's figure is only its preferred size;
+// its supports_op() checks the true limit.
 uint64_t most_buffer_bytes(ggml_backend_dev_t device) {
     return is_of(device, {"Vulkan"}) ? UINT64_MAX
                                      : ggml_backend_buft_get_max_size(ggml_backend_dev_buffer_type(device));
 }
 
-// nullptr: it is refused.
+// Allocates a buffer of n bytes for weights; nullptr: the device refused.
 ggml_backend_buffer_ptr allocate_weights(ggml_backend_buffer_type_t buft, uint64_t n) {
     ggml_backend_buffer_ptr memory(os().alloc_buffer(buft, n));
     if (memory) { ggml_backend_buffer_set_usage(memory.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS); }
@@ -96,13 +97,15 @@ bool multiplies(ggml_backend_dev_t device, const moegguf_matrix & m, int n_slots
     return ggml_backend_dev_supports_op(device, ggml_mul_mat_id(ctx.get(), w, x, ids));
 }
 
-// Kernels of devices count where a matrix begins in 32 bits with a sign, in blocks of its type.
+// Returns true if the device's kernels can address every slot of an arena. Except on the CPU, kernels hold the offset
+// of a slot, counted in blocks of the type, in a signed 32-bit number.
 bool begins_within_32_bits(ggml_backend_dev_t device, ggml_type type, uint64_t arena_bytes) {
     return ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU ||
            arena_bytes / ggml_type_size(type) <= INT32_MAX;
 }
 
-// patches/arrivals.patch is in two kernels: the plain one and the one for interleaved weights.
+// Returns true if kernels for this buffer type choose the order of the experts. patches/arrivals.patch changes two
+// kernels: the plain one (nullptr), and the one for interleaved weights (CPU_REPACK).
 bool kernel_asks_for_order(ggml_backend_buffer_type_t interleaved) {
     return !interleaved || strcmp(ggml_backend_buft_name(interleaved), "CPU_REPACK") == 0;
 }
@@ -111,7 +114,7 @@ bool kernel_asks_for_order(ggml_backend_buffer_type_t interleaved) {
 
 bool cpu_kernels_ask_for_order(const moegguf_matrix * matrices, int n) {
     ggml_backend_dev_t cpu = find_device(nullptr);
-    const moegguf_matrix * last = nullptr; // neighbours are mostly alike
+    const moegguf_matrix * last = nullptr; // the matrix before: neighbours mostly have the same type and shape
     for (const moegguf_matrix * m = matrices; m < matrices + n; m++) {
         const bool as_last = last && last->type == m->type && last->ne0 == m->ne0 && last->ne1 == m->ne1;
         if (!as_last && !kernel_asks_for_order(interleaved_buft(cpu, (ggml_type)m->type, m->ne0, m->ne1, 1))) {
@@ -123,7 +126,7 @@ bool cpu_kernels_ask_for_order(const moegguf_matrix * matrices, int n) {
 }
 
 uint64_t piece_bytes(const Matrix & m) {
-    constexpr uint64_t target = (4 << 20) - 2 * Shard::alignment, group = 64; // two huge pages of staging
+    constexpr uint64_t target = (4 << 20) - 2 * Shard::alignment, group = 64; // target: fits two huge pages
     const uint64_t row_bytes = m.expert_bytes / m.ne1;
     return std::max<uint64_t>(1, target / (row_bytes * group)) * row_bytes * group;
 }
@@ -179,7 +182,7 @@ PoolMemory host_memory(const std::vector<ggml_backend_dev_t> & devices) {
 
 void pad(ggml_backend_dev_t device, moegguf_matrix * matrices, int n) {
     ggml_backend_buffer_type_t buft = ggml_backend_dev_buffer_type(device);
-    const moegguf_matrix * last = nullptr; // neighbours are mostly alike
+    const moegguf_matrix * last = nullptr; // the matrix before: neighbours mostly have the same type and shape
     int32_t bytes = 0;
     for (moegguf_matrix * m = matrices; m < matrices + n; m++) {
         if (!is_matrix(*m)) { throw Error(MOEGGUF_INVALID, "a matrix has a type and a shape that do not go together"); }
@@ -195,7 +198,7 @@ void pad(ggml_backend_dev_t device, moegguf_matrix * matrices, int n) {
 int most_slots(ggml_backend_dev_t device, const moegguf_matrix * matrices, int n, int n_slots) {
     const Strides strides(matrices, n);
     const uint64_t largest = most_buffer_bytes(device);
-    const moegguf_matrix * last = nullptr; // neighbours are mostly alike
+    const moegguf_matrix * last = nullptr; // the matrix before: neighbours mostly have the same type and shape
     for (const moegguf_matrix * m = matrices; m < matrices + n; m++) {
         const bool as_last = last && last->type == m->type && last->kind == m->kind && last->ne0 == m->ne0;
         last = m;
@@ -206,7 +209,7 @@ int most_slots(ggml_backend_dev_t device, const moegguf_matrix * matrices, int n
             return bytes <= largest && begins_within_32_bits(device, (ggml_type)m->type, bytes) &&
                    multiplies(device, *m, slots, stride);
         };
-        int least = 1, most = n_slots; // the result lies between these
+        int least = 1, most = n_slots; // the result is in [least, most]
         while (least < most) {
             const int middle = least + (most - least + 1) / 2;
             fits(middle) ? least = middle : most = middle - 1;
@@ -239,7 +242,7 @@ Pool::Pool(const Layout & layout, const LayerSet & layers, const Numbering & num
         padding_.push_back(interleaved_[i] ? 0 : m.padding_bytes);
         if (layers.has[m.il]) { make_tensor(m, (int)i, numbering.window(m.il)); }
     }
-    for (const Arena & arena : arenas_) { // only now: see reallocate()
+    for (const Arena & arena : arenas_) { // comes after the tensors are bound: see reallocate()
         if (arena.memory && !host_) { ggml_backend_buffer_clear(arena.memory.get(), 0); }
     }
     if (kernels_ask_for_order()) {
@@ -247,7 +250,7 @@ Pool::Pool(const Layout & layout, const LayerSet & layers, const Numbering & num
         // The anchor lies in plain memory, because only multiplications can read interleaved weights.
         cpu_anchor_ = ggml_new_tensor_1d(context_.get(), GGML_TYPE_I32, 1);
         ggml_set_name(cpu_anchor_, "cpu_anchor");
-        // This allocates the anchor alone.
+        // Allocates memory for the anchor alone, because every other tensor has its memory.
         anchor_memory_.reset(ggml_backend_alloc_ctx_tensors_from_buft(context_.get(), memory_.buft));
         if (!anchor_memory_) { throw Error(MOEGGUF_MEMORY, "no memory for a tensor of four bytes"); }
         ggml_backend_buffer_set_usage(anchor_memory_.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
@@ -276,7 +279,7 @@ void Pool::allocate(const Layout & layout, const LayerSet & layers, int n_slots)
         }
         arena.base = (uint8_t *)ggml_backend_buffer_get_base(arena.memory.get());
         if (memory_.pinned && ggml_backend_buffer_get_type(arena.memory.get()) != memory_.buft) {
-            memory_.pinned = false; // backends give pageable memory, and say nothing, where the system refuses
+            memory_.pinned = false; // if the system refuses, the backend allocates pageable memory without an error
             memory_.note = std::string(ggml_backend_dev_name(memory_.device)) +
                            " was refused pinned memory: slots in RAM are pageable, and copies from them slower";
         }
@@ -329,8 +332,8 @@ void Pool::show(ggml_tensor * pool, int n_slots) const {
     pool->nb[3] = pool->nb[2] * pool->ne[2];
 }
 
-// A backend may write after the end of a tensor when it is bound, which is into slots: CUDA zeroes the padding there.
-// It does so in a stream that only clears and copies of whole buffers wait for. So both come after rebind().
+// When a tensor is bound, the backend may write after its end, where slots are: CUDA zeroes the padding. CUDA does this
+// in a stream that only clears and copies of whole buffers wait for. So the clear and the copy come after rebind().
 bool Pool::reallocate(int n_slots, bool keep) {
     for (int kind = 0; kind < MOEGGUF_MAX_KINDS; kind++) {
         Arena & arena = arenas_[kind];
@@ -347,8 +350,8 @@ bool Pool::reallocate(int n_slots, bool keep) {
     return true;
 }
 
-// Copies the slots that both buffers have. It copies slot by slot, as bytes, because arenas may be larger than one row
-// of a backend can be.
+// Copies the slots that both buffers have, one slot at a time, as a row of bytes. A whole arena may be longer than the
+// longest row that a backend can copy.
 void Pool::copy_slots(int kind, ggml_backend_buffer_t from, ggml_backend_buffer_t to) const {
     const int64_t stride = (int64_t)strides_.of_kind[kind];
     const uint64_t bytes = std::min(ggml_backend_buffer_get_size(from), ggml_backend_buffer_get_size(to));
@@ -366,7 +369,7 @@ void Pool::copy_slots(int kind, ggml_backend_buffer_t from, ggml_backend_buffer_
     }
 }
 
-// The tensors of a kind lie in its arena as it is now; every layer's window is all slots.
+// Binds all tensors of a kind to the new memory of the kind's arena. Each layer's tensor then has all n_slots slots.
 void Pool::rebind(int kind, int n_slots) {
     for (size_t i = 0; i < tensors_.size(); i++) {
         if (kind_[i] != kind || !tensors_[i]) { continue; }
@@ -411,7 +414,8 @@ void Pool::copy_slots(ggml_backend_t backend, int matrix, int slot, int n, const
     }
 }
 
-// Returns n slots as one tensor of bytes, with a slot in each row. Interleaved slots are not changed.
+// Returns n neighbouring slots as one tensor of bytes, with one slot in each row. For an interleaved matrix it returns
+// one slot in its own type, and n must be 1.
 ggml_tensor Pool::slots_view(int matrix, int slot, int n) const {
     ggml_tensor slots = *slot_[matrix];
     slots.data = data(matrix, slot);
@@ -427,7 +431,7 @@ ggml_tensor Pool::slots_view(int matrix, int slot, int n) const {
 }
 
 void Pool::release(int first, int last) const {
-    if (!host_ || memory_.pinned || first >= last) { // pinned pages stay where they are
+    if (!host_ || memory_.pinned || first >= last) { // pinned pages cannot be released
         return;
     }
     const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);

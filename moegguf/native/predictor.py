@@ -1,6 +1,7 @@
 """A predictor that the store computes by itself: its name, its trained arrays, and the limits of its actions.
 
-Weights are signed bytes: float32 weights would be read from memory at every call, four bytes each.
+Weights are signed bytes. Every prediction reads all weights from memory, and float32 weights would have four times the
+bytes.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from moegguf.native.events import Float32s
 
 Array = npt.NDArray[Any]
 TYPE_OF = {np.dtype(name): value for name, value in abi.enum("array_type").items()}
-STEPS = 127  # steps of a signed byte on each side of zero
+STEPS = 127  # a signed byte has the values -127 to 127
 
 
 @dataclass(frozen=True)
 class NativePredictor:
-    """A predictor's name, and its arrays by the names that its file in `moegguf/native/predictors` lists.
+    """A predictor's name, and its trained arrays by the names that its C++ class in `moegguf/native/predictors` uses.
 
     The store reads the arrays in place and makes no copy.
     """
@@ -34,14 +35,14 @@ class NativePredictor:
 
 @dataclass(frozen=True)
 class NativeForecast:
-    """The way in which the store uses a predictor."""
+    """Options for the store's use of a predictor."""
 
-    window: int = 2  # layers with experts ahead that are predicted
-    once: bool = False  # a layer is predicted when it comes into the window, and not again
-    most_prefetches: int = 0  # experts that are started in a pass; 0: predictions only protect resident experts
-    waste_weight: float = 0.1  # cost of a prefetch in vain, as a share of the stall that a useful one saves
-    lockstep: bool = False  # routing events wait for predictions, which then act at a fixed place: slow, reproducible
-    by_proximity: bool = False  # fetches by probability times layer proximity; otherwise the nearest layer first
+    window: int = 2  # number of MoE layers ahead that are predicted
+    once: bool = False  # predicts each layer only once per pass, when it comes into the window
+    most_prefetches: int = 0  # most prefetches in a pass; 0: predictions only protect resident experts from eviction
+    waste_weight: float = 0.1  # cost of a useless prefetch, as a share of the stall that a useful one saves
+    lockstep: bool = False  # routing events wait for all predictions, so that runs are reproducible, but slow
+    by_proximity: bool = False  # orders prefetches by probability times layer proximity; False: nearest layer first
 
 
 def predictor_struct(predictor: NativePredictor, forecast: NativeForecast) -> Any:
@@ -67,14 +68,14 @@ def predictor_struct(predictor: NativePredictor, forecast: NativeForecast) -> An
 
 
 def integers(*values: int) -> npt.NDArray[np.int32]:
-    """Returns an array of whole numbers: native predictors read sizes and choices from such arrays."""
+    """Returns the values as an int32 array. Native predictors read their sizes and options from int32 arrays."""
     return np.array(values, np.int32)
 
 
 class QuantizedMatrix:
-    """The W and bias of y = W x + bias: W (n_rows, n_cols) as signed bytes with one scale per row.
+    """The matrix W (n_rows, n_cols) and the bias of y = W x + bias. W is stored as signed bytes, one scale per row.
 
-    Rounding moves a weight by at most 1/254 of the largest in its row.
+    Rounding changes a weight by at most 1/254 of the largest weight in its row.
     """
 
     def __init__(self, weights: Float32s, bias: Float32s | None = None) -> None:
@@ -85,5 +86,5 @@ class QuantizedMatrix:
         self.bias = np.zeros(self.shape[0], np.float32) if bias is None else bias.astype(np.float32)
 
     def arrays(self, name: str) -> dict[str, npt.NDArray[Any]]:
-        """Returns the arrays from which a native predictor reads the matrix."""
+        """Returns the arrays from which a native predictor reads the matrix, by their names."""
         return {f"{name}.weights": self.bytes, f"{name}.scale": self.scale, f"{name}.bias": self.bias}

@@ -51,15 +51,16 @@ Residency::Residency(const Layout & layout, const LayerSet & layers, const Numbe
     set_floors();
 }
 
-// If one token needs more experts than there are slots, a global LRU always evicts the experts of the next layers and
-// has no hits. Each layer then keeps an equal share. The slots that one layer needs at once are left to all layers.
+// Sets the number of slots that each layer keeps against other layers. It is 0 if one token's experts fit into the
+// slots. Otherwise a global LRU would always evict the experts of the next layers, and have no hits. So each layer
+// keeps an equal share, and the slots that one layer needs at once stay available to all layers.
 void Residency::set_floors() {
     std::fill(floor_.begin(), floor_.end(), 0);
     if (n_usable_ >= set_.token_cycle) { return; }
     int to_share = std::max(0, n_usable_ - set_.n_used_max);
     int layers = (int)set_.moe_layers.size();
     for (int il : set_.moe_layers) {
-        floor_[il] = to_share / layers; // earlier layers get the smaller share, the rest goes to later ones
+        floor_[il] = to_share / layers; // rounded down: the remainder goes to later layers
         to_share -= floor_[il];
         layers -= 1;
     }
@@ -76,9 +77,10 @@ void Residency::update_order(int s) {
     if (!order_.contains(s) && evictable(s)) { order_.insert(s, slot.il, slot.expert, slot.last_use); }
 }
 
-// One candidate per layer; the smallest rank goes first: score, then distance of the next use in a sweep, then age.
-// Layers at their floor give nothing while another one has something to give. In a sweep every layer will be needed
-// again in order, so the layer that was just computed is needed last.
+// Returns the slot whose expert is evicted next; -1: none. Each layer has one candidate, and the lowest rank decides:
+// by score, then in a sweep by the distance of the layer's next use, then by age. A layer at its floor loses a slot
+// only if no other layer has a candidate. In a sweep every layer is needed again in order, so the layer that was just
+// computed is needed last.
 int Residency::victim(const LayerStep & now) {
     const int n_layer = (int)layout_.layers.size();
     EvictionPolicy & policy = this->policy();
@@ -122,7 +124,7 @@ int Residency::lowest_free() {
     return first_free_;
 }
 
-// The slot is free: vacate() has left nothing in it.
+// Assigns a free slot to an expert of layer il, or to the stream of the layer (no_expert). vacate() has reset the slot.
 void Residency::assign(int s, int il, int expert) {
     Slot & slot = slots_[s];
     slot.generation += 1;
@@ -229,11 +231,11 @@ void Residency::end_read(int s, uint8_t kinds) {
 void Residency::exchange_policy(std::unique_ptr<EvictionPolicy> & policy) {
     for (const Slot & slot : slots_) {
         if (slot.expert >= 0) {
-            policy->on_load(slot.il, slot.expert); // it was not there when they were loaded
+            policy->on_load(slot.il, slot.expert); // the new policy has not seen this load
         }
     }
     policy_.swap(policy);
-    order_.follow(nullptr); // a later one may lie where this one did
+    order_.follow(nullptr); // a later policy may get the address of the earlier one
 }
 
 void Residency::exchange_scores(std::vector<float> & scores) {
@@ -241,8 +243,8 @@ void Residency::exchange_scores(std::vector<float> & scores) {
     if (!scores_.set()) { order_.follow(nullptr); }
 }
 
-// Nothing is evicted while every expert has a slot, and idle layers do not even count. So policies start when the pool
-// shrinks.
+// Counts the uses of a routing event, and passes the event to the policy. While every expert has a slot, nothing is
+// evicted, and the policy gets no events. So it starts to learn when the pool shrinks.
 void Residency::on_routing(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) {
     if (average_use_) { average_use_->count(il, expert_ids, n_expert_used, n_tokens); }
     if (!numbering_.resident() && policy_->on_routing(il, expert_ids, n_expert_used, n_tokens) && !scores_.set()) {

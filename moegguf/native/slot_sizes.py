@@ -1,4 +1,4 @@
-"""The sizes of slots and pools that a store of a layout has, before there is one."""
+"""Computes the sizes of slots and pools before a store is opened."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KIND = abi.enum("kind")
 
 
 def matrices_of(layout: ExpertLayout, devices: Iterable[str | None] = ()) -> Any:
-    """Returns every expert matrix as an array of struct moegguf_matrix, padded for these devices (`padded`)."""
+    """Returns an array of struct moegguf_matrix with every expert matrix, padded for these devices (see `padded`)."""
     rows = [
         abi.Matrix(
             m.name.encode(), m.il, KIND[m.kind], m.ggml_type, m.n_expert, m.ne0, m.ne1, m.shard, m.padding_bytes,
@@ -28,15 +28,15 @@ def matrices_of(layout: ExpertLayout, devices: Iterable[str | None] = ()) -> Any
 
 
 def pad(matrices: Any, devices: Iterable[str | None]) -> None:
-    """Raises the padding of these structs to the padding that the devices need (`padded`)."""
+    """Raises padding_bytes of these structs to the padding that the devices need (see `padded`)."""
     for name in devices:
         library.load().moegguf_pad(name and name.encode(), matrices, len(matrices))
 
 
 def padded(layout: ExpertLayout, devices: Iterable[str | None]) -> ExpertLayout:
-    """Returns the layout with the padding that slots have after experts, because kernels of the devices read it.
+    """Returns the layout with padding_bytes set: the bytes after each expert in a slot, which devices' kernels read.
 
-    devices: ggml's names; None is the CPU. A device that ggml does not know has no padding.
+    devices: ggml's names; None is the CPU. A device that ggml does not know needs no padding.
     """
     padding = iter([m.padding_bytes for m in matrices_of(layout, devices)])
     layers = [
@@ -51,9 +51,9 @@ class SlotSizes:
     """The sizes of slots and of a pool."""
 
     stride_bytes: Mapping[Kind, int]  # bytes from one slot to the next in the arena of each matrix kind
-    slot_bytes: int  # one expert over all arenas
-    pool_bytes: int  # all arenas with their slots, and the guard after the last slot of each
-    streams: bool  # a pass on the CPU may use more experts of a layer than there are slots (streamed_supply.cpp)
+    slot_bytes: int  # bytes of one slot, added over all arenas
+    pool_bytes: int  # bytes of all arenas, with the guard bytes after the last slot of each arena
+    streams: bool  # True: a pass on the CPU may use more experts of a layer than there are slots (streamed_supply.cpp)
 
 
 def slot_sizes(layout: ExpertLayout, n_slots: int = 0) -> SlotSizes:
@@ -70,7 +70,7 @@ def slot_sizes(layout: ExpertLayout, n_slots: int = 0) -> SlotSizes:
 def slot_tokens(device: str | None) -> int:
     """Returns the largest number of tokens in a pass that a device computes as if all experts were resident.
 
-    The bits are then equal for any number of slots. device: ggml's name; None is the CPU.
+    Its results then have the same bits for any number of slots. device: ggml's name; None is the CPU.
     """
     return int(library.load().moegguf_slot_tokens(device and device.encode()))
 

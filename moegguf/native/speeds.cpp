@@ -1,5 +1,5 @@
-// speeds.cpp: measures how fast a machine is with a model's experts, with the pools, copies and kernels that a store
-// uses. It allocates and frees pools of its own, and knows no store that is open.
+// speeds.cpp: measures how fast the CPU and a device multiply with a model's experts, and how fast experts are copied
+// to the device. It uses the pools and kernels of a store, but allocates its own pools. It knows no open store.
 #include "api.h"
 
 #include <algorithm>
@@ -9,15 +9,15 @@
 namespace moegguf {
 namespace {
 
-constexpr int most_tokens = 1024; // tokens of a graph that multiplies, so that each slot is read once
-constexpr int n_small_ops = 64;   // nodes of a graph that measures the cost of a node
-constexpr int n_part_ops = 25;    // nodes of a graph before a stop, about as many as lie between two layers' stops
+constexpr int most_tokens = 1024; // largest number of tokens in a measured graph, which reads each slot once
+constexpr int n_small_ops = 64;   // number of nodes in the graph that measures the cost of a node
+constexpr int n_part_ops = 25;    // number of nodes in a graph before a stop, about the number in a layer
 constexpr int least_runs = 3;
-constexpr int longest = 10; // times `seconds` that these may take: other processes may have the processors
+constexpr int longest = 10; // time limit for least_runs runs, in multiples of `seconds`
 
-// The time of a run that nothing disturbs: the lower quartile, over `seconds` of them.
+// Repeats run() for `seconds`. Returns the time of an undisturbed run in ns: the lower quartile.
 double run_ns(double seconds, const std::function<void()> & run) {
-    run(); // asks for memory, compiles
+    run(); // not measured: the first run allocates memory and compiles kernels
     std::vector<double> times;
     const uint64_t begin = now_ns(), least_ns = (uint64_t)(seconds * 1e9);
     const auto goes_on = [&] {
@@ -33,14 +33,14 @@ double run_ns(double seconds, const std::function<void()> & run) {
     return times[times.size() / 4];
 }
 
-// The layer whose experts are measured, and the bytes of its first one, which every slot gets.
+// The layer whose experts are measured, and the bytes of its first expert, which fill every slot.
 class Experts {
   public:
     Experts(const Layout & layout, int n_slots)
         : layout(layout),
           layers(layout, [](int) { return true; }),
           numbering(layout, layers, n_slots) {
-        if (layout.shards.empty()) { // numbers of no model
+        if (layout.shards.empty()) { // there are no files: the weights are zeros
             for (const Matrix & m : layout.matrices) { bytes_.emplace_back(m.expert_bytes, 0); }
             return;
         }
@@ -62,7 +62,7 @@ class Experts {
         return n;
     }
 
-    Pool pool(const PoolMemory & memory) const { // filled
+    Pool pool(const PoolMemory & memory) const { // allocates a pool, and fills every slot
         Pool pool(layout, layers, numbering, memory);
         for (size_t i = 0; i < layout.matrices.size(); i++) {
             for (int slot = 0; slot < n_slots(); slot++) {
@@ -82,7 +82,7 @@ class Experts {
     std::vector<std::vector<uint8_t>> bytes_;
 };
 
-// A graph on one backend whose inputs lie there.
+// A graph that one backend computes, with all tensors in the backend's memory.
 class Graph {
   public:
     Graph(ggml_backend_t backend, size_t n_tensors) : backend_(backend) {
@@ -124,7 +124,7 @@ void set_all(ggml_tensor * t, float value) {
     ggml_backend_tensor_set(t, values.data(), 0, ggml_nbytes(t));
 }
 
-// Measures the cost of a node on small numbers.
+// Returns the time in ns that the backend needs for a small node: the addition of two vectors of n_embd floats.
 double op_ns(ggml_backend_t backend, int64_t n_embd, double seconds) {
     Graph graph(backend, 2 * n_small_ops + 8);
     ggml_tensor * x = ggml_new_tensor_1d(graph.context(), GGML_TYPE_F32, n_embd);
@@ -136,7 +136,8 @@ double op_ns(ggml_backend_t backend, int64_t n_embd, double seconds) {
     return run_ns(seconds, [&] { graph.compute(); }) / n_small_ops;
 }
 
-// Bytes of experts per ns, for single tokens whose experts lie in slots that others have not just used.
+// Returns the bytes of experts that the backend multiplies with per ns, for single tokens. Each token uses slots that
+// the tokens just before it have not used, so that their bytes are not in a cache.
 double multiply_bytes_per_ns(ggml_backend_t backend, const Experts & experts, const Pool & pool, double node_ns,
                              double seconds) {
     const Layout & layout = experts.layout;
@@ -145,14 +146,14 @@ double multiply_bytes_per_ns(ggml_backend_t backend, const Experts & experts, co
     Graph graph(backend, 2 * n_tokens * n_matrices + n_matrices + n_tokens + 8);
     std::vector<ggml_tensor *> inputs, ids;
     for (const Matrix & m : layout.matrices) {
-        const int n_rows = m.kind == MOEGGUF_DOWN ? experts.n_used() : 1; // down multiplies each expert's own numbers
+        const int n_rows = m.kind == MOEGGUF_DOWN ? experts.n_used() : 1; // down has another input for each expert
         inputs.push_back(ggml_new_tensor_3d(graph.context(), GGML_TYPE_F32, m.ne0, n_rows, 1));
     }
     for (int token = 0; token < n_tokens; token++) {
         ids.push_back(ggml_new_tensor_2d(graph.context(), GGML_TYPE_I32, experts.n_used(), 1));
         for (size_t i = 0; i < n_matrices; i++) {
             ggml_tensor * product = ggml_mul_mat_id(graph.context(), pool.tensor((int)i), inputs[i], ids.back());
-            if (!ggml_backend_supports_op(backend, product)) { // it would end the process
+            if (!ggml_backend_supports_op(backend, product)) { // computing it would end the process
                 throw Error(MOEGGUF_INVALID, std::string(ggml_backend_name(backend)) + " cannot multiply with " +
                                                  ggml_type_name(layout.matrices[i].type) + " experts");
             }
@@ -167,11 +168,12 @@ double multiply_bytes_per_ns(ggml_backend_t backend, const Experts & experts, co
         ggml_backend_tensor_set(ids[token], slots.data(), 0, slots.size() * sizeof(int32_t));
     }
     const double ns = run_ns(seconds, [&] { graph.compute(); });
-    const double of_nodes_ns = std::min(node_ns * n_tokens * n_matrices, ns / 2); // measured at another moment
+    const double of_nodes_ns = std::min(node_ns * n_tokens * n_matrices, ns / 2); // limited: node_ns is not exact
     return experts.expert_bytes() * experts.n_used() * n_tokens / (ns - of_nodes_ns);
 }
 
-// Copies of a layer's misses together, few and many; n_slots of both pools are used in turn.
+// Measures copies of experts from RAM to the device, of one expert and of several experts together. Sets
+// copy_bytes_per_ns and copy_ns. All slots of both pools are used in turn.
 void measure_copies(ggml_backend_t backend, const Experts & experts, const Pool & from, const Pool & to, double seconds,
                     moegguf_speeds & out) {
     int next = 0;
@@ -192,7 +194,8 @@ void measure_copies(ggml_backend_t backend, const Experts & experts, const Pool 
     out.copy_ns = std::max(0.0, one_ns - each_ns);
 }
 
-// Stops at a layer, and layers whose experts the CPU multiplies with: what lies between two parts of a graph.
+// Measures the time between two parts of a device's graph. Sets stop_ns, the time of a stop at a layer's ids, and
+// cpu_layer_ns, the time of the transfers for a layer whose experts the CPU multiplies with.
 void measure_stops(ggml_backend_t backend, const Experts & experts, double seconds, moegguf_speeds & out) {
     Graph graph(backend, n_part_ops + 8);
     const int n_used = experts.n_used();

@@ -1,6 +1,6 @@
-// staged_supply.cpp: supplies prompts on a device. A layer's experts are copied into a tensor of the layer's full
-// shape, where the router's own ids find them. So kernels compute as if every expert were resident, and slots keep
-// their experts.
+// staged_supply.cpp: supplies experts for prompts on a device. A layer's experts are copied into a staging tensor with
+// the layer's full shape, and kernels find them there by the router's own ids. So kernels compute as if every expert
+// were resident, and slots keep their experts.
 //
 // It may pin, assign and vacate slots of staging tiers, fill slots of the device with a prompt's experts, and order
 // copies into both.
@@ -11,14 +11,15 @@
 namespace moegguf {
 namespace {
 
-constexpr int least_tokens_to_evict = 2; // an expert that fewer tokens of a prompt's last pass use evicts no other one
+// An expert may evict another one after a prompt's last pass, if at least this number of the pass's tokens used it.
+constexpr int least_tokens_to_evict = 2;
 
 // A layer is copied ahead if a pass has at least this number of choices per expert. Tokens that choose evenly then use
 // more than half of the layer's experts (1 - e^-0.7).
 constexpr float choices_per_expert = 0.7f;
 
-// Layers take a device's tensors in turn: while one is computed, the experts of the next are copied into another. One
-// for all devices of a store.
+// The staged supply for all devices of a store. Layers use the staging tensors of a device in turn: while one layer is
+// computed, the experts of the next layer are copied ahead into another tensor.
 class StagedSupply final : public Supply {
   public:
     StagedSupply(const Layout & layout, Shared & shared, Transfers & transfers, Tiers & tiers)
@@ -27,11 +28,12 @@ class StagedSupply final : public Supply {
           shortens_(layout.layers.size(), 0),
           counts_(layout.n_expert_max, 0) {}
 
-    // Drops the transfers ahead if the event is not staged.
+    // Notes the layers that are computed only for tokens with logits. If the event is not staged, drops the copies
+    // ahead, and waits for the copies that have begun.
     void observe(Context & context, Lock & lock) override {
         if (tiers_.staging.empty()) { return; }
         const Pass & pass = context.pass;
-        if (pass.il <= last_il_ && last_tokens_ > 1) { // the pass before has left out the layers behind its last
+        if (pass.il <= last_il_ && last_tokens_ > 1) { // the pass before had no event in later layers
             std::fill(shortens_.begin() + last_il_ + 1, shortens_.end(), 1);
         }
         last_il_ = pass.il;
@@ -46,14 +48,15 @@ class StagedSupply final : public Supply {
         }
     }
 
-    // Waits for the experts that come ahead, so that later choices do not depend on the speed of their copies.
+    // Takes the layer's tensor, and demands the event's experts that are not there. First it waits for copies ahead, so
+    // that later choices do not depend on the speed of copies.
     bool place(Context & context, Lock & lock) override {
         if (!take_tensor(context, lock)) {
             context.fail(MOEGGUF_CANCELLED, "cancelled");
             return false;
         }
         Event & event = context.event;
-        for (int expert : event.experts) { // take_tensor() has freed the own slot of each expert that is not there
+        for (int expert : event.experts) { // the slot of each absent expert is free after take_tensor()
             if (event.slot_of[expert] >= 0) { continue; }
             const int s = context.pinned.tier->assign(event.il, expert, event.step);
             context.pinned.pin(s);
@@ -64,18 +67,19 @@ class StagedSupply final : public Supply {
         return true;
     }
 
-    // Drops the transfers ahead. The slots that they come from are free once the copies under way are done.
+    // Drops the copies for later layers. Slots that they come from stay pinned until copies that have begun are done.
     void drop_ahead() override {
         for (const auto & tier : tiers_.staging) { drop(*tier, nullptr); }
     }
 
-    // Gives experts of a prompt's last pass to slots, and copies the experts of the next layer ahead.
+    // Assigns slots to the most used experts if the pass is the prompt's last one. Copies the experts of the next layer
+    // ahead.
     void finish(Context & context) override {
         Lock lock(shared_.mutex);
         std::fill(counts_.begin(), counts_.end(), 0);
         for (size_t i = 0; i < context.event.n_ids(); i++) { counts_[context.event.ids[i]] += 1; }
         if (context.announced.next >= context.announced.n_tokens) { keep_most_used(context, lock); }
-        // Each tensor that no layer computes with can have a layer ahead.
+        // Each tensor with which no layer computes now can get the experts of a later layer.
         const int n_tensors = context.pinned.tier->numbering.n_slots() / layout_.n_expert_max;
         int il = context.pass.il, n_tokens = context.pass.n_tokens;
         for (int n = 1; n < n_tensors && next_layer(context, il, n_tokens); n++) {
@@ -86,8 +90,8 @@ class StagedSupply final : public Supply {
     }
 
   private:
-    // Nothing is on its way to the tensor any more, or from it, as after a cancelled pass. false: it will not come to
-    // that.
+    // Waits until no copy into the layer's tensor, or from it, is under way: a cancelled pass may have left some. Then
+    // pins the event's experts that are there. Returns false if the wait was cancelled.
     bool take_tensor(Context & context, Lock & lock) {
         Tier & tier = *context.pinned.tier;
         const Event & event = context.event;
@@ -101,8 +105,8 @@ class StagedSupply final : public Supply {
         return come() || stall(shared_, tier, lock, come);
     }
 
-    // Pins the experts that came ahead, or are on their way. An expert without a slot on the device is a miss there,
-    // even if it came ahead. Experts in RAM were looked up when they were requested, and count now.
+    // Pins the event's experts that were copied ahead or are on their way, and counts look-ups. An expert without a
+    // slot on the device counts as a miss there, even if it was copied ahead. It then counts as a hit in RAM.
     void pin_there(Context & context) {
         Event & event = context.event;
         Tier &tier = *context.pinned.tier, &slots = *tier.staged_for, &ram = *tier.ram();
@@ -115,7 +119,7 @@ class StagedSupply final : public Supply {
             n_useful += has_slot && slots.residency.request(own);
             if (s < 0) { continue; }
             tier.residency.request(s);
-            tier.residency.clear_failed(s); // the failure was for passes that have ended
+            tier.residency.clear_failed(s); // the failure belongs to passes that have ended
             context.pinned.pin(s);
             event.slot_of[expert] = s;
             if (!has_slot) {
@@ -126,8 +130,9 @@ class StagedSupply final : public Supply {
         count(shared_.counters.prefetch_useful, n_useful);
     }
 
-    // Drops experts that are not whole, and experts that came ahead. The experts of the event stay, and so do whole
-    // experts of other layers. So the result does not depend on the speed of copies.
+    // Vacates slots of a staging tier whose expert is not whole. Also vacates slots whose expert came ahead in vain:
+    // for the layer of the event `keep`, or for any layer without an event. Experts that `keep` chose stay. So the
+    // result does not depend on the speed of copies.
     void drop(Tier & tier, const Event * keep) {
         for (int s = 0; s < tier.residency.n_slots(); s++) {
             const Slot & slot = tier.residency.slot(s);
@@ -136,14 +141,14 @@ class StagedSupply final : public Supply {
             const bool in_vain = slot.prefetched && (!keep || slot.il == keep->il);
             if (!chosen && (in_vain || !tier.residency.complete(s))) {
                 tier.residency.drop(s, all_kinds);
-                tier.vacate(s); // when it has arrived, where a copy has begun
+                tier.vacate(s); // waits for the end of a copy that has begun
             }
         }
     }
 
-    // Gives slots to the experts that most tokens of the pass used, up to a layer's share of the slots, because an
-    // answer begins with them. They take free slots, or the slots of the least recently used experts. Waits for the
-    // copies.
+    // Assigns slots to the experts that most tokens of the pass used, because the answer will probably use them, too.
+    // There are at most as many as a layer's share of the slots. They take free slots, or the slots of the least
+    // recently used experts. Waits for the copies.
     void keep_most_used(Context & context, Lock & lock) {
         const Event & event = context.event;
         Tier &from = *context.pinned.tier, &to = *from.staged_for;
@@ -152,7 +157,7 @@ class StagedSupply final : public Supply {
         std::vector<int> chosen = event.experts;
         std::stable_sort(chosen.begin(), chosen.end(), [&](int a, int b) { return counts_[a] > counts_[b]; });
         chosen.resize(std::min(chosen.size(), most));
-        for (int expert : chosen) { // chosen experts that are there must not be evicted for the others
+        for (int expert : chosen) { // a chosen expert with a slot must not be evicted for another one
             if (const int s = to.residency.find(il, expert); s >= 0) { to.residency.touch(s); }
         }
         std::vector<SlotRef> kept;
@@ -174,8 +179,8 @@ class StagedSupply final : public Supply {
         stall(shared_, from, lock, [&] { return std::all_of(kept.begin(), kept.end(), is_done); });
     }
 
-    // The layer that is computed next for many tokens, in this pass or in the next one of the same prompt. false: not
-    // known.
+    // Finds the layer after `il` that is computed next for all tokens of a pass, in this pass or in the prompt's next
+    // pass. Writes the layer to `il`, and the number of tokens to n_tokens. Returns false if it is not known.
     bool next_layer(const Context & context, int & il, int & n_tokens) const {
         const std::vector<int> & layers = layout_.moe_layers;
         const auto whole = [&](int layer) { return !shortens_[layer]; };
@@ -189,7 +194,8 @@ class StagedSupply final : public Supply {
         return true;
     }
 
-    // All of it, where it has enough tokens: of fewer tokens' experts too many would come in vain.
+    // Copies all experts of a layer ahead, if the pass has enough tokens. For fewer tokens too many experts would come
+    // in vain.
     void copy_layer_ahead(int il, int n_tokens, int computing) {
         Tier & to = tiers_.of(il, n_tokens);
         const Window window = to.numbering.window(il);
@@ -205,7 +211,8 @@ class StagedSupply final : public Supply {
         }
     }
 
-    // Only what is in a slot, on the device or in RAM: nothing makes room, so that slots stay as they are.
+    // Queues a copy of an expert into the tensor, if a slot on the device or in RAM has the whole expert. Evicts
+    // nothing. Returns false if no copy was queued.
     bool borrow(Tier & to, int il, int expert) {
         const auto whole = [&](Tier & tier) {
             const int s = tier.residency.find(il, expert);
@@ -221,11 +228,11 @@ class StagedSupply final : public Supply {
     }
 
     Tiers & tiers_;
-    bool ahead_ = false;            // a transfer ahead may be on its way
-    std::vector<uint8_t> shortens_; // [n_layer] the layer computes only the tokens whose logits are needed
-    int last_il_ = -1;              // layer of the event before
-    int last_tokens_ = 0;           // tokens of the pass of the event before
-    std::vector<int> counts_;       // [n_expert_max] tokens of the event that use an expert
+    bool ahead_ = false;            // a copy for a later layer may be on its way
+    std::vector<uint8_t> shortens_; // [n_layer] 1: the layer is computed only for tokens whose logits are needed
+    int last_il_ = -1;              // layer of the previous event
+    int last_tokens_ = 0;           // number of tokens in the previous event's pass
+    std::vector<int> counts_;       // [n_expert_max] number of the event's tokens that use each expert
 };
 
 } // namespace

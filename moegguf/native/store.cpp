@@ -1,4 +1,4 @@
-// store.cpp: implements store.h: puts the parts together and takes them apart.
+// store.cpp: implements store.h: makes the parts of a store, starts their threads, and stops them.
 #include "store.h"
 
 #include <algorithm>
@@ -47,12 +47,12 @@ Store::Store(const moegguf_config & config)
 }
 
 Store::~Store() {
-    events.stop(); // while what its callbacks may call is still there
+    events.stop(); // first, because callbacks may still call the store
     forecaster.set(nullptr);
     stop_links();
 }
 
-// Supplies may be gone from then on.
+// Stops the threads of all links. Afterwards no link uses a supply.
 void Store::stop_links() {
     for (const auto & link : copies) { link->stop(); }
     transfers.stop();

@@ -1,6 +1,6 @@
-"""The expert store as a Python object, one method per call of the C ABI, and what its calls take and give.
+"""The expert store as a Python object, with one method for each call of the C ABI.
 
-That is its options, its listener's events as numpy, and the policies that it carries out itself.
+The module also has the store's options, the names of its eviction policies, and the conversion of events to numpy.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from moegguf.quantities import Link
 
 
 class Tier(enum.IntEnum):
-    """The place of slots: the memory of all devices that layers compute with, or RAM below it."""
+    """A tier of slots: COMPUTE in the memory of all devices that compute layers, RAM below it."""
 
     COMPUTE = abi.COMPUTE_TIER
     RAM = abi.RAM_TIER
 
 
-STAGING_TENSORS = 2  # one is filled while the other is computed with; more gain nothing
-STAGING_SHARE = 0.25  # largest share of the device's memory for experts for several tensors: they cost answers slots
+STAGING_TENSORS = 2  # one is filled while a layer computes with the other; a third one brings no gain
+STAGING_SHARE = 0.25  # largest share of a device's memory for experts that two staging tensors get; slots get the rest
 
 
 @dataclass(frozen=True)
 class DeviceSlots:
-    """A device that computes layers, and the slots there for their experts."""
+    """A device that computes layers, and the slots in its memory for their experts."""
 
     name: str | None  # ggml's name; None: the CPU
     n_slots: int
     layers: Collection[int]  # il of its layers; layers without experts do not count
-    through_ram: bool = False  # misses come through slots in RAM, if the store has some
-    staging: int = 0  # tensors of a layer's full shape in which prompts are staged
-    pass_slots: int = 0  # slots that a pass may need at once if it is not staged; 0: the slots of a token
-    link: Link | None = None  # simulated link from RAM to the device; None: the store's options have it
+    through_ram: bool = False  # missing experts are read into slots in RAM first, if the store has such slots
+    staging: int = 0  # number of staging tensors for prompts, each with space for all experts of a layer
+    pass_slots: int = 0  # slots that a pass may need at once if it is not staged; 0: as many as one token needs
+    link: Link | None = None  # simulated link from RAM to the device; None: the link in the store's options
 
 
 UInt64s = npt.NDArray[np.uint64]
@@ -61,7 +61,7 @@ _COUNTED_BY_TIER = (
 
 
 def _bits(options: StoreOptions | ListenOptions, enum: str) -> int:
-    """Returns the bits of an enum of flags whose names are fields that are True."""
+    """Returns the flags of a C enum whose names are fields of `options` with the value True."""
     return sum(bit for name, bit in abi.enum(enum).items() if getattr(options, name))
 
 
@@ -69,48 +69,49 @@ def _bits(options: StoreOptions | ListenOptions, enum: str) -> int:
 class StoreOptions:
     """The ways in which the store moves experts. The defaults were measured; tests and ablations turn parts off."""
 
-    readers: int = 4  # threads that read each copy of the file
+    readers: int = 4  # number of threads that read each copy of the file
     repack: bool = True  # slots have the layout of the CPU's fastest kernels
-    direct: bool = True  # O_DIRECT
-    chunked: bool = True  # prefetches go matrix by matrix
+    direct: bool = True  # files are read with O_DIRECT
+    chunked: bool = True  # prefetches are read matrix by matrix
     preempt: bool = True  # a routing event drops stale prefetches of its layer
-    demand_first: bool = True  # demands are read before all prefetches, else after earlier requests
-    overlap: bool = True  # a layer's computing begins before all of its matrices are there
-    # A pass that chooses nearly all experts of a layer fetches experts of the next layer meanwhile, as many as fit. In
-    # such passes, and where a pass's experts do not fit, experts of the layer that comes last are evicted first,
-    # unless the policy's scores decide.
+    demand_first: bool = True  # demands are read before all prefetches; False: after them
+    overlap: bool = True  # a layer begins to compute before all of its matrices are there
+    # If a pass chooses nearly all experts of a layer, experts of the next layer are prefetched into the slots that are
+    # left. In such passes, and in prompts with more experts than slots, the experts of the layer that is needed last
+    # are evicted first, unless the policy's scores decide.
     sweep: bool = True
-    # The experts of a prompt's layer pass through a few slots, each read once, also if each could have its own slot.
+    # If True, a prompt's experts are streamed through a few slots in each layer, and each expert is read once. If not,
+    # this happens only if the experts of a pass do not fit into the slots.
     stream: bool = False
     fill: bool = True  # reads all experts in the background if every expert has a slot
     staging: int | None = None  # staging tensors of a device, up to STAGING_TENSORS; None: the planned number
     simulate: bool = False
-    device: str | None = None  # ggml device of the slots, None for the CPU
-    link_bytes_per_s: float = 0.0  # simulation only; 0: transfers are free
+    device: str | None = None  # ggml's name of the device that has the slots; None: the CPU
+    link_bytes_per_s: float = 0.0  # speed of the simulated link from the files; 0: reads take no time
     link_latency_s: float = 0.0
-    copy_bytes_per_s: float = 0.0  # simulated link from RAM to the device; 0: copies are free
+    copy_bytes_per_s: float = 0.0  # speed of the simulated link from RAM to the device; 0: copies take no time
     copy_latency_s: float = 0.0
 
     @property
     def can_stream(self) -> bool:
-        """True if experts may be streamed, if kernels can do it (`SlotSizes.streams`)."""
+        """True if these options allow streaming of experts. The kernels must support it, too (`SlotSizes.streams`)."""
         return self.overlap and self.device is None
 
 
 @dataclass(frozen=True)
 class ListenOptions:
-    """The data that a listener gets beside expert ids, and the cost that it may have."""
+    """Options of a listener: the data that it receives in addition to expert ids, and the way of delivery."""
 
     weights: bool = False  # the router's weights
     inputs: bool = False  # the router's input vectors, for passes of at most `max_input_tokens`
     everything: bool = False  # compute threads wait for a slow listener instead of dropping events
-    lockstep: bool = False  # each event waits until earlier ones were delivered: slow, and reproducible
-    lazy: bool = False  # many events at a time, up to 0.1 s late, which disturbs the model less
+    lockstep: bool = False  # each event waits until all earlier events were delivered: reproducible, but slow
+    lazy: bool = False  # many events are delivered at a time, up to 0.1 s late, which slows the model less
     max_input_tokens: int = 1
 
 
 def _copied(values: Any, *shape: int, dtype: type = np.int32) -> Any:
-    """A copy of that many values of 4 bytes; None for a null pointer."""
+    """Copies a C array of 4-byte values into a numpy array with this shape. Returns None for a null pointer."""
     return np.frombuffer(c.string_at(values, 4 * math.prod(shape)), dtype).reshape(shape) if values else None
 
 
@@ -133,24 +134,21 @@ def _routing(event: Any) -> RoutingEvent:
 
 
 def _arrays(il: Integers, experts: Integers) -> tuple[Any, Any, int]:
-    """(layers, experts, n) of as many pairs as there are."""
+    """Returns (layers, experts, n): two C arrays, and their common length n. A longer sequence is cut."""
     n = min(len(il), len(experts))
     return (c.c_int32 * n)(*il[:n]), (c.c_int32 * n)(*experts[:n]), n
 
 
 class NativePolicy(NamedTuple):
-    """An eviction policy that the store carries out, by its name there.
-
-    takes_forecast: it makes use of `Store.set_forecast`.
-    """
+    """The name of an eviction policy that the store computes."""
 
     name: str
-    takes_forecast: bool = False
+    takes_forecast: bool = False  # True: the policy uses forecasts (`Store.set_forecast`)
 
 
 @functools.cache
 def native_policies() -> Mapping[str, NativePolicy]:
-    """The eviction policies that can be chosen by name."""
+    """Returns the store's eviction policies by their names."""
     found: dict[str, NativePolicy] = {}
     takes_forecast = c.c_int32()
     while name := library.load().moegguf_policy_name(len(found), c.byref(takes_forecast)):
@@ -159,17 +157,16 @@ def native_policies() -> Mapping[str, NativePolicy]:
 
 
 class Store:
-    """A cache of n_slots experts of `layout` in the memory of the device that computes, and n_ram_slots below it in
-    RAM.
+    """A cache of experts of `layout`, with n_slots slots in the memory of the device that computes.
 
-    With n_ram_slots = 0 there is one tier. With two tiers a miss on the device is copied from RAM; an expert that RAM
-    does not have is read from the file into RAM first. `tiers` lists the tiers that exist. `context` has the calls for
-    the llama_context that uses the store.
+    With n_ram_slots = 0 there is one tier. Otherwise there is a second tier with n_ram_slots slots in RAM. A miss on
+    the device is then copied from RAM; an expert that RAM does not have is read from the file into RAM first. `tiers`
+    lists the tiers that exist. `context` has the calls for the llama_context that uses the store.
 
-    n_slots: a number, or the slots of several devices. Then every layer with experts is on one of the devices, and
-    `options.device` has no effect. Their misses come through shared slots in RAM.
+    n_slots: a number, or a list of several devices with their slots. In the second case every layer with experts is on
+    one of the devices, `options.device` has no effect, and devices with `through_ram` share the slots in RAM.
 
-    mirrors: copies of the layout's shards on other drives, from which experts are read, too.
+    mirrors: copies of the layout's shards on other drives. Experts are read from all copies.
 
     Raises AllocationError when the device has no free memory, and ExpertIOError when a shard cannot be opened. Raises
     OptionError for an option out of range, and for a mirror that differs from the shards. Close the store after the
@@ -187,9 +184,9 @@ class Store:
     ) -> None:
         self._library = library.load()
         self._handle: int | None = None
-        self._listener: Any = None  # struct moegguf_listener: what C calls must not be collected
+        self._listener: Any = None  # struct moegguf_listener, kept because C calls its functions
         self._callback_error: BaseException | None = None
-        self._callback_thread = 0  # the thread on which a callback runs now
+        self._callback_thread = 0  # identifier of the thread on which a callback runs now; 0: none
         self._predictor: NativePredictor | None = None  # kept because its arrays are in use
         self.layout = layout
         self.options = options
@@ -253,77 +250,92 @@ class Store:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(n_layer, most experts of a layer): the shape of scores and of the residency map."""
+        """The shape of scores and of the residency map: (n_layer, largest number of experts in a layer)."""
         return self.layout.n_layer, self.layout.n_expert
 
     @property
     def buffer_type(self) -> int:
-        """Address of the reserved buffer type, for llama.cpp's tensor_buft_overrides."""
+        """The address of the reserved buffer type, for llama.cpp's tensor_buft_overrides."""
         return int(self._library.moegguf_store_buft(self.handle))
 
     def _figures(self, call: Any, struct: Any, *arguments: int) -> dict[str, Any]:
-        """The fields of the struct that a call fills, texts decoded."""
+        """Calls a function that fills the struct, and returns the struct's fields as a dict, with texts as str."""
         call(self.handle, *arguments, c.byref(struct))
         fields = {name: getattr(struct, name) for name, *_ in struct._fields_}
         return {k: v.decode(errors="replace") if isinstance(v, bytes) else v for k, v in fields.items()}
 
     def counters(self) -> dict[str, int]:
-        """Every figure of struct moegguf_counters, and some of the tier that layers compute on; times in ns."""
+        """Returns every field of struct moegguf_counters, and some fields of the compute tier; times in ns."""
         tier = self.tier()
         of_tier = {name: tier[name] for name in _COUNTED_BY_TIER}
         return self._figures(self._library.moegguf_store_counters, abi.Counters()) | of_tier
 
     def info(self) -> dict[str, Any]:
-        """Every figure of struct moegguf_tier_info, of the tier that layers compute on."""
+        """Returns every field of struct moegguf_tier_info for the compute tier."""
         return self.tier()
 
     def tier(self, tier: Tier = Tier.COMPUTE) -> dict[str, Any]:
-        """Every figure of struct moegguf_tier_info; times in ns. Raises OptionError where there is no such tier."""
+        """Returns every field of struct moegguf_tier_info for a tier; times in ns.
+
+        Raises OptionError if there is no such tier.
+        """
         return self._figures(self._library.moegguf_store_tier, abi.TierInfo(), tier)
 
     def device(self, index: int) -> dict[str, Any]:
-        """Returns the figures of the slots of one of `devices`. Raises OptionError if there is no such device."""
+        """Returns every field of struct moegguf_tier_info for the slots of devices[index].
+
+        Raises OptionError if there is no such device.
+        """
         return self._figures(self._library.moegguf_store_tier, abi.TierInfo(), abi.DEVICE_TIER + index)
 
     def drives(self) -> list[dict[str, Any]]:
-        """Returns every figure of struct moegguf_drive_info, of the model's own files and of each mirror; nothing in a
-        simulation."""
+        """Returns every field of struct moegguf_drive_info, for the model's own files and for each mirror.
+
+        The list is empty in a simulation.
+        """
         call = self._library.moegguf_store_drive
         return [self._figures(call, abi.DriveInfo(), index) for index in range(self._n_copies)]
 
     def staging(self) -> dict[str, Any]:
-        """Returns the figures of the tensors of all devices in which prompts are staged; empty without any.
+        """Returns the fields of struct moegguf_tier_info for the staging tensors of all devices; {} without any.
 
-        Look-ups count experts of prompts: a hit had been copied ahead, or its copy had begun. bytes_prefetched were
-        copied ahead, bytes_missed while a layer waited. copy_ns is the time of both, stall_ns the part that layers
-        waited.
+        Look-ups count experts of prompts. In a hit the expert had been copied ahead, or its copy had begun.
+        bytes_prefetched were copied ahead, and bytes_missed were copied while a layer waited. copy_ns is the time of
+        all copies, and stall_ns the time for which layers waited.
         """
         figures = self._figures(self._library.moegguf_store_tier, abi.TierInfo(), abi.STAGING_TIER)
         return figures if figures["n_slots"] else {}
 
     def residency(self, tier: Tier = Tier.COMPUTE) -> npt.NDArray[np.uint8]:
-        """(n_layer, n_expert): 0 absent, 1 on its way, 2 there. Raises OptionError where there is no such tier."""
+        """Returns the state of each expert in a tier, (n_layer, n_expert): 0 absent, 1 on its way, 2 there.
+
+        Raises OptionError if there is no such tier.
+        """
         there = np.zeros(self.shape, np.uint8)
         self._library.moegguf_store_residency(self.handle, tier, there.ctypes.data, there.size)
         return there
 
     def activity(self) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
-        """(look-ups, slots given) of each expert since open, both (n_layer, n_expert).
+        """Counts each expert's look-ups, and the slots assigned to it, since the store was opened.
 
-        Look-ups of single tokens in a fully resident pool count only while watched: see `watch`.
+        Returns (look-ups, assigned slots), both (n_layer, n_expert). In a pool that has every expert, look-ups are
+        counted only while `watch` is on.
         """
         uses, loads = np.zeros(self.shape, np.uint32), np.zeros(self.shape, np.uint32)
         self._library.moegguf_store_activity(self.handle, uses.ctypes.data, loads.ctypes.data, uses.size)
         return uses, loads
 
     def watch(self, on: bool) -> None:
-        """While on, layers of a fully resident pool are not skipped: `activity` is complete, and they cost more."""
+        """Turns the complete count of `activity` on or off.
+
+        While it is on, the store also handles routing events of layers whose experts are all in slots. This is slower.
+        """
         self._library.moegguf_store_watch(self.handle, on)
 
     def set_scores(self, scores: npt.ArrayLike | None) -> None:
-        """Scores (n_layer, n_expert): the lowest goes first, least recently used among equals.
+        """Sets scores (n_layer, n_expert) for evictions: the expert with the lowest score is evicted first.
 
-        None: the policy set with `set_policy` decides.
+        Among equals it is the least recently used expert. None: the policy from `set_policy` decides again.
         """
         if scores is None:
             self._library.moegguf_store_set_scores(self.handle, None, 0)
@@ -350,20 +362,21 @@ class Store:
         self._library.moegguf_store_set_forecast(self.handle, table.ctypes.data, mask.ctypes.data, table.size)
 
     def set_policy(self, name: str = "lru", tier: Tier = Tier.COMPUTE, values: Sequence[float] = ()) -> None:
-        """A tier evicts by the policy of this name from now on; see `native_policies`. It starts anew.
+        """Sets the eviction policy of a tier, by a name from `native_policies`. The policy starts without a history.
 
-        values: numbers in place of its own, for tests; its file in `moegguf/native/policies` says which. A score table
-        in force, on the tier that layers compute on, comes before. Raises OptionError for an unknown name, or a value
-        out of range; the policy before then stays.
+        values: numbers that replace the policy's constants, for tests; the policy's file in `moegguf/native/policies`
+        describes them. While scores are set (`set_scores`), they decide in the compute tier. Raises OptionError for an
+        unknown name or a value out of range; the earlier policy then stays.
         """
         numbers = np.array(values, np.float32)
         self._library.moegguf_store_set_policy(self.handle, tier, name.encode(), numbers.ctypes.data, numbers.size)
 
     def set_predictor(self, predictor: NativePredictor | None, forecast: NativeForecast = NativeForecast()) -> None:
-        """Predicts what comes in passes of one token, on a thread of the store's own, and acts on it; None: no longer.
+        """Sets the predictor of the experts that passes will use; None: nothing is predicted.
 
-        Raises OptionError for an unknown name, a missing array or one of a wrong size, and a limit out of range; the
-        predictor before then stays.
+        It runs on the store's own thread, in passes in which each sequence decodes one token. The store passes its
+        forecasts to policies, and issues prefetches. Raises OptionError for an unknown name, a missing array, an array
+        of a wrong size, or a limit out of range; the earlier predictor then stays.
         """
         chosen = None if predictor is None else c.byref(predictor_struct(predictor, forecast))
         self._library.moegguf_store_set_predictor(self.handle, chosen)
@@ -374,9 +387,9 @@ class Store:
         self._library.moegguf_store_prefetch(self.handle, on)
 
     def forecast(self) -> tuple[Float32s, npt.NDArray[np.bool_]]:
-        """(probabilities (n_layer, n_expert) as the store's predictor gave them, layers (n_layer,) they are about).
+        """Returns (probabilities (n_layer, n_expert), known (n_layer,)): what the store's predictor predicts.
 
-        A layer's part ends when it is routed.
+        known is True for layers with a forecast. The forecast of a layer ends when its router has chosen.
         """
         probabilities, known = np.zeros(self.shape, np.float32), np.zeros(self.layout.n_layer, np.uint8)
         self._library.moegguf_store_forecast(
@@ -385,21 +398,25 @@ class Store:
         return probabilities, known.astype(bool)
 
     def prefetch(self, il: Integers, experts: Integers) -> None:
-        """Asks for experts (il[i], experts[i]) early, in order, behind those asked for before. Unknown or resident ones
-        are dropped, and counted."""
+        """Queues prefetches of experts (il[i], experts[i]), in this order, after earlier requests.
+
+        Experts that are unknown or already in a slot are dropped and counted.
+        """
         self._library.moegguf_store_want(self.handle, *_arrays(il, experts), False)
 
     def warm(self, il: Integers, experts: Integers) -> None:
-        """Fills free slots in the background with experts (il[i], experts[i]), in this order: first slots of the tier
-        that computes, then slots in RAM below it.
+        """Fills free slots in the background with experts (il[i], experts[i]), in this order.
 
-        Waits for all demands, and evicts nothing. Replaces the experts given before.
+        Slots of the compute tier are filled first, then slots in RAM. All other transfers come first, and nothing is
+        evicted. A later call replaces the experts of an earlier one.
         """
         self._library.moegguf_store_want(self.handle, *_arrays(il, experts), True)
 
     def pause_fill(self, on: bool) -> None:
-        """Until called with False, free slots are not filled with what nothing waits for: the processor and the disk
-        have other work."""
+        """Pauses the filling of free slots in the background, or resumes it.
+
+        The caller does this while the processor and the disk have other work.
+        """
         self._library.moegguf_store_pause_fill(self.handle, on)
 
     def listen(
@@ -408,10 +425,10 @@ class Store:
         on_tokens: Callable[[Announcement], None] | None = None,
         options: ListenOptions | None = None,
     ) -> None:
-        """Calls back on the store's event thread, never on a compute thread. Without callbacks: stops, after the last.
+        """Calls these functions for each event, on the store's event thread, never on a compute thread.
 
-        The arrays are the callee's to keep. An exception in a callback ends its calls and is raised from the next
-        `raise_callback_error`.
+        Without functions it stops the calls, and returns after the last one. The functions may keep an event's arrays.
+        An exception in a function ends the calls, and the next `raise_callback_error` raises it.
         """
         self._library.moegguf_store_listen(self.handle, None)
         self._listener = None
@@ -432,7 +449,7 @@ class Store:
             self._callback_thread = threading.get_ident()
             try:
                 callback(convert(event.contents))
-            except BaseException as error:  # an exception must not enter the C++ below
+            except BaseException as error:  # an exception must not reach the C++ code that calls this
                 self._callback_error = error
             finally:
                 self._callback_thread = 0
@@ -445,7 +462,7 @@ class Store:
         return self._callback_thread == threading.get_ident()
 
     def raise_callback_error(self) -> None:
-        """Raises CallbackError when a callback has failed, once."""
+        """Raises CallbackError if a callback has failed since the last call."""
         error = self._callback_error
         if error is not None:
             self.listen()
@@ -453,26 +470,29 @@ class Store:
             raise CallbackError(f"a callback raised {type(error).__name__}: {error}; listening stopped.") from error
 
     def cancel(self, on: bool = True) -> None:
-        """Ends passes in flight and to come as cancelled, until called with False."""
+        """Cancels the running pass and all later passes, until it is called with False."""
         self._library.moegguf_store_cancel(self.handle, on)
 
     def resize(self, n_slots: int, tier: Tier = Tier.COMPUTE, device: int | None = None) -> None:
-        """Uses n_slots slots of a tier, up to the number that it was opened with, while no pass is under way.
+        """Sets the number of slots that a tier uses, up to the number with which it was opened.
 
-        The memory of the other slots goes back to the system if it is pageable host memory. Elsewhere the pool is
-        allocated anew; slots are emptied first if there is too little memory for both.
+        No pass may be under way. Pageable host memory of the other slots goes back to the system. In other memory a
+        new pool is allocated; all slots are emptied first if there is too little memory for both pools.
 
         device: index of the one device that is resized. Without it, several devices share the slots in proportion to
-        the numbers that they were opened with. Slots of the CPU beside devices stay as they are.
+        the numbers with which they were opened. If GPUs compute layers, too, the CPU's slots keep their number.
 
-        Raises AllocationError when the device refuses more; the slots are then as before. Raises OptionError for a
-        number that is not possible.
+        Raises AllocationError when the device refuses more memory; the slots are then as before. Raises OptionError
+        for a number that is not possible.
         """
         index = tier if device is None else abi.DEVICE_TIER + device
         self._library.moegguf_store_resize(self.handle, index, n_slots)
 
     def drain(self, timeout_s: float = 600.0) -> None:
-        """Waits until nothing is queued or being read, and checks (`check`)."""
+        """Waits until no transfer is queued or under way, then verifies the bookkeeping (`check`).
+
+        Raises GenerationCancelled after timeout_s.
+        """
         self._library.moegguf_store_drain(self.handle, timeout_s)
 
     def check(self) -> None:
@@ -480,18 +500,18 @@ class Store:
         self._library.moegguf_store_check(self.handle)
 
     def advance(self, ns: int) -> None:
-        """Simulation: compute time passes on the modelled clock."""
+        """Moves the modelled clock of a simulation forward, as if layers had computed for this time."""
         self._library.moegguf_store_sim_advance(self.handle, ns)
 
     def close(self) -> None:
-        """Joins the threads and frees the pool. Twice is harmless."""
+        """Ends the store's threads and frees its pools. A second call does nothing."""
         handle, self._handle = self._handle, None
         if handle is not None:
             self._library.moegguf_store_close(handle)
 
 
 class StoreContext:
-    """A store as the llama_context that computes with it sees it: tokens, routing events, and why a pass failed."""
+    """The store's calls for the llama_context that uses it: announced tokens, routing events, failures of passes."""
 
     def __init__(self, store: Store) -> None:
         self._library = library.load()
@@ -503,17 +523,18 @@ class StoreContext:
         return self._store.handle
 
     def eval_callback(self) -> int:
-        """Address of the callback for llama_context_params.cb_eval; its user data is `handle`."""
+        """Returns the address of the callback for llama_context_params.cb_eval; its user data is `handle`."""
         return c.cast(self._library.moegguf_eval, c.c_void_p).value or 0
 
     def abort_callback(self) -> int:
-        """Address of the callback for llama_context_params.abort_callback; its user data is `handle`."""
+        """Returns the address of the callback for llama_context_params.abort_callback; its user data is `handle`."""
         return c.cast(self._library.moegguf_abort, c.c_void_p).value or 0
 
     def acquire(self, il: int, expert_ids: npt.ArrayLike, inputs: Float32s | None = None) -> Int32s:
-        """Slot ids for expert_ids (n_tokens, n_expert_used) of layer il: as the hook does, for simulation and tests.
+        """Acquires experts (n_tokens, n_expert_used) of layer il, and returns the slot id of each one.
 
-        inputs (n_tokens, n_embd): what entered the router, for predictors.
+        The hook does the same while a model computes; simulations and tests call this function. inputs (n_tokens,
+        n_embd): the router's input vectors, for predictors.
         """
         ids = np.atleast_2d(np.ascontiguousarray(expert_ids, np.int32))
         slots = np.empty_like(ids)
@@ -545,19 +566,21 @@ class StoreContext:
         self._library.moegguf_context_replay(self.handle, c.byref(routing), c.byref(n_done))
 
     def awaits_tokens(self, sequence: int, phase: Phase) -> bool:
-        """Forgets the tokens announced last: others come next, the first of them of this request and phase.
+        """Forgets the announced tokens, and notes the sequence and phase of the next tokens.
 
-        Returns whether they have to be announced: False while every expert has a slot and nothing listens or predicts.
+        Returns True if the next tokens have to be announced. Returns False if every expert is in a slot of its own and
+        there is no listener.
         """
         return bool(self._library.moegguf_context_awaits_tokens(self.handle, sequence, phase))
 
     def announce(
         self, sequence: int | Integers, phase: int | Integers, tokens: Integers, outputs: Integers | None = None
     ) -> None:
-        """Gives the listener the tokens evaluated next, and routing events their requests and phases.
+        """Announces the tokens that are evaluated next, to the listener and to the predictor.
 
-        sequence, phase: of all tokens, or of each (n_tokens,). outputs (n_tokens,): whose logits are wanted; None: of
-        all. Comes before every pass, so that it costs little. Raises OptionError.
+        sequence, phase: one value for all tokens, or a value for each token (n_tokens,). outputs (n_tokens,): 1 for
+        tokens whose logits are needed; None: for all tokens. The call comes before every pass, so it is fast. Raises
+        OptionError if the lengths differ.
         """
         n = len(tokens)
         given = sequence, phase, 1 if outputs is None else outputs
@@ -572,7 +595,10 @@ class StoreContext:
         self._library.moegguf_context_announce(self.handle, c.byref(event))
 
     def take_failure(self) -> Any:
-        """Returns the failure of the last pass once (struct moegguf_failure), or None. For the thread that computes."""
+        """Returns the failure of the last pass (struct moegguf_failure), and forgets it; None: there is no failure.
+
+        Only the thread that computes may call this.
+        """
         if self._library.moegguf_context_is_clear(self.handle):
             return None
         failure = abi.Failure()

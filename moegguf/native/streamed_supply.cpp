@@ -1,6 +1,6 @@
-// streamed_supply.cpp: streams the experts of a prompt's layer that do not fit the slots through a few slots, matrix by
-// matrix. Each matrix is read once, while the CPU multiplies with others: the prefill pipeline of DuoServe-MoE (section
-// 5.2).
+// streamed_supply.cpp: streams experts of a prompt's layer that do not fit into the slots through a few slots, matrix
+// by matrix. Each matrix is read once, while the CPU multiplies with earlier matrices. This is the prefill pipeline of
+// DuoServe-MoE (section 5.2).
 //
 // It may pin and assign slots of the CPU's tier. It chooses the matrix that readers read next and the matrix that
 // kernels take next. The experts that are in the slots when the layer ends stay there whole.
@@ -12,11 +12,12 @@
 namespace moegguf {
 namespace {
 
-// Slots that a layer is streamed through, at most: while one is multiplied with, readers fill the rest.
+// Largest number of slots through which a layer is streamed. Kernels multiply with one slot while readers fill the
+// rest.
 constexpr int most_streaming_slots = 8;
 
-// One layer at a time. All compute threads take the experts in the same order, each as index i through
-// slot i % n_slots; a matrix is overwritten when every thread is past it.
+// Streams one layer at a time. All compute threads take the experts in the same order. The expert with index i passes
+// through slot i % n_slots. Its matrix is overwritten when every thread has multiplied with it.
 class StreamedSupply final : public Supply, private StreamedReads, private ExpertStream {
   public:
     StreamedSupply(const Layout & layout, Shared & shared, Transfers & transfers, Tier * tier)
@@ -35,8 +36,8 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
 
     bool computes_on_arrival(int il) const override { return arrivals_.covers(il); }
 
-    // Streams where experts do not fit, or where streaming is chosen. A caller that waits for matrices here cannot
-    // receive some of them at a time.
+    // Returns true if the event's experts are streamed: they do not fit into the slots, or MOEGGUF_STREAM is set. The
+    // kernels must take the matrices one by one. So the result is false if the caller waits for matrices itself.
     bool can_stream(const Context & context) const override {
         const Event & event = context.event;
         const Tier & tier = *context.pinned.tier;
@@ -44,7 +45,7 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
             return false;
         }
         const bool asked =
-            !kernels_take() || (event.wait_kinds == 0 && event.ids_in_place); // kernels ask for these ids
+            !kernels_take() || (event.wait_kinds == 0 && event.ids_in_place); // kernels take matrices by these ids
         return asked && ((int)event.experts.size() > tier.residency.n_usable() || shared_.has(MOEGGUF_STREAM));
     }
 
@@ -68,7 +69,8 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
         Supply::release(context);
     }
 
-    // Kernels wait for what they take themselves.
+    // Waits for the experts that have their own slots. Kernels wait for streamed experts themselves; in a simulation,
+    // which has no kernels, this function also waits for the end of the stream.
     void wait(Context & context, uint8_t kinds) override {
         if (!kernels_take()) {
             Lock lock(shared_.mutex);
@@ -82,23 +84,26 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
     }
 
   private:
-    // One kind of matrix. Index i is held by slot i % n_slots; what comes there next is i + n_slots.
+    // The progress of the stream for one kind of matrix. Slot i % n_slots has the matrix of the expert with index i,
+    // and later the matrix of the expert with index i + n_slots.
     struct Kind {
-        std::unique_ptr<std::atomic<int>[]> held;   // [n_slots] the index whose matrix is there, -1: none
-        std::unique_ptr<std::atomic<int>[]> n_past; // [n] threads that are past it
-        int n_asked = 0;
-        int n_free = 0; // every thread is past the indices below
+        std::unique_ptr<std::atomic<int>[]> held;   // [n_slots] index of the expert whose matrix is there; -1: none
+        std::unique_ptr<std::atomic<int>[]> n_past; // [n experts] number of threads that have multiplied with each one
+        int n_asked = 0;                            // number of matrices whose reads have begun
+        int n_free = 0;                             // number of matrices, from the first on, that all threads have used
     };
-    bool kernels_take() const { return tier_->pool(); } // no kernel runs in a simulation, which has no memory
+    bool kernels_take() const { return tier_->pool(); } // false in a simulation, which has no memory and no kernels
     Kind & of(uint8_t kind) { return kinds_[__builtin_ctz(kind)]; }
 
-    // Half of a small pool, so that what is there of the layer is not read again.
+    // Returns the largest number of slots for the stream. In a small pool it is half of the slots, so that experts of
+    // the layer in the other half are not read again.
     int most_slots(const Context & context) const {
         const int n_usable = tier_->residency.n_usable(), half = std::max(2, n_usable / 2);
         return std::min({most_streaming_slots, half, n_usable, (int)context.event.experts.size()});
     }
 
-    // Assigns at least one slot, and more if there are free ones.
+    // Assigns slots to the stream: waits for the first slot, and takes further ones that are free or may be evicted.
+    // Returns false if there is no slot; the pass has then failed.
     bool take_slots(Context & context, size_t n_absent, Lock & lock) {
         const Event & event = context.event;
         const auto assign = [&] { return tier_->assign(event.il, no_expert, event.step); };
@@ -137,7 +142,7 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
         shared_.done.notify_all();
     }
 
-    // StreamedReads.
+    // Implements StreamedReads, which reader threads call. Takes the next matrix for which a slot is free; false: none.
     bool next_read(Job & job) override {
         if (!context_) { return false; }
         for (const uint8_t kinds : order_of_use) {
@@ -159,12 +164,12 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
         if (!context_ || job.requests != number_) { return; }
         Kind & kind = of(job.kinds);
         kind.held[job.streamed % slots_.size()].store(job.streamed, std::memory_order_release);
-        if (!kernels_take()) { // multiplied with at once
+        if (!kernels_take()) { // a simulation has no kernels: the matrix counts as used at once
             give_free(kind);
         }
     }
 
-    // ExpertStream.
+    // Implements ExpertStream, which kernels call. Returns true if these are the ids of the streamed layer.
     bool has(const void * ids) const override { return ids_.load(std::memory_order_acquire) == ids; }
     int own_slot(int expert) const override { return slot_of_[expert]; }
     int n_experts() const override { return (int)experts_.size(); }
@@ -175,7 +180,7 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
         if (i > n) { return -1; }
         order.i += 1;
         if (i > 0 && kind.n_past[i - 1].fetch_add(1, std::memory_order_acq_rel) + 1 == order.n_threads) {
-            Lock lock(shared_.mutex); // the last thread that is past it frees its slot
+            Lock lock(shared_.mutex); // the last thread that has used the matrix frees its slot
             give_free(kind);
         }
         if (i == n || !wait_for_index(kind, i, is_first_thread)) { return -1; }
@@ -183,7 +188,7 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
         return experts_[i];
     }
 
-    // Until index i is there; false when it will not come.
+    // Waits until the matrix with index i is there. Returns false if it will not come.
     bool wait_for_index(Kind & kind, int i, bool is_first_thread) {
         const size_t r = i % slots_.size();
         const std::atomic<int> & held = kind.held[r];
@@ -193,7 +198,7 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
                        [&] { return held >= i || given_up_ || tier_->residency.failed(slots_[r]); });
         if (!lock) { return false; }
         if (held == i) { return true; }
-        shared_.given_up += !given_up_ && !tier_->residency.failed(slots_[r]); // not for a failed read
+        shared_.given_up += !given_up_ && !tier_->residency.failed(slots_[r]); // a failed read does not count
         given_up_ = true;
         shared_.done.notify_all();
         return false;
@@ -210,11 +215,11 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
         if (all) { end(); }
     }
 
-    // The last experts stay, as if they had been loaded for good.
+    // Ends the stream. The last experts keep their slots, like any loaded expert.
     void end() {
         const int n = (int)experts_.size(), n_slots = (int)slots_.size();
         for (int i = std::max(0, n - n_slots); i < n; i++) {
-            if (tier_->residency.find(il_, experts_[i]) < 0) { // a prefetch may have loaded it
+            if (tier_->residency.find(il_, experts_[i]) < 0) { // the expert may have another slot because of a prefetch
                 tier_->residency.end_stream(slots_[i % n_slots], experts_[i]);
             }
         }
@@ -224,14 +229,14 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
     Tier * const tier_; // the tier in the CPU's memory; nullptr: none
     Arrivals arrivals_;
     Kind kinds_[MOEGGUF_MAX_KINDS];
-    bool given_up_ = false;             // a thread has given up: no slot becomes free any more
+    bool given_up_ = false;             // a thread has stopped waiting, so no slot becomes free any more
     const Context * context_ = nullptr; // nullptr: nothing is streamed
     std::atomic<const void *> ids_{nullptr};
     int il_ = -1;
-    uint32_t number_ = 0;      // number of this stream, so that late reads of others are recognized
+    uint32_t number_ = 0;      // number of this stream; late reads of an earlier stream have a lower number
     std::vector<int> slots_;   // slots that the experts pass through
-    std::vector<int> experts_; // experts in their order
-    std::vector<int> slot_of_; // [n_expert_max] slots of experts that do not pass through
+    std::vector<int> experts_; // experts that pass through the slots, in this order
+    std::vector<int> slot_of_; // [n_expert_max] slot of an expert that has its own; otherwise negative
 };
 
 } // namespace

@@ -1,4 +1,4 @@
-// supply.cpp: implements supply.h: the supply from slots, and struct Context.
+// supply.cpp: implements supply.h: class Supply, which uses slots of the experts' own, and the state of a context.
 #include "supply.h"
 
 #include "copies.h"
@@ -34,7 +34,7 @@ bool Supply::place(Context & context, Lock & lock) {
     transfers_.demand(*pinned.tier, pinned.slots, submits);
     if (submits) { tier.copies->submit_own(lock); }
     if (pinned.stream && !pinned.awaits_file(all_kinds)) {
-        event.wait_kinds = all_kinds; // the stream waits for copies, so the layer need not stop again
+        event.wait_kinds = all_kinds; // the stream waits for the copies, so the layer does not stop again
     }
     return true;
 }
@@ -82,7 +82,7 @@ void Supply::wait(Context & context, uint8_t kinds) {
     if (!pinned.available(kinds) || shared_.cancelled) {
         Lock lock(shared_.mutex);
         const uint64_t start = shared_.clock->now_ns();
-        uint64_t file_done = start; // until then something was still in the file
+        uint64_t file_done = start; // time until which some matrix was neither there nor in RAM
         bool from_file = false;
         stall(shared_, *pinned.tier, lock, [&] {
             file_done = from_file ? shared_.clock->now_ns() : file_done;
@@ -94,7 +94,7 @@ void Supply::wait(Context & context, uint8_t kinds) {
         context.note_failures(shared_);
     }
     const bool orders = !is_on(Remedy::late_notes) || pinned.pending(kinds);
-    if (pinned.stream && kinds && orders && !context.failed()) { // it waits for copies that are under way
+    if (pinned.stream && kinds && orders && !context.failed()) { // makes the stream wait for copies under way
         pinned.tier->copies->order(pinned.stream);
         pinned.ordered |= kinds;
     }
@@ -106,10 +106,10 @@ void Supply::finish(Context & context) {
     for (size_t i = 0; i < event.n_ids(); i++) { event.ids[i] = event.slot_of[event.ids[i]] - first_slot; }
 }
 
-// The context.
+// Functions of the parts of a context, and of the context itself.
 
 const int32_t * Event::begin(const Choice & choice, int n_expert) {
-    for (int expert : experts) { // experts of the event before, also if it ran out of memory
+    for (int expert : experts) { // resets the experts of the event before, even if it has failed
         slot_of[expert] = not_chosen;
     }
     experts.clear();
@@ -162,9 +162,9 @@ void Pinned::unpin() {
 
 uint8_t Pinned::missing(int s, uint8_t kinds) const {
     if (tier->residency.slot(s).streams()) {
-        return 0; // readers know what comes there
+        return 0; // experts are streamed through this slot, and kernels wait for them
     }
-    // `submitted` is read before `ready`, so that a copy that ends in between counts in one of them.
+    // `submitted` is read before `ready`, so that a copy that ends in between is seen in one of them.
     const uint8_t submitted = stream ? tier->copies->submitted(s) : 0;
     return chunks & kinds & ~submitted & ~tier->residency.ready(s);
 }
@@ -201,7 +201,7 @@ void Context::fail(moegguf_status status, const std::string & why) {
 void Context::note_failures(const Shared & shared) {
     failure.read_errors = get(shared.counters.read_errors);
     const uint64_t given_up = shared.given_up;
-    if (failure.given_up != given_up && !pinned.slots.empty()) { // also when it was allowed again since
+    if (failure.given_up != given_up && !pinned.slots.empty()) { // also if the cancellation has been lifted since
         fail(MOEGGUF_CANCELLED, "cancelled");
     }
     failure.given_up = given_up;
@@ -237,7 +237,8 @@ void Context::set_aside(Shared & shared, Lock & lock) {
     note_failures(shared);
 }
 
-// The last layer may be computed for fewer tokens than the pass has: those whose logits are wanted.
+// Collects the sequence and the phase of each token of the event. The last layer may be computed for fewer tokens than
+// the pass has: for the tokens whose logits are needed. Returns false if all tokens belong to one sequence.
 bool Context::gather_tokens(int n_event_tokens) {
     if (pass.first_token < 0 || announced.sequences.empty()) { return false; }
     event.sequences.clear();

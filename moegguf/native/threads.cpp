@@ -1,4 +1,4 @@
-// threads.cpp: implements threads.h: short slices and short spins.
+// threads.cpp: implements threads.h: short time slices, and short spins of OpenMP's threads.
 #include "threads.h"
 
 #include <atomic>
@@ -26,7 +26,7 @@ void ask_for_short_slices() {
         uint64_t period_ns;
     } attributes = {};
     static_assert(sizeof(attributes) == 48, "SCHED_ATTR_SIZE_VER0");
-    constexpr uint64_t keep_policy = 0x08; // SCHED_FLAG_KEEP_POLICY: SCHED_BATCH and SCHED_IDLE, too
+    constexpr uint64_t keep_policy = 0x08; // SCHED_FLAG_KEEP_POLICY, also for SCHED_BATCH and SCHED_IDLE
     attributes.size = sizeof(attributes);
     attributes.flags = keep_policy;
     attributes.nice = getpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid));
@@ -35,7 +35,8 @@ void ask_for_short_slices() {
 #endif
 }
 
-// An OpenMP thread that does nothing: with one for each processor that computes, these are more than there are.
+// An OpenMP team of two threads that does nothing. If every processor has a compute thread, OpenMP then has more
+// threads than processors, and lets waiting threads spin only shortly.
 class ShortSpins::Team {
   public:
 #ifdef _OPENMP
@@ -48,7 +49,7 @@ class ShortSpins::Team {
     void run() {
 #pragma omp parallel num_threads(2)
         {
-            std::atomic_signal_fence(std::memory_order_seq_cst); // compilers leave out what does nothing
+            std::atomic_signal_fence(std::memory_order_seq_cst); // keeps compilers from removing the region
         }
         stop_.get_future().wait();
     }

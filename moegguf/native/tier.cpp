@@ -10,7 +10,7 @@ namespace moegguf {
 namespace {
 
 constexpr int most_devices = 64;
-constexpr int least_of_cuda = 4; // tokens, of all cards: for a card that is only simulated
+constexpr int least_of_cuda = 4; // most_slot_tokens() for a simulated CUDA card: the smallest value of all cards
 
 [[noreturn]] void invalid(const std::string & what) { throw Error(MOEGGUF_INVALID, what); }
 
@@ -31,8 +31,9 @@ std::vector<int> devices_of_layers(const Layout & layout, const moegguf_config &
 
 } // namespace
 
-// CUDA's kernels multiply each token on its own up to a number that depends on the card and the type; the backend says
-// which (patches/vector-tokens.patch). Its kernels for floats do not choose by the number of experts.
+// Up to some number of tokens CUDA's kernels multiply each token on its own. The number depends on the card and on the
+// type; the backend returns it (patches/vector-tokens.patch). Types that are floats are left out, because the choice of
+// their kernels does not depend on the number of experts.
 int most_slot_tokens(const char * name) {
     ggml_backend_dev_t device = name ? ggml_backend_dev_by_name(name) : nullptr;
     if (!device) { return name && strncmp(name, "CUDA", 4) == 0 ? least_of_cuda : 1; }
@@ -88,7 +89,7 @@ Tiers::Tiers(const Layout & layout, const moegguf_config & config)
         const bool is_cpu = memory && ggml_backend_dev_type(memory->device) == GGML_BACKEND_DEVICE_TYPE_CPU;
         if (is_cpu || !device.name) { on_cpu = &tier; }
         add_staging(layout, device, tier, memory);
-        // Slots that a pass needs if it is not staged.
+        // The number of slots that a pass needs at once if it is not staged.
         tier.pass_slots = std::min(std::max(device.n_pass_slots, layers.n_used_max), tier.residency.n_slots());
     }
     if (ram) { all.push_back(ram.get()); }
@@ -97,7 +98,7 @@ Tiers::Tiers(const Layout & layout, const moegguf_config & config)
     }
 }
 
-// Adds staging tensors to a device that is filled from RAM. Any other device has a slot for each expert.
+// Adds staging tensors to a device whose slots are filled from RAM, unless it has a slot for each expert.
 void Tiers::add_staging(const Layout & layout, const moegguf_device & device, Tier & slots, const Memory & memory) {
     if (device.n_staging_tensors < 0 || device.n_staging_tensors > most_staging_tensors) {
         invalid("a device has at most " + std::to_string(most_staging_tensors) + " staging tensors, not " +
@@ -153,7 +154,7 @@ void Tier::vacate(int s) {
     give_back(s);
     const bool leaves_device = ram_ && id == TierId::compute && !slot.streams();
     if (const int r = leaves_device ? ram_->residency.find(slot.il, slot.expert) : -1; r >= 0) {
-        ram_->residency.touch(r); // copies of what stays above age, and go before what has just left it
+        ram_->residency.touch(r); // this copy in RAM now stays longer than copies of experts on the device
     }
     residency.vacate(s);
 }
@@ -226,7 +227,7 @@ int Tier::reallocate(int n_slots) {
                                         " expert slots; there are " + std::to_string(residency.n_usable()) +
                                         " as before");
     }
-    for (int s = 0; s < residency.n_slots(); s++) { evict(s); } // too little for both: they come again when used
+    for (int s = 0; s < residency.n_slots(); s++) { evict(s); } // no memory for both pools: experts are read again
     for (int n = n_slots; n > 0; n /= 2) {
         if (pool_->reallocate(n, false)) { return n; }
     }

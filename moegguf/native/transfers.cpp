@@ -11,11 +11,11 @@ namespace moegguf {
 namespace {
 
 constexpr int max_readers = 64;
-constexpr size_t most_wants = 4096; // more than any link moves before they are stale
+constexpr size_t most_wants = 4096; // largest number of waiting requests, and of waiting forecasts
 
 uint8_t lowest_bit(uint8_t bits) { return bits & -bits; }
 
-// Whether some tier has a slot for each of its experts.
+// Returns true if at least one tier has a slot for each of its experts.
 bool has_slot_each(const Tiers & tiers) {
     return tiers.any([](const Tier & tier) { return tier.numbering.resident(); }) ||
            (tiers.ram && tiers.ram->numbering.resident());
@@ -33,7 +33,7 @@ Transfers::Transfers(const Layout & layout, int n_readers, Shared & shared, cons
     }
 }
 
-// Opens the files, and makes buffers for the largest piece.
+// Opens the files, allocates a read buffer for each reader thread, and starts these threads.
 void Transfers::start_threads() {
     drives_ = std::make_unique<Drives>(layout_, shared_.has(MOEGGUF_DIRECT));
     n_at_once_ = std::min(max_readers, n_readers_ * (int)drives_->size());
@@ -46,7 +46,7 @@ void Transfers::start_threads() {
             threads_.push_back(start_thread("a reader thread", [this, &buffer] { run_reader(*buffer); }));
         }
     } catch (const Error &) {
-        if (threads_.empty()) { // fewer do
+        if (threads_.empty()) { // fewer threads than planned are enough
             throw;
         }
     }
@@ -86,7 +86,7 @@ void Transfers::run_reader(const ReadBuffer & buffer) {
         std::string why;
         try {
             read(job, buffer);
-        } catch (const std::exception & e) { // memory, too
+        } catch (const std::exception & e) { // also std::bad_alloc
             why = e.what();
         }
         lock.lock();
@@ -117,7 +117,7 @@ void Transfers::read(const Job & job, const ReadBuffer & buffer) {
     }
 }
 
-// Demands of layers.
+// Functions for demands, which layers wait for.
 
 void Transfers::demand(Tier & tier, const std::vector<int> & slots, bool submits) {
     if (tier.ram()) { find_sources(tier, slots); }
@@ -130,7 +130,7 @@ void Transfers::demand(Tier & tier, const std::vector<int> & slots, bool submits
         }
     }
     if (!demand_.empty()) {
-        wake_readers(); // once: each wake-up is a system call
+        wake_readers(); // only once, because each wake-up is a system call
     }
     if (tier.copies && !submits && !(is_on(Remedy::quiet_copies) && tier.copies->idle())) { tier.copies->wake(); }
 }
@@ -140,8 +140,8 @@ void Transfers::copy(Tier & to, int s, bool demand) {
     to.copies->wake();
 }
 
-// Queues a copy from another tier if that has a slot with the expert, once the bytes are there; else a read from the
-// file.
+// Queues transfers of matrices into slot s. If the slot has a source, matrices that are in the source are copied, and
+// the other matrices are read into the source first. Without a source they are read from the file into slot s.
 void Transfers::queue(Tier & to, int s, uint8_t kinds, bool demand) {
     const int r = to.source(s);
     if (r < 0) {
@@ -164,8 +164,8 @@ void Transfers::queue_reads(Tier & to, int s, uint8_t kinds, bool demand) {
     }
 }
 
-// Finds the sources of the experts that slots were assigned to. Experts in RAM are pinned before any of them makes
-// room.
+// Finds sources in RAM for slots of one layer that have none. Experts that are in RAM are pinned before other experts
+// get slots there, so that they are not evicted.
 void Transfers::find_sources(Tier & to, const std::vector<int> & slots) {
     LookUps in_ram(*to.ram());
     looked_up_.clear();
@@ -181,7 +181,8 @@ void Transfers::find_sources(Tier & to, const std::vector<int> & slots) {
     }
 }
 
-// False where nothing is to be looked up: the expert is here, or on its way.
+// Finds the slot that the expert of slot s can be copied from, on the same device or in RAM. Returns true if the expert
+// was looked up in RAM. Returns false if it is there, on its way, or in another slot on the device.
 bool Transfers::look_up_source(Tier & to, int s, LookUps & in_ram) {
     const Slot & slot = to.residency.slot(s);
     const bool looks_up =
@@ -197,12 +198,12 @@ bool Transfers::look_up_source(Tier & to, int s, LookUps & in_ram) {
     }
     if (const int r = to.source(s); r >= 0) {
         to.source_tier(s).residency.request(r);
-        to.source_tier(s).residency.clear_failed(r); // the failure was for passes that have ended
+        to.source_tier(s).residency.clear_failed(r); // the failure belongs to passes that have ended
     }
     return looks_up;
 }
 
-// No slot in RAM: it comes straight from the file.
+// Assigns a slot in RAM as the source of slot s. If there is none, slot s is filled straight from the file.
 void Transfers::take_source(Tier & to, int s, const Worth & worth) {
     const Slot & slot = to.residency.slot(s);
     const int r = to.ram()->assign(slot.il, slot.expert, now_, worth);
@@ -212,7 +213,7 @@ void Transfers::take_source(Tier & to, int s, const Worth & worth) {
     }
 }
 
-// Prefetches.
+// Functions for prefetches.
 
 void Transfers::want(const Want & want) {
     const bool counts = want.cause != Cause::warm_start;
@@ -246,12 +247,12 @@ void Transfers::drop_prefetches(int il) {
         const Slot & slot = to.residency.slot(s);
         if (!to.holds(job.destination) || slot.il != il || slot.pins > 0) { return true; }
         to.residency.drop(s, job.kinds);
-        to.settle(s); // counted as wasted, unless something of it has come
+        to.settle(s); // vacates the slot if no other matrix is on its way
         return false;
     });
 }
 
-// Prefetches on their way through RAM. What is being copied just now ends, and is vacated then.
+// Drops prefetches of a layer that wait for a copy from RAM. If a copy has begun, its slot is vacated at its end.
 void Transfers::drop_waiting(Tier & to, int il) {
     to.copies->drop_prefetches(il);
     waiting_ = to.borrowers();
@@ -274,7 +275,8 @@ void Transfers::pause_fill(bool on) {
     if (!on) { wake_readers(); }
 }
 
-// Experts take slots for what nothing waits for yet only from what is worth less, in each tier.
+// Assigns a slot to a prefetch, and queues its transfers. A prefetch may evict only an expert that is worth less. This
+// is checked in each tier separately. Returns false if the expert has a slot already, or gets none.
 bool Transfers::start_prefetch(const Want & want) {
     Tier & to = tiers_.of(want.il);
     if (paused_ || to.residency.find(want.il, want.expert) >= 0) { return false; }
@@ -291,18 +293,19 @@ bool Transfers::start_prefetch(const Want & want) {
     return true;
 }
 
-// The policy's score does not count for a forecast. An expert that is used makes room by its score anyway once it is
-// missed, so only the chance of a use counts. If costs do not count (an infinite value), the score decides alone.
+// Returns the worth of a prefetch in one tier. For a forecast only the chance of a use counts, and not the policy's
+// score, because a missed expert gets a slot by its score anyway. For a request, or a forecast with an infinite value
+// (waste_weight 0), only the score counts.
 Worth Transfers::worth(const Want & want, const Residency & residency) const {
     if (want.cause == Cause::forecast && want.value < INFINITY) { return {INFINITY, want.value}; }
     return {residency.ordered(now_) ? residency.score(want.il, want.expert, now_) : INFINITY, INFINITY};
 }
 
-// The queue.
+// Functions that take the next transfer from the queue.
 
 bool Transfers::begin_next(Job & job) {
-    // The next transfer that is still of use: what layers need, what is worth having the soonest, what fills free
-    // slots. Where demand does not come first, it comes behind the prefetches that were asked for.
+    // The order of transfers: streamed reads, demands, prefetches that have slots, requests, forecasts, and last the
+    // experts that fill free slots. Without MOEGGUF_DEMAND_FIRST demands come after forecasts.
     const bool demand_first = shared_.has(MOEGGUF_DEMAND_FIRST);
     const bool found = (streamed_ && streamed_->next_read(job)) || (demand_first && pop(demand_, job)) ||
                        pop(prefetch_, job) || next_wanted(Cause::request, job) ||
@@ -329,8 +332,9 @@ bool Transfers::next_wanted(Cause cause, Job & job) {
     return false;
 }
 
-// Takes the next expert for a free slot while there is nothing else to do. Requested experts come first, as near to the
-// layers as there is space. Then every expert follows, if a pool has a slot for each.
+// Takes the next expert for a free slot, when no other transfer is left. Experts of the warm start come first. They get
+// slots of the tier that computes, or else of RAM. Then every expert follows, in tiers that have a slot for each.
+// Returns false if there is none.
 bool Transfers::next_fill(Job & job) {
     while (filling() && !paused_ && !fill_paused_) {
         if (Ring<Want> & warm = wanted(Cause::warm_start); !warm.empty()) {
@@ -349,7 +353,8 @@ bool Transfers::next_fill(Job & job) {
     return false;
 }
 
-// False where the tier has the expert, or no free slot. What the other tier has needs none in RAM.
+// Assigns a free slot of a tier to an expert, and queues its transfers. An expert that is in RAM is copied from there.
+// Returns false if the tier already has the expert, or has no free slot.
 bool Transfers::fill(Tier & to, int il, int expert) {
     const bool holds = layout_.has_expert(il, expert) && to.layers.has[il];
     if (!holds || to.residency.find(il, expert) >= 0 || !to.residency.has_free()) { return false; }
@@ -373,7 +378,7 @@ bool Transfers::idle() const {
     return n_queued(true) + n_queued(false) + n_wanted() == 0 && !copying && !reading() && !filling();
 }
 
-// The speed of the link beside the layers.
+// Functions that compare the speed of transfers with the speed of layers.
 
 void Transfers::set_step(const LayerStep & now) {
     const uint64_t computed_ns = shared_.clock->now_ns() - get(shared_.counters.stall_ns);
@@ -391,7 +396,7 @@ float Transfers::share_in_time(int distance) const {
     return expert_ns > 0.0f && layer_ns_ > 0.0f ? std::min(1.0f, distance * layer_ns_ / expert_ns) : 1.0f;
 }
 
-// The end of a transfer.
+// Functions for the end of a transfer.
 
 void Transfers::finish(const Job & job, const std::string & why) {
     Counters & counters = shared_.counters;
@@ -403,16 +408,16 @@ void Transfers::finish(const Job & job, const std::string & why) {
     update_ema(chunk_ns_, float(shared_.clock->now_ns() - job.begun_ns));
     if (arrived) { count(job.demand ? counters.bytes_missed : counters.bytes_prefetched, job.bytes); }
     if (!end(job, why)) {
-        for_slots_above(job, [](Tier & above, int waiting) { // it will not come there either
+        for_slots_above(job, [](Tier & above, int waiting) { // slots that wait for these bytes fail, too
             above.residency.fail(waiting);
             above.settle(waiting);
         });
     }
     to.settle(job.destination.slot);
     if (arrived && job.streamed >= 0) {
-        streamed_->arrived(job); // afterwards the slot may have its last expert, whole
+        streamed_->arrived(job); // may end the stream: the slot then has a whole expert
     }
-    if (arrived) { // bytes in RAM go on to slots that wait for them
+    if (arrived) { // bytes that came to RAM are copied to slots that wait for them
         for_slots_above(job, [&](Tier & above, int waiting) {
             const Slot & slot = above.residency.slot(waiting);
             if (const uint8_t kinds = job.kinds & slot.queued & ~slot.reading) {
@@ -424,7 +429,7 @@ void Transfers::finish(const Job & job, const std::string & why) {
     shared_.done.notify_all();
 }
 
-// Calls body(tier, slot) for slots that are filled from the slot in RAM that a job fills.
+// Calls body(tier, slot) for each slot on a device whose source is the slot in RAM that this job fills.
 template <typename Body>
 void Transfers::for_slots_above(const Job & job, Body body) {
     if (job.destination.tier != TierId::ram) { return; }

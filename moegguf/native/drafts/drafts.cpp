@@ -1,4 +1,4 @@
-// drafts.cpp: the calls of drafts.h over llama.cpp's common_speculative.
+// drafts.cpp: implements drafts.h with llama.cpp's common_speculative.
 #include "drafts.h"
 
 #include "log.h"
@@ -8,25 +8,26 @@
 #include <stdexcept>
 #include <utility>
 
-// The next functions replace common/log.cpp, which has a thread and needs a JSON library. llama.cpp's own log has
-// errors.
+// The next functions replace common/log.cpp, which starts a thread and needs a JSON library. Errors still reach
+// llama.cpp's own log.
 int common_log_get_verbosity_thold() { return -1; }
 common_log * common_log_main() { return nullptr; }
 void common_log_add(common_log *, ggml_log_level, const char *, ...) {}
 
 namespace {
 
-constexpr float least_probability = 0.5f; // the draft context goes on after a token with at least this probability
-constexpr int32_t most_by_heads = 4;      // tokens of a draft by heads: each one is guessed from the guess before
+constexpr float least_probability = 0.5f; // the draft context ends a draft before a token less probable than this
+constexpr int32_t most_by_heads = 4;      // longest draft of MTP heads: they guess each token from the guess before
 
-// The n-grams of one sequence: objects of their own, as upstream's forget nothing when another text begins.
+// The state of drafting for one sequence. Each sequence has its own n-gram objects, and gets new ones when another text
+// begins, because upstream's objects never forget a text.
 struct Sequence {
     common_speculative_ptr ngrams[2];
     llama_tokens tokens;
     llama_tokens draft;
-    size_t n_followed = 0;           // tokens that the draft context has
-    int32_t source = DRAFTS_SOURCES; // source of the last draft that was not accepted or refused yet
-    bool by_model = false;           // the draft context's last draft had tokens
+    size_t n_followed = 0;           // number of tokens, from the first one on, that the draft context has evaluated
+    int32_t source = DRAFTS_SOURCES; // source of the draft that is being verified; DRAFTS_SOURCES: none
+    bool by_model = false;           // true: the draft context's last draft has tokens
 };
 
 thread_local std::string last_error;
@@ -60,8 +61,9 @@ struct drafts {
 
     Sequence & sequence(int32_t number) { return sequences.at(number); }
 
-    // Makes the n-gram drafts of a key length. A draft has the tokens after the most recent repetition, if there are at
-    // least `key` of them. If a few tokens repeat again and again, an older repetition gives more tokens.
+    // Makes an object that drafts from repetitions of the last `key` tokens. A draft has the tokens that followed the
+    // most recent repetition, if these are at least `key` tokens. If a few tokens repeat again and again, the draft
+    // comes from an older repetition, which has more tokens after it.
     common_speculative_ptr ngrams(int32_t key) const {
         common_params_speculative params;
         params.types = {COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE, COMMON_SPECULATIVE_TYPE_NGRAM_MAP_K};
@@ -85,7 +87,8 @@ struct drafts {
         sequence.tokens.insert(sequence.tokens.end(), tokens, tokens + n);
     }
 
-    // Has `source` draft for the requests that it may, and that have nothing yet.
+    // Drafts tokens for these requests with `source`, and writes the drafts into the requests. `number` is the index of
+    // the source.
     void ask(common_speculative * source, int32_t number, std::vector<drafts_request *> requests) {
         for (drafts_request * request : requests) {
             Sequence & sequence = this->sequence(request->sequence);
@@ -95,7 +98,7 @@ struct drafts {
             params.n_max = request->n_max[number];
             params.pos0 = sequence.tokens.size() - 1;
             params.id_last = sequence.tokens.back();
-            sequence.tokens.pop_back(); // `prompt` has all tokens but the last one
+            sequence.tokens.pop_back(); // because `prompt` has all tokens but the last one
             params.prompt = &sequence.tokens;
             params.result = &sequence.draft;
         }
@@ -132,12 +135,14 @@ struct drafts {
         }
     }
 
-    // False where the draft context takes no more tokens; it forgets the sequence then. Heads have followed the target.
+    // Lets the draft model evaluate all tokens of the sequence but the last one. Returns false if its context takes no
+    // more tokens, and then clears the sequence there. Heads evaluate each pass of the target: for heads it only
+    // returns true if they have these tokens.
     bool follow(int32_t number) {
         Sequence & sequence = this->sequence(number);
         llama_memory_t memory = llama_get_memory(config.draft);
         const size_t n = sequence.tokens.size() - 1,
-                     n_batch = llama_n_batch(config.draft); // the last one begins a draft
+                     n_batch = llama_n_batch(config.draft); // n leaves out the last token: it begins a draft
         if (config.heads) { return llama_memory_seq_pos_max(memory, number) + 1 == (llama_pos)n; }
         sequence.n_followed = std::min(sequence.n_followed, n);
         bool fits = llama_memory_seq_rm(memory, number, sequence.n_followed, -1);
@@ -159,8 +164,9 @@ struct drafts {
         return fits;
     }
 
-    // Removes the rest of a draft or of refused tokens, and lets the heads evaluate the pass. Heads begin anew after a
-    // gap, which a restored or copied context leaves.
+    // Lets the heads evaluate the target's pass. Before that, each sequence of the heads loses its positions from the
+    // pass's first token on, which are left from drafts. If positions before the pass are missing, as in a restored or
+    // copied context, the sequence begins again at the pass.
     void evaluated(const llama_batch & pass) {
         if (!model || !config.heads) { return; }
         llama_memory_t memory = llama_get_memory(config.draft);
@@ -182,7 +188,8 @@ struct drafts {
         if (!common_speculative_process(model.get(), batch)) { llama_memory_clear(memory, false); }
     }
 
-    // Heads go on from the last token that was accepted, whoever drafted it.
+    // Notes that the first n tokens of the last draft were accepted. Heads go on from the last accepted token, even if
+    // n-grams drafted it.
     void accept(int32_t number, int32_t n) {
         Sequence & sequence = this->sequence(number);
         const int32_t source = std::exchange(sequence.source, DRAFTS_SOURCES);

@@ -1,8 +1,8 @@
-// attention.cpp: FLASH_ATTN_EXT, divided among threads by tiles of rows, and by parts of the keys if there are few
-// tiles. A row is a query of a token and a head. Rows that read the same keys share a tile: the heads of a group, and
-// successive tokens. Keys are taken in the order of their positions, in blocks and parts that end at fixed positions.
-// So the bits of a row do not depend on the rows and cells beside it, nor on the number of threads. Writes the
-// operation's result and its work memory, and nothing else. Knows no store.
+// attention.cpp: computes FLASH_ATTN_EXT. Threads share the work by tiles of rows, and by parts of the keys if there
+// are few tiles. A row is the query of one token and one head. Rows that read the same keys share a tile: the heads of
+// a group, and successive tokens. Keys are added in the order of their positions, in blocks and parts that end at fixed
+// positions. So the bits of a row depend neither on other rows and cells nor on the number of threads. This file writes
+// only the operation's result and its work memory. It knows no store.
 #include "cell_lists.h"
 #include "ggml-cpu-impl.h"
 #include "kernels.h"
@@ -17,10 +17,10 @@
 namespace moegguf::kernels {
 namespace {
 
-constexpr int64_t few_tiles = 4;       // parts of a tile are divided, too, if a thread has fewer tiles than this
-constexpr float lowest = -1e30f;       // lowest score in place of -inf, because lowest - lowest is 0
+constexpr int64_t few_tiles = 4;       // if a thread has fewer tiles than this, threads also share the parts of tiles
+constexpr float lowest = -1e30f;       // first maximum of the scores; unlike -inf it can be subtracted from itself
 constexpr ggml_fp16_t masked = 0xfc00; // -inf
-constexpr int64_t unlisted = 1 << 30;  // the position of the first cell that no list has: after all others
+constexpr int64_t unlisted = 1 << 30;  // position of the first cell that is in no list: after every listed position
 
 using ToFloat = void (*)(const char * values, int64_t n, float * out);
 
@@ -35,13 +35,14 @@ ToFloat find_to_float(const AttentionKernels & kernels, ggml_type type) {
 
 int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// The lists that the KV cache has for the first n_cells cells of a mask.
+// The lists of a KV cache's cells. They cover the first n_cells cells of a mask.
 struct Listed {
-    const CellLists * lists; // nullptr: nothing
+    const CellLists * lists; // nullptr: there are no lists
     int64_t n_cells;
 };
 
-// Masks of sparse attention, and scores that a mask is added to, are made from the cache's mask.
+// Finds the lists that belong to a mask of n_tokens tokens. The mask of a KV cache points to them. Masks of sparse
+// attention, and scores with a mask added, are computed from the cache's mask, so their sources are searched.
 Listed find_lists(const ggml_tensor * mask, int64_t n_tokens) {
     if (!mask) { return {nullptr, 0}; }
     switch (mask->op) {
@@ -50,8 +51,8 @@ Listed find_lists(const ggml_tensor * mask, int64_t n_tokens) {
         case GGML_OP_RESHAPE:
         case GGML_OP_CPY:
             return find_lists(mask->src[0], n_tokens);
-        case GGML_OP_CONCAT:
-            return mask->op_params[0] == 0 ? find_lists(mask->src[0], n_tokens) : Listed{nullptr, 0}; // cells follow
+        case GGML_OP_CONCAT: // further cells follow the listed ones
+            return mask->op_params[0] == 0 ? find_lists(mask->src[0], n_tokens) : Listed{nullptr, 0};
         case GGML_OP_NONE:
             break;
         default:
@@ -62,16 +63,16 @@ Listed find_lists(const ggml_tensor * mask, int64_t n_tokens) {
     return lists && lists->n_tokens() == n_tokens ? Listed{lists, mask->ne[0]} : Listed{nullptr, 0};
 }
 
-// The operation, its tiles and its parts.
+// The sizes of one attention operation, and the tiles and parts into which it is divided.
 struct Shape {
     const ggml_tensor *q, *k, *v, *mask, *sinks, *out;
     const AttentionKernels * kernels;
-    int64_t n_key, n_value; // floats of a key, and of a value
+    int64_t n_key, n_value; // number of floats in a key, and in a value
     int64_t n_cells, n_tokens, n_head;
-    int64_t n_shared, n_heads, n_of_tokens; // heads that share keys; heads and tokens of a tile, at most
-    int64_t n_groups;                       // groups of heads
-    Listed listed;                          // cells after them: their order is their number's, and all tokens have them
-    int64_t n_tiles = 0, n_parts = 0;       // n_parts: of a tile, at most
+    int64_t n_shared, n_heads, n_of_tokens; // heads that share keys; largest numbers of heads and of tokens in a tile
+    int64_t n_groups;                       // groups of heads: a tile has heads of one group
+    Listed listed;                          // cells after the listed ones count for all tokens, in numerical order
+    int64_t n_tiles = 0, n_parts = 0;       // n_parts: largest number of parts in a tile
 
     Shape(const ggml_tensor * op, const AttentionKernels & of)
         : q(op->src[0]),
@@ -97,7 +98,8 @@ struct Shape {
         }
     }
 
-    // Returns the token at which the next tile begins. Tokens of all streams are counted one after the other.
+    // Returns the token after the last token of the tile that begins at `token`. The tokens of all streams are numbered
+    // consecutively.
     int64_t tile_end(int64_t token) const {
         const int64_t last = std::min(token + n_of_tokens, (token / n_tokens + 1) * n_tokens);
         int64_t end = token + 1;
@@ -116,14 +118,14 @@ struct Shape {
     }
 
     int64_t most_rows_of_tile() const { return round_up(n_heads * n_of_tokens, kernels->lanes); }
-    // Floats of work memory of a thread.
+    // Returns the number of floats of work memory that each thread needs.
     int64_t scratch() const {
         const int64_t n_rows = most_rows_of_tile();
         return round_up(n_rows * (n_key + 2 * n_value + 5) + few_rows + most_keys * (n_key + n_value) +
                             2 * most_keys * std::max<int64_t>(n_rows, few_rows),
                         16);
     }
-    // Floats of the sums of a part of a tile.
+    // Returns the number of floats in the sums of one part of a tile.
     int64_t of_part() const { return n_heads * n_of_tokens * (n_value + 2); }
     bool divides_parts(int n_threads) const { return n_parts > 1 && n_tiles < few_tiles * n_threads; }
     size_t work_bytes(int n_threads) const {
@@ -132,7 +134,7 @@ struct Shape {
     }
 };
 
-// Returns the factor of a head's mask that attention with ALiBi adds to the scores.
+// Returns the factor by which a head's mask is multiplied before it is added to the scores (ALiBi); 1 without ALiBi.
 float slope(const ggml_tensor * op, int64_t head, int64_t n_head) {
     float max_bias;
     memcpy(&max_bias, (const float *)op->op_params + 1, sizeof(max_bias));
@@ -147,34 +149,34 @@ AttentionScale scale_of(const ggml_tensor * op) {
     return {params[2] == 0 ? params[0] : params[0] / params[2], params[2]};
 }
 
-// Cells whose positions follow one another: at most most_keys, and all within one multiple of it.
+// Up to most_keys cells in the order of their positions, which lie between two neighbouring multiples of most_keys.
 struct Block {
     int n = 0;
-    bool is_run = true; // cells follow one another, too
+    bool is_run = true; // the numbers of the cells are consecutive
     int32_t cells[most_keys];
 };
 
-// The keys of a block that are multiplied together, and their addresses. The last one is repeated to the end.
+// The keys of a block that are multiplied together, and their addresses. Further addresses repeat the last key's.
 struct Keys {
     int n;
-    uint8_t bits[most_keys]; // numbers of the keys in the block
+    uint8_t bits[most_keys]; // index of each key in the block
     int32_t cells[most_keys];
     const char *keys[most_keys], *values[most_keys];
     CacheType value_type;
 };
 
-// Rows [token][head] of one stream and one head of keys.
+// A tile: rows [token][head] of one stream that share one head of keys, with their sums and scratch memory.
 struct Tile {
     const Shape & s;
     const AttentionKernels & kernels;
     const AttentionScale scale;
     int64_t stream, first_head, first_token, n_parts;
-    CellList list;                          // entries after it: cells that are in no list
-    int n_heads, n_tokens, n_rows, n_lanes; // n_lanes: n_rows and what fills the last vector
+    CellList list;                          // cells of the tokens' sequence; cells that are in no list come after them
+    int n_heads, n_tokens, n_rows, n_lanes; // n_lanes: n_rows, rounded up to whole vectors
     float *queries, *keys, *values, *scores, *bias, *rescale;
     AttentionSums part, all;
     float slopes[most_rows];
-    SeenKeys seen[most_rows]; // [n_tokens], of a block
+    SeenKeys seen[most_rows]; // [n_tokens] keys of the present block that each token sees
 
     Tile(const Shape & shape, int64_t i, float * memory)
         : s(shape),
@@ -231,7 +233,7 @@ struct Tile {
                                      stream % m->ne[3] * m->nb[3]);
     }
 
-    // Finds the cells of a block that each token sees.
+    // Sets `seen` to the cells of a block that each token sees.
     void look(const Block & block) {
         const uint32_t exist = block.n == most_keys ? ~0u : (1u << block.n) - 1;
         for (int t = 0; t < n_tokens; t++) {
@@ -250,8 +252,8 @@ struct Tile {
         }
     }
 
-    // Adds a block. Returns false if no token sees any of the cells. Two tokens are computed together if one sees all
-    // cells that the other sees.
+    // Adds a block of keys to the sums of the present part. Returns false if no token sees any of its cells. Successive
+    // tokens are computed together if one of them sees all cells that the other sees.
     bool add_block(const Block & block, const Block & next) {
         look(block);
         bool found = false;
@@ -272,7 +274,8 @@ struct Tile {
         return found;
     }
 
-    // The keys `together` of a block, which tokens [first, last) see.
+    // Adds the keys of a block whose bits are set in `together` to the sums of tokens [first, last). At least one of
+    // the tokens sees each key.
     void add_keys(const Block & block, const Block & next, uint32_t together, int first, int last) {
         Keys of = {};
         uint32_t common = together;
@@ -287,7 +290,8 @@ struct Tile {
             common &= seen[t].seen;
             is_biased |= seen[t].biased != 0;
         }
-        // Few rows are computed by themselves; of more, whole vectors: others see nothing then.
+        // A few rows are computed alone. More rows are computed as whole vectors, which may include rows of other
+        // tokens; the bias hides the keys from those rows.
         int row = first * n_heads, n = (last - first) * n_heads;
         const bool few = n <= few_rows && s.k->type == GGML_TYPE_F16;
         if (!few && (row % kernels.lanes != 0 || (n % kernels.lanes != 0 && row + n != n_rows))) {
@@ -299,7 +303,7 @@ struct Tile {
         float * const bias_or_none = is_biased || common != together ? bias : nullptr;
         if (bias_or_none) { fill_bias(of, first, last, row, n, key_stride, row_stride); }
         if (few) {
-            const char * soon[2 * most_keys]; // this block's values, the next one's keys
+            const char * soon[2 * most_keys]; // memory to prefetch: this block's values, the next block's keys
             std::copy_n(of.values, of.n, soon);
             for (int i = 0; i < next.n; i++) { soon[of.n + i] = row_of(s.k, next.cells[i]); }
             kernels.score_few(queries + row, n_lanes, n, of.keys, of.n, s.n_key, {soon, of.n + next.n, 2 * s.n_key},
@@ -313,7 +317,7 @@ struct Tile {
         const float * p = scores + (first * n_heads - row) * row_stride;
         if (common == together || are_finite(of, together & ~common)) {
             mix(of, together, first, last, p, key_stride, row_stride);
-        } else { // zero times a value that a token does not see is not zero
+        } else { // a value that some token does not see is not finite, and 0 * value would be NaN
             for (int t = first; t < last; t++) {
                 mix(of, seen[t].seen, t, t + 1, p + (t - first) * n_heads * row_stride, key_stride, row_stride);
             }
@@ -336,7 +340,8 @@ struct Tile {
         for (int i = 0; i < most_keys; i++) { rows[i] = (const char *)(to + std::min(i, of.n - 1) * n); }
     }
 
-    // Writes the bias that is added to the scores of rows [row, row + n). Tokens [first, last) see some keys.
+    // Writes the bias that is added to the scores of rows [row, row + n): -INFINITY for a key that the row's token does
+    // not see. Only tokens [first, last) see keys.
     void fill_bias(const Keys & of, int first, int last, int row, int n, int key_stride, int row_stride) const {
         for (int r = 0; r < n; r++) {
             const int t = (row + r) / n_heads;
@@ -386,13 +391,13 @@ struct Tile {
         return i < list.n ? list.cells[i].second : (int32_t)(s.listed.n_cells + i - list.n);
     }
 
-    // The first entry of a part of the keys.
+    // Returns the index of the first entry that belongs to a part of the keys.
     int64_t begin_of(int64_t part) const {
         const int64_t n_after = part - list.n_parts;
         return n_after < 0 ? list.parts[part] : list.n + std::min(n_after * part_keys, s.n_unlisted());
     }
 
-    // Returns the block that begins at an entry, before `end`.
+    // Returns the block that begins at entry `entry`. It has no entry from `end` on.
     Block block_at(int64_t entry, int64_t end) const {
         Block block;
         for (int64_t i = entry; i < end && block.n < most_keys; i++) {
@@ -404,7 +409,7 @@ struct Tile {
         return block;
     }
 
-    // The sums over a part of the keys. False where no token sees any of its cells.
+    // Computes the sums over part i of the keys. Returns false if no token sees any of the part's cells.
     bool add_part(int64_t i) {
         clear(part);
         if (i >= n_parts) { return false; }
@@ -420,7 +425,7 @@ struct Tile {
         return found;
     }
 
-    // Sinks, the division by the sum, and the result of each row.
+    // Writes the result of each row: adds the attention sink, if any, and divides by the sum.
     void finish() const {
         for (int row = 0; row < n_rows; row++) {
             const int64_t head = first_head + row % n_heads, token = first_token + row / n_heads;
@@ -439,7 +444,7 @@ struct Tile {
     }
 };
 
-// Sums of a part as they are kept until all parts are there.
+// Returns the sums of a part of a tile in memory that is kept until all parts are computed.
 AttentionSums sums_at(const Shape & s, float * memory) {
     const int64_t n = s.n_heads * s.n_of_tokens;
     return {memory, memory + n, memory + 2 * n};
@@ -447,7 +452,7 @@ AttentionSums sums_at(const Shape & s, float * memory) {
 
 void compute_tiles(const ggml_compute_params * params, const Shape & s, float * scratch) {
     for (int64_t i = params->ith; i < s.n_tiles; i = ggml_threadpool_chunk_add(params->threadpool, 1)) {
-        Tile tile(s, s.n_tiles - 1 - i, scratch); // last tokens see most
+        Tile tile(s, s.n_tiles - 1 - i, scratch); // the last tokens come first: they see most keys
         tile.load_queries();
         tile.clear(tile.all);
         for (int64_t part = 0; part < tile.n_parts; part++) {
@@ -484,7 +489,7 @@ void compute_parts(const ggml_compute_params * params, const Shape & s, float * 
     }
 }
 
-// nullptr: upstream's kernels do it.
+// Returns the kernels that compute this operation; nullptr: upstream's kernels compute it.
 const AttentionKernels * kernels_of(const ggml_tensor * op) {
     const ggml_tensor *q = op->src[0], *k = op->src[1], *v = op->src[2], *mask = op->src[3];
     const AttentionKernels * kernels = processor_kernels() ? processor_kernels()->attention : nullptr;

@@ -1,5 +1,6 @@
-// multiply.cpp: MUL_MAT and MUL_MAT_ID with quantised weights and floats, divided among threads. Activations are
-// quantised row by row, and rows are multiplied in tiles; neither changes the bits of a row.
+// multiply.cpp: computes MUL_MAT and MUL_MAT_ID with weights that are quantised or floats, divided among threads.
+// Activations are quantised row by row, and several rows are multiplied together as a tile. The bits of a row depend
+// neither on the tile nor on the number of threads.
 #include "multiply.h"
 
 #include "ggml-cpu-impl.h"
@@ -27,7 +28,7 @@ const Kernels * detect() {
 }
 
 constexpr int max_tile = 16;
-constexpr int64_t part_bytes = 256 << 10; // bytes of weights that are multiplied with all rows before the next ones
+constexpr int64_t part_bytes = 256 << 10; // bytes of weights that are multiplied with all rows before further weights
 
 const Kernel * kernel_of_interleaved(ggml_type type) {
     const Kernels * kernels = processor_kernels();
@@ -54,14 +55,15 @@ MultiplyFloats kernel_of_floats(const ggml_tensor * op) {
     return kernels && is_plain ? kernels->of_floats(w->type) : nullptr;
 }
 
-// Returns the number of rows of the next tile, out of n_left rows. It may be filled up with the last row.
+// Returns the number of rows of the next tile if n_left rows are left. It may be larger than n_left: the last row is
+// then repeated.
 int next_tile(int64_t n_left, int max_rows) {
     int n = 1;
     while (n < n_left && n < max_rows) { n *= 2; }
     return 4 * n_left < 3 * n ? n / 2 : n;
 }
 
-// The rows of tiles for n_rows rows, with those that only fill them up.
+// Returns the number of rows of all tiles that n_rows rows are divided into, with the rows that are repeated.
 int64_t tiled_rows(int64_t n_rows, int max_rows) {
     int64_t n_tiled = 0;
     for (int64_t row = 0; row < n_rows;) {
@@ -73,7 +75,7 @@ int64_t tiled_rows(int64_t n_rows, int max_rows) {
 
 size_t quantized_bytes(const Kernel * kernel, int64_t n) { return n / kernel->block_values * kernel->block_bytes; }
 
-// The columns of a panel, whose bytes stay in the second cache.
+// The size of a panel: unpacked columns of weights that fit into the processor's second-level cache.
 struct PanelSize {
     size_t column_bytes;
     int64_t n_cols;
@@ -89,24 +91,24 @@ size_t panel_bytes(const Kernel * kernel, int64_t n) {
     return GGML_PAD(size.n_cols * size.column_bytes, 64);
 }
 
-// Columns that are multiplied together with all rows.
+// Columns of weights that are multiplied with all rows before the next columns.
 struct Columns {
     const Kernel * kernel;
     const char * weights;
     size_t row_bytes; // bytes of a row of weights
     int64_t n;        // values of a row
     int64_t first, n_cols;
-    const char * soon; // weights that are unpacked next
+    const char * soon; // weights that are unpacked next; nullptr: none
 
-    // out: of each row, the result of the first column
+    // Multiplies a tile of n_rows rows with these columns. out: for each row, the address of the first column's result.
     void multiply(const char * tile, int n_rows, float * const * out, bool is_first) const {
         kernel->multiply(weights, row_bytes, n_cols, tile, n_rows, n, out, is_first ? soon : nullptr);
     }
 };
 
-// One matrix of weights, and what it is multiplied with.
+// One matrix of weights, and the kernel that multiplies with it.
 struct Product {
-    const Panels * panels; // nullptr: weights are multiplied as they lie
+    const Panels * panels; // nullptr: weights are multiplied without being unpacked
     const Kernel * kernel;
     const char * weights;
     size_t row_bytes; // bytes of a row of weights
@@ -119,9 +121,10 @@ struct Product {
           row_bytes(w->nb[1]),
           n(w->ne[0]) {}
 
-    size_t quantized() const { return quantized_bytes(kernel, n); } // bytes of a row of activations
+    size_t quantized() const { return quantized_bytes(kernel, n); } // bytes of a quantised row of activations
 
-    // Columns [first, last), or parts of them one after the other. panel: memory for weights that are unpacked
+    // Calls visit() with columns [first, last), or with one unpacked panel of them after another. panel: memory for the
+    // unpacked weights
     template <class Visit>
     void for_each_part(int64_t first, int64_t last, char * panel, Visit visit) const {
         if (!panels) {
@@ -136,10 +139,10 @@ struct Product {
     }
 };
 
-// The columns of a matrix, divided among threads. Each thread has a share of successive columns, which it reads part by
-// part. When it is done it takes parts of other shares, because other threads may have to share their processor.
+// The columns of a matrix, divided among threads. Each thread has a share of successive columns, which it takes part by
+// part. A thread that has finished its share takes parts of other shares, because another thread may be slower.
 struct Shares {
-    int64_t * taken; // [n_threads]: parts of each share
+    int64_t * taken; // [n_threads] number of parts that were taken from each share
     int64_t n_threads, n_parts, n_cols;
 
     bool next(int64_t thread, int64_t & first, int64_t & last) const {
@@ -154,26 +157,26 @@ struct Shares {
     }
 
   private:
-    int64_t begin(int64_t part) const { // a multiple of 16
+    int64_t begin(int64_t part) const { // the first column of a part, a multiple of 16
         return std::min((part * n_cols / (n_parts * n_threads) + 15) / 16 * 16, n_cols);
     }
 };
 
 // ---- MUL_MAT ----
 
-// Rows of all planes one after the other.
+// Returns row i of a tensor. The rows of all its planes are numbered consecutively.
 float * row_of(const ggml_tensor * t, int64_t i) {
     const int64_t plane = i / t->ne[1];
     return (float *)((char *)t->data + i % t->ne[1] * t->nb[1] + plane % t->ne[2] * t->nb[2] +
                      plane / t->ne[2] * t->nb[3]);
 }
 
-// The matrices of weights and the work memory. Each matrix is multiplied with n_rows successive rows.
+// The work memory of a MUL_MAT. Each of its n_matrices matrices of weights is multiplied with n_rows successive rows.
 struct Matrices {
     int64_t n_matrices, n_rows;
-    int64_t * taken; // [n_matrices][n_threads], of `Shares`
-    char * panels;   // [n_threads]
-    char * tiles;    // [n_matrices]
+    int64_t * taken; // [n_matrices][n_threads] Shares::taken of each matrix
+    char * panels;   // [n_threads] memory for a panel
+    char * tiles;    // [n_matrices] quantised activations, in tiles
     size_t taken_bytes, tiles_bytes, size;
 
     Matrices(const ggml_tensor * op, const Kernel * kernel, int n_threads, void * memory) {
@@ -189,7 +192,7 @@ struct Matrices {
     }
 };
 
-// Rows from `first` on.
+// Quantises n_rows rows of activations, from row `first` on, into tiles. Each thread quantises some of the rows.
 void quantize_tiles(const ggml_compute_params * params, const ggml_tensor * x, const Product & p, int64_t first,
                     int64_t n_rows, char * tiles) {
     for (int64_t row = 0, tile = first; row < n_rows;) {
@@ -204,7 +207,7 @@ void quantize_tiles(const ggml_compute_params * params, const ggml_tensor * x, c
     }
 }
 
-// Columns of n_rows rows, which lie in tiles, from `first_row` on.
+// Multiplies columns of weights with n_rows rows in tiles, and writes the results to rows from `first_row` on.
 void multiply_tiles(ggml_tensor * op, const Columns & columns, const char * tile, int64_t first_row, int64_t n_rows) {
     for (int64_t row = 0; row < n_rows;) {
         const int n_tile = next_tile(n_rows - row, columns.kernel->max_rows);
@@ -243,9 +246,10 @@ void mul_mat(const ggml_compute_params * params, ggml_tensor * op, const Kernel 
 
 // ---- MUL_MAT with weights that are floats ----
 
-constexpr int64_t float_cols = 64; // columns of a part
+constexpr int64_t float_cols = 64; // columns of weights that a thread takes at once
 
-// Columns [first, last) of a plane: a matrix of activations, and one of weights, which planes may share.
+// Computes columns [first, last) of a plane of the result: the product of a matrix of activations and a matrix of
+// weights, which several planes may share.
 void multiply_plane(const ggml_tensor * op, MultiplyFloats multiply, int64_t plane, int64_t first, int64_t last) {
     const ggml_tensor *w = op->src[0], *x = op->src[1];
     const int64_t i2 = plane % op->ne[2], i3 = plane / op->ne[2];
@@ -276,18 +280,18 @@ void mul_mat_floats(const ggml_compute_params * params, ggml_tensor * op, Multip
 // ---- MUL_MAT_ID ----
 
 struct Choice {
-    int32_t i, token; // the expert is the token's i-th
+    int32_t i, token; // the expert is number i among the token's experts
 };
 
-// Work memory: activations, a tile and a panel for each thread, and which rows each expert has.
+// The work memory of a MUL_MAT_ID.
 struct Work {
-    char * rows;
-    char * tiles;
-    char * panels;
-    int64_t * n_rows; // [n_expert]
-    int64_t * taken;  // [n_expert][n_threads], of `Shares`
-    int64_t * end;    // [n_expert]: of its `choices`
-    Choice * choices; // ordered by expert
+    char * rows;      // quantised activations
+    char * tiles;     // [n_threads] memory for a tile
+    char * panels;    // [n_threads] memory for a panel
+    int64_t * n_rows; // [n_expert] number of rows that are multiplied with each expert
+    int64_t * taken;  // [n_expert][n_threads] Shares::taken of each expert
+    int64_t * end;    // [n_expert] index after the expert's last entry in `choices`
+    Choice * choices; // the choices of all tokens, ordered by expert
     size_t size;
 
     Work(const ggml_tensor * op, const Kernel * kernel, int n_threads, void * memory) {
@@ -320,7 +324,7 @@ void for_each_choice(const ggml_tensor * ids, Visit visit) {
     }
 }
 
-// Sorts the choices of all tokens by expert.
+// Sorts the choices of all tokens by expert, and counts the rows of each expert.
 void sort_choices(const ggml_tensor * op, const Work & work, int n_threads) {
     const int64_t n_expert = op->src[0]->ne[2];
     memset(work.taken, 0, n_expert * n_threads * sizeof(int64_t));
@@ -333,7 +337,7 @@ void sort_choices(const ggml_tensor * op, const Work & work, int n_threads) {
     for_each_choice(op->src[2], [&](int32_t expert, Choice choice) { work.choices[work.end[expert]++] = choice; });
 }
 
-// Columns of all rows of an expert.
+// Multiplies columns of an expert's weights with all n_rows rows that use the expert.
 void multiply_expert(ggml_tensor * op, const Columns & columns, const Work & work, char * tile, const Choice * choices,
                      int64_t n_rows) {
     const ggml_tensor * x = op->src[1];

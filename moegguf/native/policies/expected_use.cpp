@@ -1,8 +1,8 @@
-// expected_use.cpp: policies that estimate when an expert is used next, and evict the expert that waits longest.
+// expected_use.cpp: policies that estimate when each expert is used next, and evict the expert with the latest use.
 //
-// A part p of the tokens that pass a layer uses an expert. So the expert is expected 1 / p - 1 passes after its layer
-// comes next. distance_weight scales the part of a pass until then. If a predictor forecasts a use with probability q,
-// the expert is expected (1 - q) / p passes after the layer comes next. The policies touch their own tables only
+// If a share p of a layer's tokens uses an expert, its use is expected 1 / p - 1 passes after the layer is computed
+// next. If a predictor forecasts a use with probability q, it is expected (1 - q) / p passes after that. The part of a
+// pass until the layer is computed next is added, times distance_weight. The policies touch only their own tables
 // (policy.h).
 #include "policies/policy.h"
 
@@ -16,9 +16,10 @@
 namespace moegguf {
 namespace {
 
-constexpr float least_rate = 1e-4f; // a token uses no expert less often than this
+constexpr float least_rate = 1e-4f; // smallest estimate of the share of tokens that use an expert
 
-// Rates: what estimates p.
+// A policy that evicts the expert whose next use is expected last. Rates: the class that estimates the share of tokens
+// that use each expert.
 template <class Rates>
 class ExpectedUse : public EvictionPolicy {
   public:
@@ -33,7 +34,8 @@ class ExpectedUse : public EvictionPolicy {
             throw Error(MOEGGUF_INVALID,
                         "the weight of the distance is 0 or more, not " + std::to_string(distance_weight));
         }
-        // The layer after this one comes next; this one's own others wait for a whole pass: its chosen ones are pinned.
+        // A layer after the present one is computed in this pass, and an earlier one in the next pass. The present
+        // layer counts a whole pass: its chosen experts are pinned, and its other experts wait for the next pass.
         const int n_row = layout.n_moe_layers;
         for (int ahead = 1 - n_row; ahead < n_row; ahead++) {
             distance_.push_back(distance_weight * (ahead > 0 ? ahead : ahead + n_row) / n_row);
@@ -59,13 +61,15 @@ class ExpectedUse : public EvictionPolicy {
         return was_known || probabilities;
     }
 
-    // -(expected passes until the next use of an expert), counted from when its layer comes next.
+    // Returns the expected number of passes until an expert is used, as a negative number. The count begins when the
+    // expert's layer is computed next.
     float score(int il, int expert) const override {
         const int key = layout_.key(il, expert);
         return known_[il] ? -wait_[key] * (1.0f - forecast_[key]) : 1.0f - wait_[key];
     }
 
-    // -(the part of a pass from a routing event of layer now.il until layer il comes next), times distance_weight.
+    // Returns the part of a pass until layer il is computed next, times distance_weight, as a negative number. Layer
+    // now.il is computed now.
     float layer_offset(int il, const LayerStep & now) const override {
         return -distance_[layout_.row_of[il] - layout_.row_of[now.il] + layout_.n_moe_layers - 1];
     }
@@ -75,24 +79,24 @@ class ExpectedUse : public EvictionPolicy {
 
   private:
     Rates rates_;
-    std::vector<float> wait_;     // [n_layer * n_expert_max], passes between uses
-    std::vector<float> forecast_; // [n_layer * n_expert_max], probabilities where known_
-    std::vector<uint8_t> known_;  // [n_layer]
-    std::vector<float> distance_; // [2 * n_moe_layers - 1], by rows ahead: part of a pass until a layer comes
+    std::vector<float> wait_;     // [n_layer * n_expert_max] expected number of passes from one use to the next
+    std::vector<float> forecast_; // [n_layer * n_expert_max] probability of a use, valid for layers in known_
+    std::vector<uint8_t> known_;  // [n_layer] 1: the layer has a forecast
+    std::vector<float> distance_; // [2 * n_moe_layers - 1] part of a pass until a layer comes, times the weight
 };
 
 // ExpertFlow's predictive locality-aware expert caching with real-time correction (sections 3.2.1 and 3.2.2). It keeps
 // the experts that are predicted for this pass, nearest layers first.
 //
 // Victims are, in this order:
-// - experts that were prefetched in vain, as their layer's router has shown;
+// - experts that were prefetched, but not chosen by their layer's router;
 // - experts that this pass no longer needs, because their layer was computed or is not predicted;
 // - predicted experts, the farthest layer first.
 //
-// The paper has this order, but no order among equals. It does not define "locality" beyond an example: a cache of 8
-// takes the two nearest of four layers whole, and the third one when the first is done. Here predicted experts are
-// ordered by their distance, and other experts by the average number of passes until they are used again. Without
-// predictions the policy is decayed frequency.
+// The paper gives this order, but no order within each of the three groups. It explains "locality" only by an example:
+// a cache of 8 experts holds the two nearest of four layers, and the third layer when the first one is done. Here
+// predicted experts are ordered by their layer's distance, and other experts by the average number of passes until they
+// are used again. Without predictions the policy is decayed frequency.
 class Locality final : public ExpectedUse<FadingAverage> {
   public:
     Locality(const Layout & layout, const Values &)
@@ -102,14 +106,16 @@ class Locality final : public ExpectedUse<FadingAverage> {
 
     bool takes_as_predicted() const override { return true; }
 
-    // Experts that the layer uses are no victims: on_use() follows for them.
+    // Marks the layer's unused prefetched experts as prefetched in vain. on_use() then removes the mark from each
+    // expert that the router chose.
     bool on_routed(int il) override {
         Early * prefetched = &prefetched_[layout_.key(il, 0)];
         std::replace(prefetched, prefetched + layout_.layers[il].n_expert, Early::yes, Early::in_vain);
         return true;
     }
 
-    // Each expert is predicted active or idle (3.1): the likeliest are active, as many as a token uses.
+    // Turns probabilities into 1 (active) or 0 (idle), because section 3.1 predicts only these. The most probable
+    // experts are active, in the number that a token uses, and so is every expert with a probability from `likely` on.
     bool on_forecast(int il, const float * probabilities) override {
         if (!probabilities) { return ExpectedUse::on_forecast(il, nullptr); }
         const Layer & layer = layout_.layers[il];
@@ -128,7 +134,7 @@ class Locality final : public ExpectedUse<FadingAverage> {
     void on_evict(int il, int expert) override { prefetched_[layout_.key(il, expert)] = Early::no; }
 
     float score(int il, int expert) const override {
-        constexpr float first_to_go = -1e6f; // below the score of any other
+        constexpr float first_to_go = -1e6f; // below the score of every other expert
         const bool is_in_vain = prefetched_[layout_.key(il, expert)] == Early::in_vain;
         return is_in_vain ? first_to_go : ExpectedUse::score(il, expert);
     }
@@ -136,15 +142,16 @@ class Locality final : public ExpectedUse<FadingAverage> {
   private:
     enum class Early : uint8_t { no, yes, in_vain };
     static constexpr float half_life_tokens = 14.0f;
-    static constexpr float likely = 0.5f; // least probability of an active expert when there are several sequences
+    static constexpr float likely = 0.5f; // every expert with at least this probability is active
 
-    std::vector<Early> prefetched_;      // [n_layer * n_expert_max] and not used since
+    std::vector<Early> prefetched_;      // [n_layer * n_expert_max] `no`: not prefetched, or used since then
     std::vector<float> active_, sorted_; // scratch
 };
 
-constexpr float least_input = 1e-3f; // smaller inputs count as this one
+constexpr float least_input = 1e-3f; // smallest probability that logit() takes
 
-// The logarithm in it is linear between powers of two, which is near enough and takes no call.
+// Returns an approximation of log(p / (1 - p)). Its logarithm is linear between powers of two, which is precise enough
+// and fast.
 float logit(float p) {
     p = std::clamp(p, least_input, 1.0f - least_input);
     const float rest = 1.0f - p;
@@ -155,32 +162,33 @@ float logit(float p) {
 }
 
 // Estimates the probability that a token uses an expert, as a mixture of predictions. The predictions are fading
-// averages of use, and recall: the experts that were used after earlier tokens with the routing of the last token. Each
-// layer mixes them by a logistic regression, whose weights are learned while the model runs (Duchi et al. 2011:
-// AdaGrad). Models and layers differ in how long they keep to the same experts.
+// averages of use, and recall: the experts that were used after earlier tokens whose routing was like the last token's.
+// Each layer mixes them by a logistic regression, because layers differ in how long they keep using the same experts.
+// The weights are learned while the model runs (Duchi et al. 2011: AdaGrad).
 class LearnedRates {
   public:
     explicit LearnedRates(const Layout & layout);
 
-    // A routing event of n_tokens tokens, whose uses count in averages as if spread evenly over them.
+    // Learns from a routing event of n_tokens tokens, and updates the layer's probabilities. In averages the uses count
+    // as if they were spread evenly over the tokens.
     void count(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens);
 
-    const float * row(int il) const { return &rates_[layout_.key(il, 0)]; } // [n_expert], above 0
+    const float * row(int il) const { return &rates_[layout_.key(il, 0)]; } // [n_expert] probabilities, above 0
 
   private:
     static constexpr std::array<float, 6> half_lives_tokens = {1.0f, 4.0f, 16.0f, 64.0f, 256.0f, 4000.0f};
-    // Weight of the experts that came 1, 2, ... tokens after an earlier token for the prediction of the next one.
+    // Weights in recall. Experts that were used 1, 2, ... tokens after a similar earlier token have these weights.
     static constexpr std::array<float, 6> after = {0.4f, 0.25f, 0.15f, 0.1f, 0.05f, 0.05f};
-    static constexpr size_t n_averages = half_lives_tokens.size(), recalled = n_averages; // the last input
+    static constexpr size_t n_averages = half_lives_tokens.size(), recalled = n_averages; // index of recall's input
     static constexpr int n_after = after.size();
-    static constexpr int window = 1536; // earlier tokens that recall knows
+    static constexpr int window = 1536; // number of earlier tokens that recall compares with the last one
     using Averages = std::array<float, n_averages>;
     using Inputs = std::array<float, n_averages + 1>;
 
-    struct History {              // the last tokens of a layer
+    struct History {              // the experts that a layer's last tokens used
         std::vector<int16_t> ids; // [2 * window][n_used] experts; n_expert fills the row of a token that used fewer
         int n_tokens = 0, n_used = 0;
-        std::array<int16_t, window> n_alike{}; // experts that each token before the last one shares with it
+        std::array<int16_t, window> n_alike{}; // number of experts that each earlier token shares with the last
         int n_earlier() const { return std::min(n_tokens - 1, window); }
         const int16_t * last() const { return &ids[(n_tokens - 1) * n_used]; }
     };
@@ -192,19 +200,19 @@ class LearnedRates {
     void recall(int il);
 
     const Layout & layout_;
-    Averages kept_{};                         // weight that each average keeps after a token
-    std::vector<Inputs> weights_, gradients_; // [n_layer], learned; squares of their gradients so far, added up
-    std::vector<Averages> averages_;          // [n_layer * n_expert_max]
-    std::vector<Inputs> inputs_;              // [n_layer * n_expert_max], logits
-    std::vector<float> rates_;                // [n_layer * n_expert_max]
+    Averages kept_{};                         // share of its value that each average keeps after a token
+    std::vector<Inputs> weights_, gradients_; // [n_layer] learned weights; sums of the squares of their gradients
+    std::vector<Averages> averages_;          // [n_layer * n_expert_max] fading averages of an expert's use
+    std::vector<Inputs> inputs_;              // [n_layer * n_expert_max] logits of the predictions
+    std::vector<float> rates_;                // [n_layer * n_expert_max] estimated probability of a use by a token
     std::vector<float> used_;                 // [n_expert_max] share of this event's tokens that use the expert
     std::vector<History> histories_;          // [n_layer]
-    std::vector<float> alike_weights_;        // weight of a token that shares 0, 1, ... experts less than the best one
-    std::array<int, window> n_alike_{};       // sums over all layers; the last earlier token comes last
+    std::vector<float> alike_weights_;        // weight of a token that shares 0, 1, ... experts fewer than the best one
+    std::array<int, window> n_alike_{};       // History::n_alike added over all layers; the latest token comes last
     std::array<float, n_after + window> alike_{};
-    std::array<float, 1 + window> expected_{}; // share of each token's experts that is expected next; the last one, too
-    std::vector<uint8_t> marked_;              // [n_expert_max + 1], the last token's experts
-    std::vector<float> sums_;                  // [n_expert_max + 1]
+    std::array<float, 1 + window> expected_{}; // weight of each token's experts in the prediction; with the last token
+    std::vector<uint8_t> marked_;              // [n_expert_max + 1] 1: the last token used the expert
+    std::vector<float> sums_;                  // [n_expert_max + 1] sums of these weights for each expert
 };
 
 LearnedRates::LearnedRates(const Layout & layout)
@@ -216,8 +224,8 @@ LearnedRates::LearnedRates(const Layout & layout)
       histories_(layout.layers.size()),
       marked_(layout.n_expert_max + 1),
       sums_(layout.n_expert_max + 1) {
-    constexpr float first_recall = 0.4f, first_gradient = 1e-3f; // the weight of what is recalled
-    constexpr float sharpness = 16.0f; // a token that shares nothing counts exp(-16) of one that shares every expert
+    constexpr float first_recall = 0.4f, first_gradient = 1e-3f; // first_recall: weight of recall at the start
+    constexpr float sharpness = 16.0f; // a token that shares no expert weighs exp(-16) of one that shares all
     Inputs weights, gradients;
     weights.fill((1.0f - first_recall) / n_averages);
     weights[recalled] = first_recall;
@@ -225,7 +233,7 @@ LearnedRates::LearnedRates(const Layout & layout)
     weights_.assign(layout.layers.size(), weights);
     gradients_.assign(layout.layers.size(), gradients);
     for (size_t i = 0; i < n_averages; i++) { kept_[i] = kept_after(half_lives_tokens[i], 1); }
-    int n_used = 0; // experts of a token in all layers
+    int n_used = 0; // number of experts that a token uses in all layers together
     for (int il : layout.moe_layers) {
         histories_[il].n_used = layout.layers[il].n_expert_used;
         histories_[il].ids.resize(2 * window * histories_[il].n_used);
@@ -235,7 +243,7 @@ LearnedRates::LearnedRates(const Layout & layout)
 }
 
 void LearnedRates::count(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) {
-    constexpr int most_learned_tokens = 64; // a prompt with more tokens only changes the averages
+    constexpr int most_learned_tokens = 64; // events with more tokens do not change the weights
     const int n_expert = layout_.layers[il].n_expert;
     std::fill_n(used_.begin(), n_expert, 0.0f);
     for (int64_t use = 0; use < (int64_t)n_expert_used * n_tokens; use++) { used_[expert_ids[use]] += 1.0f / n_tokens; }
@@ -251,7 +259,7 @@ void LearnedRates::count(int il, const int32_t * expert_ids, int n_expert_used, 
     }
 }
 
-// One step along the gradient of the logarithm of what was predicted of what came.
+// Changes the layer's weights by one step along the gradient of the log-likelihood of the experts that were used.
 void LearnedRates::learn(int il) {
     constexpr float learning_rate = 0.03f;
     Inputs gradient{};
@@ -266,7 +274,8 @@ void LearnedRates::learn(int il) {
     }
 }
 
-// Averages begin as if half a token had used every expert alike.
+// Updates the layer's averages, and the inputs that come from them. The averages start as if half a token had used
+// every expert equally.
 void LearnedRates::average(int il, int n_tokens) {
     const Layer & layer = layout_.layers[il];
     const float alike = (float)layer.n_expert_used / layer.n_expert;
@@ -285,7 +294,8 @@ void LearnedRates::average(int il, int n_tokens) {
     }
 }
 
-// Tokens of an event come one after another, also where they are of several sequences.
+// Adds the tokens of an event to the layer's history, as if they followed one another, even if they belong to several
+// sequences.
 void LearnedRates::remember(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) {
     History & history = histories_[il];
     const int n_used = history.n_used;
@@ -314,12 +324,13 @@ void LearnedRates::count_alike(int il) {
     }
 }
 
-// Each earlier token counts by how much of its routing, over all layers, is the last token's.
+// Computes the input `recalled` of each expert in a layer. An earlier token has more weight if it shares more experts
+// with the last token, over all layers.
 void LearnedRates::recall(int il) {
     const History & history = histories_[il];
     const int n_used = history.n_used, n_earlier = history.n_earlier(), first = window - n_earlier;
     if (n_earlier == 0) { return; }
-    constexpr float least_expected = 1e-3f; // smaller shares do not count
+    constexpr float least_expected = 1e-3f; // tokens with a smaller weight are skipped
     const int most_alike = *std::max_element(n_alike_.begin() + first, n_alike_.end());
     float sum = 0.0f;
     std::fill_n(alike_.begin(), n_after + first, 0.0f);
@@ -339,9 +350,10 @@ void LearnedRates::recall(int il) {
     }
 }
 
-// Belady's rule with an estimate in place of the future. Where several sequences decode together, p has the same order.
-// Other passes of more than one token are left to recency and the sweep, but count. Its values: distance_weight, and a
-// half-life in tokens, of one plain average in place of what is learned.
+// Makes the policy next-use: Belady's rule with an estimated future. It decides in passes that decode. For several
+// sequences that decode together the estimates are not exact, but have the right order. Other passes only update the
+// estimates, and recency or the sweep decides there. values: distance_weight, then the half-life in tokens of a plain
+// average, which replaces the learned estimate.
 std::unique_ptr<EvictionPolicy> make_next_use(const Layout & layout, const Values & values) {
     const float distance_weight = value_or(values, 0, 4.0f);
     if (values.size() < 2) { return std::make_unique<ExpectedUse<LearnedRates>>(layout, distance_weight); }

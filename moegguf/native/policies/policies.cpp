@@ -1,11 +1,11 @@
-// policies.cpp: the table of policies that can be chosen by name, and the policies that need no estimate of the next
-// use (expected_use.cpp). The policies touch their own tables only (policy.h).
+// policies.cpp: the table of policies that can be chosen by name, and the policies that do not estimate the next use.
+// expected_use.cpp has the others. The policies touch only their own tables (policy.h).
 #include "policies/policy.h"
 
 namespace moegguf {
 namespace {
 
-// Evicts the least recently used expert: leaves everything to recency.
+// Evicts the least recently used expert. It has no scores, so recency alone decides.
 class Lru final : public EvictionPolicy {
   public:
     Lru(const Layout &, const Values &) {}
@@ -14,8 +14,8 @@ class Lru final : public EvictionPolicy {
     float score(int, int) const override { return 0.0f; }
 };
 
-// Evicts the expert with the fewest uses, each counted half as much after every half_life_tokens (LRFU, Lee et al.
-// 2001), its one value. Passes of more than one token are left to recency, but count.
+// Evicts the expert with the fewest uses. A use counts half as much after each half-life, which is the policy's one
+// value, in tokens (LRFU, Lee et al. 2001). Passes of more than one token count, but recency decides in them.
 class DecayedFrequency final : public EvictionPolicy {
   public:
     DecayedFrequency(const Layout & layout, const Values & values) : average_(layout, value_or(values, 0, 64.0f)) {}
@@ -32,9 +32,9 @@ class DecayedFrequency final : public EvictionPolicy {
 };
 
 // Segmented LRU (Karedla, Love and Wherry 1994), with two segments for each layer. Experts that were used again since
-// they were loaded are protected. The others are on probation, and are evicted first. The protected segment holds up to
-// protected_share, the policy's one value, of the layer's experts. Its least recently used expert then goes back on
-// probation.
+// they were loaded are protected. The others are on probation, and are evicted first. The protected segment holds at
+// most a share of the layer's resident experts; this share is the policy's one value. Above it, the least recently used
+// protected expert goes back on probation.
 class Slru final : public EvictionPolicy {
   public:
     Slru(const Layout & layout, const Values & values)
@@ -93,19 +93,20 @@ class Slru final : public EvictionPolicy {
 
     const Layout & layout_;
     const float share_;
-    std::vector<uint8_t> fresh_;   // [n_layer * n_expert_max], loaded and not used yet
-    std::vector<uint64_t> used_;   // [n_layer * n_expert_max], when it was used again; 0: on probation
-    std::vector<int> n_resident_;  // [n_layer]
-    std::vector<int> n_protected_; // [n_layer]
+    std::vector<uint8_t> fresh_;   // [n_layer * n_expert_max] 1: the expert was loaded and not used yet
+    std::vector<uint64_t> used_;   // [n_layer * n_expert_max] clock_ at a protected expert's last use; 0: on probation
+    std::vector<int> n_resident_;  // [n_layer] number of experts with a slot
+    std::vector<int> n_protected_; // [n_layer] number of protected experts
     uint64_t clock_ = 0;
 };
 
 // MoE-Infinity's sparsity-aware expert cache (algorithm 1): an expert's score is (its share of the layer's predicted
 // activation + epsilon) * (1 - layer / n_layers). Early layers are favoured, because little can be prefetched for them
-// (section 4.6). A share stays until the layer is predicted anew. Where nothing was predicted yet, and in prompts,
-// recency decides.
+// (section 4.6). A share stays until the layer is predicted again. Before the first prediction, and in prompts, recency
+// decides.
 
-// Not given in the paper: an expert used by no matched request never outranks one that was used.
+// A value that the paper does not give. It is so small that an expert that no matched request used does not outrank one
+// that a matched request used.
 constexpr float epsilon = 1e-6f;
 
 class Sparsity final : public EvictionPolicy {

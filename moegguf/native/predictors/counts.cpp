@@ -1,5 +1,5 @@
 // counts.cpp: predictors that look up earlier uses in a table. The key is the last token, a token id, the experts of
-// the layer before, or a similar request. The predictors touch their own tables only (predictor.h).
+// the layer before, or a similar request. The predictors touch only their own tables (predictor.h).
 #include "predictors/predictor.h"
 
 #include <numeric>
@@ -7,8 +7,8 @@
 namespace moegguf {
 namespace {
 
-// The experts that the last token used at a layer: probability 1 for these, 0 for the others. Of a pass of many tokens,
-// the last one counts. Needs no training.
+// Predicts that a layer uses the experts that its last token used: probability 1 for these experts, and 0 for all
+// others. In a pass of many tokens only the last token counts. Needs no training.
 class PreviousToken final : public Predictor {
   public:
     PreviousToken(const Layout & layout, const Arrays &)
@@ -34,9 +34,9 @@ class PreviousToken final : public Predictor {
     std::vector<uint8_t> seen_; // [n_layer]
 };
 
-// ProMoE's token-based prediction (section 4.2): experts that a token id used most often, all layers at once. A
-// probability is the share of the token's occurrences that used the expert, with one occurrence of an average token
-// added; tokens without an entry get the average.
+// ProMoE's token-based prediction (section 4.2): predicts the experts that the token's id used most often, for all
+// layers at once. A probability is the share of the id's occurrences that used the expert. One occurrence of an average
+// token is added, so an id without an entry gets the average.
 class TokenTable final : public Predictor {
   public:
     TokenTable(const Layout & layout, const Arrays & arrays)
@@ -79,15 +79,16 @@ class TokenTable final : public Predictor {
 
     const Layout & layout_;
     const size_t n_vocab_;
-    const int32_t * const entry_of_; // [n_vocab], -1: none
-    const float * const average_;    // [n_moe_layers][n_expert_max], how often a token uses an expert
+    const int32_t * const entry_of_; // [n_vocab] index of the id's entry in counts_; -1: none
+    const float * const average_;    // [n_moe_layers][n_expert_max] share of all tokens that use the expert
     const size_t n_entries_;
-    const uint16_t * const counts_; // [n_entries][n_moe_layers][n_expert_max]
+    const uint16_t * const counts_; // [n_entries][n_moe_layers][n_expert_max] uses of the expert by the entry's id
     int token_ = -1;
 };
 
-// DuoServe-MoE's affinity between layers (section 4.1): the mean of the chosen experts' rows of the affinity matrix,
-// whose rows add up to 1, times the experts that a token uses. One layer ahead, of a sequence that decodes.
+// DuoServe-MoE's affinity between layers (section 4.1). The probabilities are the mean of the chosen experts' rows in
+// the affinity matrix, times the number of experts that a token uses. Each row adds up to 1. Predicts one layer ahead,
+// and only for a sequence that decodes.
 class Affinity final : public Predictor {
   public:
     Affinity(const Layout & layout, const Arrays & arrays) : layout_(layout), affinity_(affinity_of(layout, arrays)) {}
@@ -115,8 +116,8 @@ class Affinity final : public Predictor {
     Observation seen_;
 };
 
-constexpr float nearly = 1.0f - 2e-6f; // squared cosines closer than this are the same in float32
-constexpr float least_norm2 = 1e-30f;  // makes 0 / norm a similarity of 0; the least similarity, too
+constexpr float nearly = 1.0f - 2e-6f; // squared cosines with a ratio above this count as equal, because of rounding
+constexpr float least_norm2 = 1e-30f;  // first squared norm, which avoids 0 / 0; also the least similarity of a match
 constexpr int most_matches = 64;
 
 struct Found {
@@ -125,15 +126,15 @@ struct Found {
     int32_t index;
 };
 
-// The nearest first; of equals the one with more tokens, then the later one.
+// Returns true if entry a is a better match than b: more similar, then with more tokens, then with the higher index.
 bool before(const Found & a, const Found & b) {
     if (a.score != b.score) { return a.score > b.score; }
     return a.tokens != b.tokens ? a.tokens > b.tokens : a.index > b.index;
 }
 
-// MoE-Infinity's prediction (section 4.5): which experts past requests used that resemble the pass so far. The
-// collection is the controller's, which adds requests that end; here it is matched. Matched entries are added up, and
-// each layer's row is scaled to the experts that a token uses.
+// MoE-Infinity's prediction (section 4.5): predicts the experts that similar past requests used. The pass so far is
+// compared with a collection of past requests, which the controller fills. The best matches are added up, and each
+// layer's row is scaled so that its sum is the number of experts that a token uses.
 class Eamc final : public Predictor {
   public:
     Eamc(const Layout & layout, const Arrays & arrays)
@@ -190,7 +191,8 @@ class Eamc final : public Predictor {
     }
 
   private:
-    // The entries with the largest cosine; of equals those with more tokens.
+    // Finds the entries that are most similar to the pass so far, by their cosine. Among equals it prefers entries with
+    // more tokens.
     void match() {
         const int n = n_matches_;
         float top[most_matches] = {};
@@ -205,7 +207,8 @@ class Eamc final : public Predictor {
         n_found_ = 0;
         for (int i = 0; i < n_entries_; i++) {
             if (!(scores_[i] >= bar)) { continue; }
-            // The number of tokens decides if entries are about as near as the last one.
+            // Entries that are about as similar as the last match get the same score, so that their numbers of tokens
+            // decide.
             const Found found{scores_[i] * nearly <= bar ? 0.0f : scores_[i], tokens_[i], i};
             int at = std::min(n_found_, n - 1);
             if (n_found_ == n && !before(found, best_[at])) { continue; }
@@ -219,11 +222,11 @@ class Eamc final : public Predictor {
     const Layout & layout_;
     const int n_entries_, n_matches_;
     const size_t capacity_;
-    const float * entries_;   // [capacity][n_layer][n_expert_max], tokens that used an expert
-    const float * columns_;   // [n_layer][n_expert_max][capacity], the same
-    const float * row_norm2_; // [n_layer][capacity]
-    const float * tokens_;    // [capacity]
-    std::vector<float> seen_; // [n_expert_max] by this layer
+    const float * entries_;   // [capacity][n_layer][n_expert_max] number of an entry's tokens that used the expert
+    const float * columns_;   // [n_layer][n_expert_max][capacity] the numbers of entries_ in another order
+    const float * row_norm2_; // [n_layer][capacity] squared norm of an entry's row
+    const float * tokens_;    // [capacity] number of an entry's tokens
+    std::vector<float> seen_; // [n_expert_max] uses of each expert in the observed layer
     std::vector<float> dot_, norm2_, scores_;
     Found best_[most_matches];
     int n_found_ = 0;

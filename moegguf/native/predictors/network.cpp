@@ -1,13 +1,14 @@
-// network.cpp: the multiplication and the other steps of networks.
+// network.cpp: implements network.h: the multiplication with a matrix, and the other steps of a network.
 //
-// A predictor's weights do not fit in cache beside the model's, so memory bandwidth decides its time. A weight of one
-// byte takes a quarter of the time of a float. The vector is rounded to 16 bits once, so that the inner loop has whole
-// numbers. Compilers vectorise whole numbers, but may not reorder floats.
+// A predictor's weights do not stay in the processor's cache, because the model's weights fill it. So memory bandwidth
+// decides the time, and a weight of one byte takes a quarter of the time of a float. The input vector is rounded to 16
+// bits once, so that the inner loop has integers: compilers vectorise integers, but may not reorder floats.
 #include "predictors/network.h"
 
 #include <limits>
 
-// One binary for all x86 machines; sanitizers cannot run the resolver that picks the clone.
+// Compiles a function for several instruction sets, so that one binary serves all x86 machines. Sanitizers cannot run
+// the resolver that chooses a version.
 #if defined(__x86_64__) && defined(__GLIBC__) && !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
 #define MOEGGUF_CLONES __attribute__((target_clones("default", "avx2", "arch=x86-64-v4")))
 #else
@@ -44,7 +45,7 @@ bool RoundedVector::round(const float * x, int n) {
     float peak = 0.0f, sum = 0.0f;
     for (int i = 0; i < n; i++) {
         peak = std::max(peak, std::fabs(x[i]));
-        sum += x[i] * 0.0f; // not a number as soon as one is not finite
+        sum += x[i] * 0.0f; // becomes NaN if a value is not finite
     }
     const bool finite = sum == 0.0f;
     if (!finite || peak < std::numeric_limits<float>::min()) {

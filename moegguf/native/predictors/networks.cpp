@@ -1,6 +1,6 @@
-// networks.cpp: predictors that multiply with matrices. With what enters a layer's router: other layers' routers (skip
-// prediction), and ProMoE's learned networks (mlp). With choices: DuoServe-MoE's ExpertMLP. Touch their own tables only
-// (predictor.h).
+// networks.cpp: predictors that multiply with matrices. Skip prediction and ProMoE's learned networks (mlp) start from
+// the input of a layer's router. DuoServe-MoE's ExpertMLP starts from the experts that routers chose. The predictors
+// touch only their own tables (predictor.h).
 #include "predictors/predictor.h"
 
 #include <numeric>
@@ -8,7 +8,8 @@
 namespace moegguf {
 namespace {
 
-// Keeps the last router input of a sequence that decodes, rounded. Prompts are left out: they use most experts anyway.
+// The base of predictors that compute with a router's input. It keeps the last input of a sequence that decodes,
+// rounded. Prompts are left out, because they use most experts anyway.
 class InputPredictor : public Predictor {
   public:
     void on_token(int) override { source_ = -1; }
@@ -25,7 +26,7 @@ class InputPredictor : public Predictor {
         }
     }
 
-    int source() const { return source_; } // the layer of the input kept, -1: there is none
+    int source() const { return source_; } // layer of the input that was kept; -1: none
     const RoundedVector & input() const { return input_; }
 
     const Layout & layout_;
@@ -36,11 +37,13 @@ class InputPredictor : public Predictor {
     int source_ = -1;
 };
 
-// llama_expert_gating_func_type; the choice of gating SOFTMAX_WEIGHT is made on logits: the order is softmax's.
+// The values of llama_expert_gating_func_type. With SOFTMAX_WEIGHT the experts are chosen by their logits, which have
+// the same order as their softmax.
 enum Gating { softmax_gating = 1, sigmoid_gating = 2, softmax_weight_gating = 3, sqrt_softplus_gating = 4 };
 
-// The scores by which llama.cpp's build_moe_ffn would choose, as probabilities: 0.5 is an even share among the experts
-// that a token uses.
+// Skip prediction: multiplies a later layer's router with an earlier router's input. It computes the scores by which
+// llama.cpp's build_moe_ffn would choose, and turns them into probabilities. If a token uses k experts, an expert with
+// 1/k of the sum of all scores gets the probability 0.5.
 class Skip final : public InputPredictor {
   public:
     Skip(const Layout & layout, const Arrays & arrays);
@@ -49,13 +52,13 @@ class Skip final : public InputPredictor {
 
   private:
     struct Router {
-        ByteMatrix logits;                   // bias: of the logits
-        const float * choice_bias = nullptr; // [n_expert], NULL: none
+        ByteMatrix logits;                   // computes the logits from the router's input
+        const float * choice_bias = nullptr; // [n_expert] added to the scores for the choice; NULL: none
     };
 
     void keep_best_groups(float * scores, int n_expert);
 
-    std::vector<Router> routers_; // [n_layer], no rows: none
+    std::vector<Router> routers_; // [n_layer]; a layer without a router has a matrix with 0 rows
     const int gating_, n_group_, n_group_used_;
     std::vector<float> group_, best_; // scratch
     std::vector<int> order_;
@@ -74,7 +77,7 @@ Skip::Skip(const Layout & layout, const Arrays & arrays)
     for (int il : layout.moe_layers) {
         const std::string name = std::to_string(il);
         if (arrays.size(name + ".weights") == 0) {
-            continue; // a token's id alone decides
+            continue; // the layer has no router: the token's id alone chooses the experts
         }
         const int n_expert = layout.layers[il].n_expert;
         if (n_expert % n_group_ != 0) { throw Error(MOEGGUF_INVALID, "groups of experts have the same size"); }
@@ -119,14 +122,15 @@ bool Skip::predict(int il, int distance, float * probabilities) {
     return true;
 }
 
-// Experts of groups that would not be chosen: -infinity. A group counts as much as its two best experts.
+// Sets the scores of all experts in groups that the router would not choose to -infinity. The score of a group is the
+// sum of its two best experts' scores.
 void Skip::keep_best_groups(float * scores, int n_expert) {
     const int size = n_expert / n_group_, n_best = std::min(2, size);
     for (int group = 0; group < n_group_; group++) {
         std::partial_sort_copy(scores + group * size, scores + (group + 1) * size, group_.begin(),
                                group_.begin() + n_best, std::greater<float>());
         const float best = std::accumulate(group_.begin(), group_.begin() + n_best, 0.0f);
-        best_[group] = std::isnan(best) ? -INFINITY : best; // sort() needs an order
+        best_[group] = std::isnan(best) ? -INFINITY : best; // sort() cannot order NaN
     }
     std::iota(order_.begin(), order_.end(), 0);
     std::sort(order_.begin(), order_.end(),
@@ -134,7 +138,8 @@ void Skip::keep_best_groups(float * scores, int n_expert) {
     for (int i = n_group_used_; i < n_group_; i++) { std::fill_n(scores + order_[i] * size, size, -INFINITY); }
 }
 
-// Predicts the pairs of layers that there are networks for.
+// ProMoE's learned networks. Each network belongs to a pair of layers: it predicts the experts of the second layer from
+// the router's input of the first one.
 class Mlp final : public InputPredictor {
   public:
     Mlp(const Layout & layout, const Arrays & arrays) : InputPredictor(layout, arrays) {
@@ -171,9 +176,9 @@ class Mlp final : public InputPredictor {
     std::vector<float> logits_; // scratch
 };
 
-// DuoServe-MoE's ExpertMLP (section 4.2): one network for all layers, from all choices of the pass so far, the next
-// layer's popularity, and the affinity rows of the experts just chosen. One layer ahead, once every layer before it was
-// seen in a pass of one token.
+// DuoServe-MoE's ExpertMLP (section 4.2): one network for all layers. Its input is all choices of the pass so far, the
+// popularity of the next layer's experts, and the affinity rows of the experts that were chosen last. It predicts one
+// layer ahead, if the pass has one token and every layer so far was observed.
 class ExpertMlp final : public Predictor {
   public:
     ExpertMlp(const Layout & layout, const Arrays & arrays)
@@ -211,7 +216,8 @@ class ExpertMlp final : public Predictor {
     bool predict(int il, int distance, float * probabilities) override {
         const int row = layout_.row_of[il];
         if (distance != 1 || row < 1 || row != n_seen_) { return false; }
-        // [choices of the layers before, padded][popularity of the next][affinity of each expert just chosen]
+        // The network's input: [choices of earlier layers, padded with 0][popularity of the layer's experts][affinity
+        // row of each expert that the layer before chose]
         float * at = state_.data() + size_t(layout_.n_moe_layers - 1) * n_used_;
         std::fill(state_.data() + size_t(row) * n_used_, at, 0.0f);
         at = std::copy_n(popularity_ + size_t(row) * n_expert_, n_expert_, at);
@@ -228,13 +234,13 @@ class ExpertMlp final : public Predictor {
     const Layout & layout_;
     const int n_expert_;
     const int n_used_;
-    const float * popularity_; // [n_moe_layers][n_expert]
+    const float * popularity_; // [n_moe_layers][n_expert] popularity of each expert
     const float * affinity_;
     Network network_;
     std::vector<float> state_;
     std::vector<int> chosen_;   // experts that the last layer chose
     std::vector<float> logits_; // scratch
-    int n_seen_ = -1;           // layers of this pass; -1: not all
+    int n_seen_ = -1;           // number of layers observed in this pass; -1: one was missed
 };
 
 } // namespace

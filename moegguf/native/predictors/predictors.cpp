@@ -1,5 +1,5 @@
-// predictors.cpp: the table of predictors that can be chosen by name, and their trained arrays. It makes predictors and
-// changes none.
+// predictors.cpp: the table of predictors that can be chosen by name, and the class that finds their trained arrays. It
+// changes no predictor.
 #include "predictors/predictor.h"
 
 #include <algorithm>

@@ -1,10 +1,11 @@
-// routing_path.cpp: ExpertFlow's routing-path network (section 3.1): experts of all layers from a token's id and those
-// before it, before the first layer. A small T5: an encoder over the `window` tokens before a chunk, a decoder over the
-// chunk token by token, and a linear head per layer. moegguf/controller/predictors/routing_path.py is its definition.
+// routing_path.cpp: ExpertFlow's routing-path network (section 3.1). Before the first layer of a token is computed, it
+// predicts the experts of all layers from the ids of this token and of earlier tokens. The network is a small T5: an
+// encoder over the `window` tokens before a chunk, a decoder over the chunk, token by token, and a linear head for each
+// layer. moegguf/controller/predictors/routing_path.py defines the network.
 //
-// A token costs one step of the decoder, whose keys and values are kept. The encoder runs once per chunk, when the last
-// layer of the chunk's last token has been routed, so that it does not keep the next token waiting.
-// It writes its own memory only.
+// A token costs one step of the decoder, which keeps its keys and values. The encoder runs once per chunk, when the
+// last layer of the chunk's last token has been routed, so that the next token does not wait for it. This file writes
+// only its own memory.
 #include "predictors/predictor.h"
 
 #include <list>
@@ -12,7 +13,7 @@
 namespace moegguf {
 namespace {
 
-// An attention's matrices, and the width of all its heads.
+// The matrices of an attention, the number of its heads, and the width of all heads together.
 struct Attention {
     int n_head, width;
     ByteMatrix projection, memory, out;
@@ -29,14 +30,15 @@ struct Attention {
     }
 };
 
-// x += two dense layers of its norm, with a ReLU between them.
+// Adds a feed-forward block to a network: x += down(relu(up(norm(x)))).
 void add_feed_forward(Network & network, const Arrays & arrays, const std::string & name, int n_embd) {
     const int n_ff = (int)(arrays.size(name + ".up.weights") / n_embd);
     network.save().norm().dense(arrays.matrix(name + ".up", n_ff, n_embd), true);
     network.dense(arrays.matrix(name + ".down", n_embd, n_ff)).add();
 }
 
-// A block of the encoder: all positions of the window are kept before any attends to them.
+// A block of the encoder. The keys and values of all positions in the window are computed before a position attends to
+// them.
 struct EncoderBlock {
     Positions window;
     Network enter, leave;
@@ -53,7 +55,7 @@ struct EncoderBlock {
     }
 };
 
-// A block of the decoder: one position attends to the positions of the chunk before it, and of the window.
+// A block of the decoder. A position attends to itself, to earlier positions of its chunk, and to the window.
 struct DecoderBlock {
     Positions past, window;
     Network see_window, step;
@@ -107,7 +109,8 @@ class RoutingPath final : public Predictor {
         logits_.clear();
     }
 
-    // Prompts are remembered, and predicted nothing. Embeddings in place of tokens begin anew.
+    // Predicts the experts of a single token. Several tokens (a prompt) are only remembered. Ids outside the
+    // vocabulary, which stand for embeddings, reset the predictor.
     void on_tokens(const int32_t * tokens, int n) override {
         logits_.clear();
         if (std::any_of(tokens, tokens + n, [this](int token) { return token < 0 || token >= n_vocab_; })) {
@@ -142,7 +145,7 @@ class RoutingPath final : public Predictor {
         for (int i = 0; i < n_embd_; i++) { x[i] = row[i] * embedding_.scale[token] + position[i]; }
     }
 
-    // Begins a chunk: what its tokens attend to of the window before it.
+    // Begins a chunk: encodes the window of tokens before it, to which all tokens of the chunk attend.
     void encode() {
         for (int i = 0; i < n_window_; i++) { embed(recent_[i], window_positions_ + size_t(i) * n_embd_, states_[i]); }
         for (EncoderBlock & block : encoder_) {
@@ -175,13 +178,13 @@ class RoutingPath final : public Predictor {
 
     const Layout & layout_;
     const int n_embd_, n_vocab_, n_window_, n_chunk_;
-    ByteMatrix embedding_;            // [n_vocab + 1], the last row of what came before the request
+    ByteMatrix embedding_;            // [n_vocab + 1] rows; the last one stands for tokens before the request
     const float * window_positions_;  // [n_window][n_embd]
     const float * chunk_positions_;   // [n_chunk][n_embd]
-    std::list<EncoderBlock> encoder_; // lists, because their networks point to them
+    std::list<EncoderBlock> encoder_; // lists, because networks keep pointers into their elements
     std::list<DecoderBlock> decoder_;
     Network heads_;                                    // [n_moe_layers * n_expert_max] logits
-    std::vector<int32_t> recent_;                      // [n_window] tokens
+    std::vector<int32_t> recent_;                      // [n_window] the last tokens, which the next encoding reads
     int position_;                                     // place of the next token in its chunk; n_chunk: a new chunk
     std::vector<std::vector<float>> states_, queries_; // [n_window]
     std::vector<float> x_;                             // scratch
