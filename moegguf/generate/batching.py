@@ -70,7 +70,7 @@ class BatchLoop:
         # Only the loop's thread uses the fields from here on.
         self._waiting: list[Sequence | Task] = []  # sorted by ticket (order of arrival)
         self._running: list[Sequence] = []  # sorted by ticket
-        self._is_full = False  # a sequence was put back in the queue for lack of KV cache, and none has ended since
+        self._is_full = False  # a sequence was put back because the KV cache was full, and none has ended since
         self._n_steps = 0
         self._n_ended_tokens = 0
         self._stats: Stats | None = None  # counters of the model after the last pass; None: not read yet
@@ -265,7 +265,7 @@ class BatchLoop:
         if work.number >= 0:
             error = work.complete(self._stats_now(), error)
             self._n_ended_tokens += work.summary.answer_tokens
-            if not self._running and not work.request.begins_with_token:  # a prompt of tokens may be no natural text
+            if not self._running and not work.request.begins_with_token:  # tokens from a client may be no natural text
                 self._llm.context.run_hits.add(work.summary.answer_stats)
         work.events.on_end(work.summary, error)
 
@@ -342,7 +342,7 @@ class BatchLoop:
         while remaining:
             try:
                 rows = self._evaluate_pass(remaining)
-            except BaseException:  # the failed pass leaves the sequences as before
+            except BaseException:  # the sequences end as they were before the pass
                 self._kv.drop_lost()
                 for each in remaining:
                     each.draft = ()
@@ -442,7 +442,7 @@ def _ticket(work: Sequence | Task) -> int:
 
 
 def _next_tokens(sequence: Sequence) -> SequenceTokens:
-    """Returns the tokens of a sequence that the next pass evaluates, with the options of `Context.eval_sequences`."""
+    """Returns the tokens of a sequence that the next pass evaluates, as an argument for `Context.eval_sequences`."""
     n_past = sequence.n_evaluated
     end = n_past + sequence.n_next
     decodes = sequence.decodes

@@ -172,8 +172,8 @@ class _Calls:
 def _start(
     form: AnswerFormat, think: bool | str | None, prompt_end: str, continuation: Continuation | None
 ) -> list[str]:
-    """Returns the rules from `start` to `answer`: optional thinking, then the answer. No thinking if `think` is
-    False."""
+    """Returns the rules from `start` to `answer`. Thinking may come before the answer. `think` False forbids this,
+    unless the prompt has already begun the thinking or the model is gpt-oss."""
     in_thinking = continuation is not None and continuation.in_thinking
     if form.is_harmony:
         if in_thinking:

@@ -198,8 +198,8 @@ class _Text:
     repeats: bool = True  # True if the last tokens occurred before, or if their hash collides
 
     def note_tokens(self, n_key: int) -> None:
-        """Adds the new tokens to `hashes`. Sets `repeats` to True if the last `n_key` tokens have occurred before; if
-        `n_key` is 0, leaves it True.
+        """Adds the new tokens to `hashes`. Sets `repeats`, which is True if the last `n_key` tokens have occurred
+        before. If `n_key` is 0, `repeats` stays True.
 
         This takes a microsecond, and is the only cost in a pass as long as the text does not repeat itself.
         """
@@ -246,7 +246,7 @@ class Drafter:
         for text, of_answer in zip(texts, widths, strict=True):
             sequence = text.sequence
             room = 0
-            if text.repeats and sequence.prompt.images is None:  # a draft ends before the answer must
+            if text.repeats and sequence.prompt.images is None:  # a draft must end before the answer's limit
                 room = max(
                     0, min(sequence.limit - sequence.summary.answer_tokens, sequence.n_ctx - len(sequence.context)) - 1
                 )

@@ -21,7 +21,7 @@ from moegguf.generate.request import AnswerSummary, Delta, Message, Request, Sam
 from moegguf.generate.sequence import AnswerEvents, Sequence
 
 DEFAULT_PARALLEL = 8
-AHEAD = 2  # the most requests per sequence of the context whose answers are not collected yet
+AHEAD = 2  # limit of requests that are submitted and not yet collected, per sequence of the context
 
 Prompt = str | abc.Sequence[int]
 

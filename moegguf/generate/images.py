@@ -58,7 +58,7 @@ def decode_base64(text: str) -> bytes:
 def read_image(data: bytes) -> Image:
     """Checks an image file. Returns it with the dimensions that its header states.
 
-    Raises OptionError for another format than PNG, JPEG or GIF, a damaged header, and dimensions beyond the limits.
+    Raises OptionError for a format other than PNG, JPEG or GIF, a damaged header, and dimensions beyond the limits.
     """
     if len(data) > MAX_IMAGE_BYTES:
         raise _too_large(len(data))

@@ -165,12 +165,12 @@ class Document:
         self._alternatives: dict[tuple[Goal, bool], list[Facts]] = {}
 
     def goal(self, *schemas: Any) -> Goal:
-        """Returns the goal that all these schemas hold. Raises SchemaError for an invalid schema."""
+        """Returns the goal of values for which all these schemas hold. Raises SchemaError for an invalid schema."""
         numbers = dict.fromkeys(map(self._number, schemas))
         return tuple(number for number in numbers if self._kept[number] not in (True, {}))
 
     def together(self, goal: Goal, *schemas: Any) -> Goal:
-        """Returns the goal that `goal` and all these schemas hold."""
+        """Returns the goal of values for which `goal` and all these schemas hold."""
         return tuple(dict.fromkeys([*goal, *self.goal(*schemas)]))
 
     def _number(self, schema: Any) -> int:
@@ -378,7 +378,8 @@ class Document:
     # Complements
 
     def _complement(self, schema: Any) -> Made:
-        """Returns a schema that allows exactly the values that `schema` does not allow."""
+        """Returns a schema that allows exactly the values that `schema` does not allow. If there is no such schema,
+        the result allows every value, and `ignored` has the keyword."""
         number = self._number(schema)
         if number not in self._complements:
             kept = self._kept[number]

@@ -244,8 +244,8 @@ class _Writer:
         yield "J_BEGIN", rest
 
     def _item(self, facts: Facts, n: int, *schemas: Any) -> Rule | None:
-        """Returns the rule of an array's n-th item, which must also follow `schemas`. Returns None if there may be no
-        such item."""
+        """Returns the rule of an array's n-th item, which must also follow `schemas`. Returns None if such an item is
+        not allowed."""
         goal = self.document.item_goal(facts, n)
         return None if goal is None else self.rule(self.document.together(goal, *schemas))
 

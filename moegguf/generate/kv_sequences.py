@@ -115,7 +115,7 @@ class KvSequences:
         del kv.tokens[n_tokens:]
 
     def drop_lost(self) -> None:
-        """Removes tokens from the places that the context has lost in a failed pass."""
+        """Corrects the token lists of all places after a failed pass, in which the context may have lost tokens."""
         for kv in self._all:
             self.truncate(kv, len(kv.tokens))
 
@@ -194,8 +194,8 @@ class KvSequences:
 
     def select_sequences(self, chosen: Iterable[Sequence], n_step: int) -> list[Sequence]:
         """Selects the sequences of a step and sets `n_next`, the number of tokens of each. Every decoding sequence
-        gets one token, and prompts get the rest of the step's token limit. If the limit is below the number of
-        sequences, they take turns; `n_step`, the number of the step, determines the turn."""
+        gets one token, and prompts get the rest of the step's token limit. If there are more sequences than tokens in
+        a batch, they take turns; `n_step`, the number of the step, determines the turn."""
         chosen = list(chosen)
         most = self._llm.n_batch
         if len(chosen) > most:  # divide them into turns of about equal length

@@ -109,7 +109,7 @@ class Request:
     format: str | Mapping[str, Any] | None = None  # "json", or a JSON schema that the answer follows
     strict: bool = False  # True: a keyword of the schema that cannot be followed is an error
     grammar: str | None = None  # grammar in GBNF that the answer follows
-    think: bool | str | None = None  # a bool, or a level such as "high" if the template has levels; None: if it can
+    think: bool | str | None = None  # a bool, or a level such as "high" for some templates; None: thinks if it can
     template: str | None = None  # Jinja template instead of the model's own
     template_options: Mapping[str, Any] = field(default_factory=dict)
     truncate: bool = True  # True: leaves out the oldest messages if not all fit the context; False: ContextError

@@ -39,7 +39,7 @@ _TOKEN = re.compile(r"<\[(\^?)[0-9]+\]>")  # a token in a grammar, written by it
 MIROSTAT_TOKENS = 100  # tokens with which Mirostat 1 estimates the distribution; llama.cpp's number
 MAX_BREAKERS = 32  # texts; each is compared with every token of the vocabulary
 MAX_BREAKER_BYTES = 40  # llama.cpp would cut longer texts
-MAX_STEP_S = 1.0  # computing time of llguidance for one token
+MAX_STEP_S = 1.0  # most seconds that llguidance may compute for one token
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,  # work on the regexes of one grammar: about 20 ms
     "step_lexer_fuel": 200_000,  # work on regexes for one token: about 15 ms

@@ -57,7 +57,8 @@ def step_reporter(progress: Progress, stage: str, n_steps: int) -> Callable[[str
 
 
 def sample_sequences(trace: Trace, n_tokens: int) -> list[int]:
-    """Chooses requests with about `n_tokens` decoded tokens together. They are taken in turn from each kind of text.
+    """Returns the numbers of requests with about `n_tokens` decoded tokens together, taken in turn from each kind of
+    text.
 
     The first request of every kind is always among them.
     """
@@ -347,8 +348,9 @@ class TraceAnalysis:
         `policy`, `predictor` and `prefetch` replace the corresponding part of each strategy, unless they are "auto" or
         None.
 
-        options: the link and the time of a layer. Raises OptionError for unknown names, for parts that this model
-        lacks, and for prefetching without a link. Prints a warning with the strategies that "all" leaves out.
+        options: the link and the time of a layer. Raises OptionError for unknown names, and for parts that this model
+        lacks. Also raises it if a strategy prefetches but there is no link, unless `prefetch` is True. Prints a
+        warning with the strategies that "all" leaves out.
         """
 
         def check_parts(name: str) -> None:

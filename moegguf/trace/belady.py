@@ -57,10 +57,10 @@ class Lookups:
     """A trace as events. Event i looks up the distinct experts keys[start[i]:start[i + 1]], in order of first
     choice."""
 
-    keys: Ints
-    start: Ints
-    next_use: Ints
-    decode: npt.NDArray[np.bool_]
+    keys: Ints  # (n_lookups,) index of the MoE layer * n_expert + expert
+    start: Ints  # (n_events + 1,)
+    next_use: Ints  # (n_lookups,) the event that looks up the key next; n_events: none
+    decode: npt.NDArray[np.bool_]  # (n_events,) True: the event belongs to a decode pass
 
     @classmethod
     def of(cls, trace: Trace) -> Lookups:

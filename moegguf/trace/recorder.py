@@ -71,7 +71,7 @@ class _Pass:
             if values is None:
                 continue
             here: Any = slice(n_tokens - len(values), n_tokens)
-            if len(values) < n_tokens and self.is_mixed:  # only tokens with logits
+            if len(values) < n_tokens and self.is_mixed:  # the layer was computed only for tokens with logits
                 wanted = np.flatnonzero(self.of_tokens("outputs", 0))
                 here = wanted if len(wanted) == len(values) else here
             found[row, here, : values.shape[1]] = values

@@ -39,7 +39,7 @@ SIMULATED = "CUDA"  # ggml's name for the backend of simulated devices
 class SimOptions:
     """Options of a replay."""
 
-    prefetch: PrefetchOptions | None = None  # None: predictions are not acted on
+    prefetch: PrefetchOptions | None = None  # None: no prefetching
     link_bytes_per_s: float = 0.0  # 0: transfers take no time
     link_latency_s: float = 0.0
     layer_compute_us: float = 0.0  # time of a layer for each token
@@ -351,7 +351,7 @@ class Simulation:
 
 
 def announce_to(context: StoreContext, event: Announcement) -> None:
-    """Announces the tokens that are evaluated next to a store."""
+    """Passes an announcement (the tokens that are evaluated next) to a store."""
     if event.sequences is None or event.phases is None:
         context.announce(event.sequence, event.phase, event.tokens)
     else:

@@ -28,7 +28,7 @@ class TraceHeader:
     model: str = ""  # name of the model
     fingerprint: str = ""  # hex digits for the model's routers (`moegguf.gguf.fingerprint`); "" if unknown
     labels: dict[int, str] = field(default_factory=dict)  # {request: kind of text}
-    settings: dict[str, Setting] = field(default_factory=dict)  # budget, policy, threads and so on
+    settings: dict[str, Setting] = field(default_factory=dict)  # options of the recorded run, such as the budget
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,8 +51,8 @@ class Trace:
     pass_start: npt.NDArray[np.int64]  # (n_pass + 1,) pass p has tokens[pass_start[p]:pass_start[p + 1]]
     tokens: Int32s  # (n_tokens,) -1: unknown
     expert_ids: npt.NDArray[np.int16]  # (n_moe_layer, n_tokens, n_expert_used); -1: no expert
-    weights: npt.NDArray[np.float16] | None = None  # shape of expert_ids; 0 if not computed
-    inputs: npt.NDArray[np.float16] | None = None  # (n_moe_layer, n_tokens, n_embd); 0 if not recorded
+    weights: npt.NDArray[np.float16] | None = None  # factors of the experts' outputs, in the shape of expert_ids
+    inputs: npt.NDArray[np.float16] | None = None  # (n_moe_layer, n_tokens, n_embd) inputs of routers; 0: not recorded
     token_sequence: Int32s | None = None  # (n_tokens,) request of each token
     token_phase: npt.NDArray[np.uint8] | None = None  # (n_tokens,) phase of each token
 
