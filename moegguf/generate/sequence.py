@@ -178,8 +178,8 @@ class Sequence:
     @property
     def alone(self) -> bool:
         """True if the sequence must be computed without others: with images, or with `exact` if others could change
-        bits. They could if the model is not batch-invariant or if the context may shift. Among others, a shift
-        evaluates tokens again, which rounds differently than moving their cells."""
+        bits. They could if the model is not batch-invariant or if the context may shift. If others are computed too, a
+        shift evaluates tokens again, which rounds differently than moving their cells."""
         if self.prompt.images is not None:
             return True
         may_shift = self.shifts and len(self.prompt.tokens) + self.limit > self.n_ctx
