@@ -1,5 +1,5 @@
-"""The chat: a loop over what is typed, messages that are answered and commands that begin with a slash, with the tables
-of these. No command reaches the model."""
+"""The interactive chat: a loop that answers typed messages and runs commands that begin with a slash. Also has the
+tables of commands. No command reaches the model."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from moegguf.chat.model import ChatModel
 
 MAX_READ_BYTES = 4 << 20
-NAME = "<modelname>"  # one word
+NAME = "<modelname>"  # a command's argument that must be one word
 
 _WORD = re.compile(r'"[^"]*"|\'[^\']*\'|\S+')
 
 
 class Chat:
-    """A conversation with one model at a time, which is loaded, and the loop over what is typed. `history`: of what was
-    typed."""
+    """A chat in the terminal: one conversation, one loaded model at a time, and the loop that reads input. `history`:
+    the lines typed so far."""
 
     def __init__(self, model: ChatModel, conversation: Conversation) -> None:
         self.model = model
@@ -43,7 +43,7 @@ class Chat:
         self._reader = Reader(self.history, [*words, *(f"/? {topic}" for topic in ("set", "show", "shortcuts"))])
 
     def run(self) -> int:
-        """Runs until Ctrl-D or /bye, on a terminal in `keyboard_echo_off`; returns the exit code."""
+        """Runs the chat until Ctrl-D or /bye. Returns the exit code. The terminal must be in `keyboard_echo_off`."""
         if self.conversation.think and not self.check_thinking():
             self.conversation.think = None
         self.print_model_line()
@@ -54,7 +54,7 @@ class Chat:
             return 0
 
     def print_model_line(self) -> None:
-        """The model's name, and its context size, experts, ..."""
+        """Prints the model's name, its context size, its expert slots and so on."""
         print_message(f"{self.conversation.entry.name}: {', '.join(self.model.facts())}")
 
     def _handle_input(self) -> None:
@@ -75,12 +75,12 @@ class Chat:
             else:
                 self.conversation.add_user_message(*(extract_images(text) if reads_images else (text, [])))
                 self.answer(snapshot)
-        except KeyboardInterrupt:  # raised outside the prompt and outside an answer
+        except KeyboardInterrupt:  # Ctrl-C neither at the prompt nor during an answer
             self.conversation.restore(snapshot)
             print_message("")
         except (EOFError, BrokenPipeError):
             raise
-        except Exception as error:  # an internal fault must not lose the conversation
+        except Exception as error:  # a bug must not lose the conversation
             is_expected = isinstance(error, MoeggufError | OSError | typer.BadParameter)
             if shows_tracebacks() and not is_expected:
                 raise
@@ -88,7 +88,7 @@ class Chat:
             print_error(error, "" if is_expected else f"unexpected {type(error).__name__}: ")
 
     def answer(self, snapshot: Snapshot) -> None:
-        """Answers the conversation's last message; restores `snapshot` when there was no text at all."""
+        """Answers the conversation's last message. Restores `snapshot` if an error or Ctrl-C came before any text."""
         conversation = self.conversation
         with self.model.spinner:
             self.model.prepare(conversation)
@@ -104,7 +104,8 @@ class Chat:
             print_message("\n".join([*self.model.statistics(with_load=True), ""]))
 
     def check_thinking(self) -> bool:
-        """Returns whether the model supports thinking, or its header cannot be read. Else prints a warning."""
+        """Returns True if the model supports thinking, or if its header cannot be read. Otherwise prints a warning and
+        returns False."""
         try:
             if "thinking" in self.model.connection.details(self.conversation.entry).capabilities:
                 return True
@@ -118,16 +119,16 @@ Command = Callable[[Chat, str], None]
 
 
 class Row(NamedTuple):
-    """A command, or a part of one, in a table {word: row} and in the help of that: without a text it is not there."""
+    """A row of a command table {word: row}. A row without a `help` text is not shown in the help."""
 
     run: Command
     help: str = ""
-    usage: str = ""  # printed in place of the word
-    needs: str = ""  # the argument that has to follow the word
+    usage: str = ""  # shown in the help instead of the word
+    needs: str = ""  # name of the required argument, "" if there is none
 
 
 def run_command(chat: Chat, line: str) -> None:
-    """Runs `line`, which begins with a slash. Raises MoeggufError, OSError, BadParameter."""
+    """Runs a command line that begins with a slash. Raises MoeggufError, OSError, BadParameter."""
     word, rest = [*line.split(maxsplit=1), ""][:2]
     if word not in COMMANDS:
         print_message(f"Unknown command '{word}'. Type /? for help")
@@ -140,7 +141,8 @@ def run_command(chat: Chat, line: str) -> None:
 
 
 def _help_of(rows: Mapping[str, Row], width: int, before: str = "") -> str:
-    """The help of a table; `width`: of its left column."""
+    """Returns the help text for a command table. `width`: of the left column, in characters. `before`: put before each
+    word."""
     lines = (f"  {before + (row.usage or word):<{width}}{row.help}" for word, row in rows.items() if row.help)
     return "\n".join(["Available Commands:", *lines, ""])
 
@@ -160,7 +162,7 @@ def _clear(chat: Chat, _rest: str) -> None:
 
 
 def _load(chat: Chat, name: str) -> None:
-    """Switches to another model; the present one is restored when that cannot be found or loaded."""
+    """Switches to another model. If it cannot be found or loaded, the current model stays."""
     try:
         entry = chat.model.connection.names.find(name)
     except ModelNotFoundError:
@@ -174,7 +176,7 @@ def _load(chat: Chat, name: str) -> None:
 
 
 def _save(chat: Chat, name: str) -> None:
-    """Stores the conversation as a new model: files, settings and messages, without their images."""
+    """Saves the conversation as a new model: the model's files, the settings, and the messages without images."""
     from moegguf.models.recipe import Recipe
 
     conversation = chat.conversation
@@ -217,7 +219,7 @@ def _read(chat: Chat, name: str) -> None:
 
 
 def _strip_quotes(word: str) -> str:
-    """`word` without a pair of quotes around it."""
+    """Returns `word` without the pair of quotes around it, if it has one."""
     return word[1:-1] if len(word) > 1 and word[0] == word[-1] and word[0] in "\"'" else word
 
 
@@ -246,7 +248,8 @@ def _show(chat: Chat, part: str) -> None:
 
 
 def _show_text(text: Callable[[Chat], str | None], what: str) -> Command:
-    """Shows a text of the model, or says that there is none of `what`."""
+    """Returns a command that prints a text of the model. If the model has none, the command prints that there is no
+    `what`."""
     return lambda chat, _: print_message(text(chat) or f"No {what} was specified for this model.")
 
 
@@ -271,7 +274,7 @@ def _set(chat: Chat, rest: str) -> None:
 
 
 def _switch(attribute: str, value: Any, message: str, owner: str = "conversation") -> Command:
-    """Sets an attribute of the conversation, or of the history."""
+    """Returns a command that sets an attribute of the conversation (or of the history) and prints a message."""
 
     def switch(chat: Chat, _rest: str) -> None:
         setattr(getattr(chat, owner), attribute, value)

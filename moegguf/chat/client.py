@@ -1,6 +1,7 @@
-"""An HTTP client for a running `moegguf serve`: JSON requests, JSON or JSON-lines responses.
+"""An HTTP client for a running `moegguf serve`: sends JSON requests and reads JSON or JSON-lines responses.
 
-The address is MOEGGUF_HOST or OLLAMA_HOST, the key the first one in MOEGGUF_API_KEY. Does not know what requests mean.
+The address comes from MOEGGUF_HOST or OLLAMA_HOST, and the API key is the first one in MOEGGUF_API_KEY. Does not know
+the meaning of requests.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from moegguf.text import to_utf8
 Json = dict[str, Any]
 
 GET_TIMEOUT_S = 10.0
-POST_TIMEOUT_S = 600.0  # the server may load a model first
+POST_TIMEOUT_S = 600.0  # long, because the server may have to load a model first
 CONNECT_S = 0.5
-KNOWN_S = 10.0  # a server's time to answer whether it knows a model
-MAX_ASKED_MODELS = 32  # models that a server is questioned about before it gets the requests
+KNOWN_S = 10.0  # time limit for finding out if a server knows a model
+MAX_ASKED_MODELS = 32  # most models about which `running_server` queries the server
 MAX_ERROR_BYTES = 64 << 10
-WILDCARD_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # a server binds to these; clients connect to loopback
+WILDCARD_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # address that a server binds to -> address for clients
 
 
 class ServerError(MoeggufError):
-    """The server's error message. `status`: HTTP's; 0 for an error inside a response."""
+    """The server returned an error message. `status`: the HTTP status, or 0 if the error was inside a response."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -41,18 +42,18 @@ class ServerError(MoeggufError):
 
 
 class NoServerError(MoeggufError, ConnectionError):
-    """No server at the address, or the connection was lost."""
+    """There is no server at the address, or the connection was lost."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Redirects are not followed, since the API key must not reach another server."""
+    """Does not follow redirects, because the API key must not be sent to another server."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
 class Client:
-    """A client of the server in `settings` (default: the environment's)."""
+    """A client of the server in `settings`; None: the settings from the environment."""
 
     def __init__(self, settings: Settings | None = None) -> None:
         settings = settings or read_settings()
@@ -65,12 +66,14 @@ class Client:
         self._opener = urllib.request.build_opener(_NoRedirect, *proxies)
 
     def get(self, path: str, timeout_s: float = GET_TIMEOUT_S) -> Any:
-        """The JSON at `path`. All requests raise NoServerError and ServerError."""
+        """Sends a GET request and returns the JSON of the response. All requests raise NoServerError and
+        ServerError."""
         with self._open(path, None, timeout_s) as response:
             return _parsed(response.read())
 
     def post(self, path: str, body: Mapping[str, Any], timeout_s: float = POST_TIMEOUT_S, method: str = "POST") -> Any:
-        """The response to `body`; of a response in lines the last one."""
+        """Sends `body` and returns the JSON of the response. If the response has several lines, returns only the last
+        one."""
         with self._open(path, body, timeout_s, method) as response:
             lines = [line for line in response.read().splitlines() if line.strip()]
         return _parsed(lines[-1]) if lines else None
@@ -78,7 +81,8 @@ class Client:
     def stream(
         self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = POST_TIMEOUT_S
     ) -> Generator[Json]:
-        """The lines of a response as they arrive; closing the generator ends the request."""
+        """Sends a request and yields the lines of the response as they arrive. Closing the generator ends the
+        request."""
         with self._open(path, body, timeout_s) as response:
             for line in response:
                 if line.strip():
@@ -106,18 +110,18 @@ class Client:
                 raise self.lost_connection() from None
 
     def lost_connection(self) -> NoServerError:
-        """The error of a response that ended early."""
+        """Returns the error for a response that ended early."""
         return NoServerError(f"lost the connection to the server at {self.host.url}.")
 
     def no_server(self) -> NoServerError:
-        """The error of an address at which nothing answers."""
+        """Returns the error for an address at which no server answers."""
         return NoServerError(f"no server is running at {self.host.url}; start one with `moegguf serve`.")
 
 
 def running_server(models: Sequence[str]) -> Client | None:
-    """Returns a client of the server at MOEGGUF_HOST, if that is a moegguf server which knows these models.
+    """Returns a client of the server at MOEGGUF_HOST, if it is a moegguf server that knows these models.
 
-    Returns None where no such server runs, or where one of the models is a file.
+    Returns None if there is no such server, or if one of the models is a path to a file.
     """
     if any(os.path.exists(os.path.expanduser(name)) for name in models):
         return None
@@ -125,7 +129,7 @@ def running_server(models: Sequence[str]) -> Client | None:
     try:
         with socket.create_connection((client.host.host, client.host.port), CONNECT_S):
             pass
-        if "moegguf" not in client.get("/api/version", KNOWN_S):  # Ollama has the same port
+        if "moegguf" not in client.get("/api/version", KNOWN_S):  # Ollama uses the same port
             return None
         for name in models[:MAX_ASKED_MODELS]:
             client.post("/api/show", {"model": name}, KNOWN_S)
@@ -141,12 +145,12 @@ def running_server(models: Sequence[str]) -> Client | None:
 
 
 def not_json() -> ServerError:
-    """The error of a response that is not of our servers."""
+    """Returns the error for a response that no moegguf or Ollama server would send."""
     return ServerError("the server's response is not JSON; is another program at its address?")
 
 
 def _parsed(data: bytes) -> Any:
-    """The JSON in `data`. Raises ServerError, also for an error object."""
+    """Returns the JSON value in `data`. Raises ServerError if it is not JSON or is an error object."""
     try:
         found = json.loads(data)
     except ValueError:
@@ -157,7 +161,7 @@ def _parsed(data: bytes) -> Any:
 
 
 def _error_message(error: urllib.error.HTTPError) -> str:
-    """The message in the response, in Ollama's form or OpenAI's."""
+    """Returns the message in an error response, in Ollama's or OpenAI's format."""
     with error:
         try:
             detail = json.loads(error.read(MAX_ERROR_BYTES))["error"]

@@ -1,4 +1,4 @@
-"""One conversation: its model, its messages, its settings and Ollama's options. Plain data; computes and prints
+"""The data of one conversation: its model, its messages, its settings and Ollama's options. Computes and prints
 nothing."""
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ Snapshot = tuple["NamedModel", list[Message], str]  # model, messages, pending t
 
 @dataclass
 class Conversation:
-    """Messages and settings. `parameters` (set in the chat) override `initial_parameters` (from the command line), and
-    those the model's own. `pending_text` goes before the next message."""
+    """The messages and settings of a conversation. `parameters` (set in the chat) have priority over
+    `initial_parameters` (from the command line), which have priority over the parameters of the model. `pending_text`
+    is put before the next message."""
 
     entry: NamedModel
     initial_parameters: Mapping[str, Any] = field(default_factory=dict)
@@ -40,44 +41,44 @@ class Conversation:
         self.switch_model(self.entry)
 
     def switch_model(self, entry: NamedModel) -> None:
-        """Replaces the model, and replaces the messages by the messages of its Modelfile. Settings stay."""
+        """Replaces the model, and replaces the messages by those in its Modelfile. The settings stay."""
         self.entry = entry
         self.messages = [dict(message) for message in entry.messages]
 
     def snapshot(self) -> Snapshot:
-        """The model and messages now, for `restore`."""
+        """Returns a copy of the model and the messages, for `restore`."""
         return self.entry, list(self.messages), self.pending_text
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Undoes changes of model and messages since `snapshot`."""
+        """Restores the model and the messages as they were at `snapshot`."""
         self.entry, self.messages, self.pending_text = snapshot[0], list(snapshot[1]), snapshot[2]
 
     def clear(self) -> None:
-        """Removes what was said; the system message and the messages of the model's Modelfile stay, as with Ollama."""
+        """Removes the messages of the chat. As in Ollama, the system message and the messages of the Modelfile stay."""
         self.messages = [dict(message) for message in self.entry.messages]
         self.pending_text = ""
 
     @property
     def system_text(self) -> str:
-        """The system message: the one set here, else the model's; "" for none."""
+        """The system message: the one set in the chat, otherwise the model's; "" if there is none."""
         return self.system if self.system is not None else self.entry.system or ""
 
     def add_user_message(self, text: str, images: Sequence[bytes] = ()) -> None:
-        """Appends a user message: images, then the pending text, then `text`. Raises OptionError."""
+        """Appends a user message with the images, the pending text and `text`, in this order. Raises OptionError."""
         content = f"{self.pending_text}\n\n{text}" if self.pending_text else text
         self.messages.append({"role": "user", "content": with_images(content, images)})
         self.pending_text = ""
 
     def user_parameters(self) -> dict[str, Any]:
-        """Parameters from the command line and the chat, by Ollama's names."""
+        """Returns the parameters from the command line and the chat, by Ollama's names."""
         return {**self.initial_parameters, **self.parameters}
 
     def all_parameters(self) -> dict[str, Any]:
-        """Parameters in effect, by Ollama's names."""
+        """Returns all parameters in effect, including the model's, by Ollama's names."""
         return parameters_of(self.entry) | self.user_parameters()
 
     def request(self) -> Request:
-        """The request for the next answer."""
+        """Returns the request for the next answer."""
         system: list[Message] = [{"role": "system", "content": self.system_text}] if self.system_text else []
         return Request(
             messages=(*system, *self.messages),
@@ -91,5 +92,5 @@ class Conversation:
 
 
 def of_loading(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the parameters that change how a model is loaded."""
+    """Returns the parameters that only take effect when a model is loaded."""
     return {name: value for name, value in parameters.items() if name in LOAD_PARAMETERS}

@@ -1,4 +1,4 @@
-"""The experts of a model that another process has loaded: what it tells of them, read and printed as a map."""
+"""The experts of a model in another process: reads their state from the server's JSON, and prints it as a map."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def read_stats(found: dict[str, Any]) -> Stats:
-    """The counters that a server tells. Raises WorkerError for JSON that does not fit."""
+    """Returns the counters in a server's JSON. Raises WorkerError if the JSON has another form."""
     return build(Stats, _fields_of(Stats, found))
 
 
 def read_snapshot(found: dict[str, Any]) -> Snapshot:
-    """A line of `/live`. Raises WorkerError for JSON that does not fit."""
+    """Returns the snapshot of the experts in one line of `/live`. Raises WorkerError if the JSON has another form."""
     return build(Snapshot, _fields_of(Snapshot, found | {"stats": _fields_of(Stats, found["stats"])}))
 
 
 def _fields_of(kind: type[Stats] | type[Snapshot], found: dict[str, Any]) -> dict[str, Any]:
-    """Returns the entries of `found` that are fields of `kind`. A server sends further entries."""
+    """Returns the entries of `found` that are fields of the dataclass `kind`. Newer servers may send more entries."""
     return {field.name: found[field.name] for field in fields(kind) if field.name in found}
 
 
 def maps_of(snapshot: Snapshot) -> tuple[Bytes, Bytes, Bytes]:
-    """State, uses and loads, each (n_layers, n_expert)."""
+    """Returns the state, the uses and the loads of the experts, each with shape (n_layers, n_expert)."""
     shape, parts = (len(snapshot.layers), snapshot.n_expert), (snapshot.state, snapshot.uses, snapshot.loads)
     state, uses, loads = (np.frombuffer(part, np.uint8).reshape(shape) for part in parts)
     return state, uses, loads
 
 
 def print_map(snapshot: Snapshot) -> None:
-    """Prints the map on stderr, as wide as the terminal, and what the statistics say of the experts."""
+    """Prints a map of the experts on stderr, as wide as the terminal, and the most important counters."""
     maps, stats, n_expert = maps_of(snapshot), snapshot.stats, snapshot.n_expert
     console = Console(stderr=True, highlight=False)
     width = console.width - 1

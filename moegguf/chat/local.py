@@ -1,4 +1,4 @@
-"""A model of this machine's catalog, which `run` and the chat load through a `ModelManager` of their own."""
+"""A model of this machine's catalog. `run` and the chat load it with their own `ModelManager`, without a server."""
 
 from __future__ import annotations
 
@@ -28,17 +28,19 @@ Result = TypeVar("Result")
 
 
 class LocalModel:
-    """A model that this program loads.
+    """A model that this program itself loads.
 
-    The event loop of the manager runs only while a method waits for it, in this thread, so Ctrl-C interrupts it.
+    The event loop of the model manager runs only while a method waits for it. It runs in this thread, so Ctrl-C
+    interrupts it.
     """
 
-    url = None  # no server
+    url = None  # there is no server
 
     def __init__(self, settings: Settings, spinner: Spinner) -> None:
-        """Starts a worker: it takes as long as this program needs to find and describe the model."""
+        """Starts a worker process early: it needs about as much time as this program needs to find and describe the
+        model."""
         self.spinner = spinner
-        # One person waits, who can end this program: loads and cancelled answers may take any time.
+        # There is only one user, who can end this program. So loads and cancelled answers have no time limit.
         self._settings = replace(
             settings,
             loading={**settings.loading, "n_parallel": 1, "kv_tokens": 0},
@@ -51,18 +53,18 @@ class LocalModel:
         from moegguf.models.catalog import Catalog
 
         self.names = Catalog()
-        self._opened = AsyncExitStack()  # holds the manager
+        self._opened = AsyncExitStack()  # closes the manager
         self._manager: ModelManager | None = None  # manager of the loaded model
         self._entry: ModelEntry  # entry of the loaded model
         self._overrides: LoadOverrides
         self._lease: Lease  # lease of the last answer
-        self._before: Snapshot | None = None  # the experts when the last answer began
+        self._before: Snapshot | None = None  # state of the experts when the last answer began
 
     def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         return self._runner.run(coroutine)
 
     def details(self, entry: NamedModel) -> Details:
-        """Returns the facts in the headers of a model's files. Raises ModelFormatError, ExpertIOError."""
+        """Returns facts from the headers of a model's files. Raises ModelFormatError, ExpertIOError."""
         from moegguf.models.details import details
 
         return details(_here(entry))
@@ -75,15 +77,16 @@ class LocalModel:
         print_model(facts_of(_here(entry)))
 
     def modelfile(self, entry: NamedModel) -> str:
-        """Returns the Modelfile that makes a model."""
+        """Returns the Modelfile that creates the model again."""
         return self.names.modelfile(_here(entry))
 
     def parameters(self, conversation: Conversation) -> Mapping[str, Any]:
-        """Returns all parameters."""
+        """Returns the parameters that count for a load, which here are all parameters of the conversation."""
         return conversation.all_parameters()
 
     def load(self, conversation: Conversation) -> None:
-        """Loads the conversation's model. The present one ends first, because memory may not hold two."""
+        """Loads the conversation's model. Unloads the current model first, because the memory may be too small for
+        both."""
         from moegguf.gguf.experts import read_layout
         from moegguf.serving.model_manager import ModelManager
         from moegguf.terminal.loading import warn_of_long_context
@@ -107,7 +110,7 @@ class LocalModel:
         self._run_or_unload(self._manager.load(self._entry, self._overrides))
 
     def _run_or_unload(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Runs what may load a model; frees its memory when that fails or is interrupted."""
+        """Runs a coroutine that may load a model. If it fails or is interrupted, unloads the model."""
         try:
             return self._run(coroutine)
         except BaseException:
@@ -127,22 +130,22 @@ class LocalModel:
 
     @property
     def n_ctx(self) -> int:
-        """Tokens of the context; 0 while the model is not loaded."""
+        """The number of tokens of the context; 0 while no model is loaded."""
         return self._state.n_ctx if self._state else 0
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of memory that the model takes by its plan; 0 while it is not loaded."""
+        """The bytes of memory that the model needs according to its plan; 0 while no model is loaded."""
         return self._state.size_bytes if self._state else 0
 
     @property
     def stats(self) -> Stats | None:
-        """Counts since the load; None while the model is not loaded."""
+        """The counters since the load; None while no model is loaded."""
         return self._state.stats if self._state else None
 
     @property
     def placement(self) -> Placement | None:
-        """The placement of the experts that was chosen, if there was a choice."""
+        """The placement of the experts, if several were possible and one was chosen; otherwise None."""
         from moegguf.engine.cost import Placement
 
         found = self._state.plan.get("placement") if self._state else None
@@ -150,7 +153,7 @@ class LocalModel:
 
     @property
     def reads_images(self) -> bool:
-        """True for a loaded model with a projector."""
+        """True if a model with a projector is loaded."""
         from moegguf.models.details import projector_of
 
         return self._manager is not None and projector_of(self._entry) is not None
@@ -161,8 +164,8 @@ class LocalModel:
         return self._manager is None
 
     def answer(self, conversation: Conversation) -> Generator[Event]:
-        """Yields the events of the answer. A model whose process has ended, or whose files have changed, is loaded
-        again before it."""
+        """Yields the events of the answer. The model is loaded again first if its process has ended or its files have
+        changed."""
         assert self._manager is not None
         self._lease = self._manager.lease(self._entry, self._overrides)
         self._run_or_unload(self._lease.__aenter__())
@@ -175,7 +178,8 @@ class LocalModel:
             self._run(self._lease.__aexit__())
 
     def rest(self, timeout_s: float | None) -> list[Event] | None:
-        """Returns the events of a cancelled answer up to its end; None when it has not ended after `timeout_s`."""
+        """Returns the remaining events of a cancelled answer. Returns None if it does not end within `timeout_s`
+        seconds."""
         try:
             return self._run(asyncio.wait_for(self._lease.rest(), timeout_s))
         except TimeoutError:
@@ -186,21 +190,21 @@ class LocalModel:
         return found[0] if found else None
 
     def experts(self) -> Snapshot | None:
-        """Returns the experts with the uses and loads since the last answer began; None of a model that is not
-        loaded."""
+        """Returns the state of the experts, with their uses and loads since the last answer began. Returns None if no
+        model is loaded."""
         now = self._run(self._snapshot(math.inf))
         return now and now.since(self._before)
 
     def check_parameter(self, name: str) -> None:
-        """Accepts every parameter: each has its effect here."""
+        """Accepts every parameter, because all of them take effect in this program."""
 
     def _unload(self) -> None:
-        """Ends the present model and its manager."""
+        """Unloads the current model and closes its manager."""
         self._manager = self._before = None
         self._run(self._opened.aclose())
 
     def close(self) -> None:
-        """Ends every process."""
+        """Unloads the model and ends all worker processes."""
         self._unload()
         self._run(self._workers.close())
         self._runner.close()
@@ -215,5 +219,5 @@ def _print_warning(_model: str, text: str) -> None:
 
 
 def _here(entry: NamedModel) -> ModelEntry:
-    assert isinstance(entry, ModelEntry)  # `find` returns no other
+    assert isinstance(entry, ModelEntry)  # `Catalog.find` only returns entries
     return entry

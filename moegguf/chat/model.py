@@ -1,6 +1,6 @@
 """The model of a conversation, for `run` and the chat.
 
-A model loads, answers and describes itself alike in this program (`local.py`) and in a running server (`served.py`).
+`ChatModel` is the same for a model in this program (`local.py`) and for a model in a running server (`served.py`).
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
     from moegguf.chat.local import LocalModel
     from moegguf.chat.served import ServedModel
 
-BUSY = 503  # a server's status
+BUSY = 503  # HTTP status of a server without room for the model
 
 
 @dataclass
 class Answer:
-    """One answer, as far as it has come."""
+    """One answer, with the text received so far."""
 
-    load_s: float  # time of a load before the answer
+    load_s: float  # seconds of a load before the answer
     summary: AnswerSummary = field(default_factory=lambda: AnswerSummary(finish="cancelled"))
-    decisions: Mapping[str, Any] = field(default_factory=dict)  # `Llama.decisions`
+    decisions: Mapping[str, Any] = field(default_factory=dict)  # see `Llama.decisions`
     text: str = ""
     thinking: str = ""
     error: MoeggufError | None = None  # the error that ended the answer early
     is_interrupted: bool = False
 
     def add(self, event: Event) -> None:
-        """Adds what an event brings."""
+        """Adds the text or the summary in an event to the answer."""
         if isinstance(event, Delta):
             self.text += event.text
             self.thinking += event.thinking
@@ -50,22 +50,23 @@ class Answer:
 
 
 class ChatModel:
-    """A model behind a connection, which answers one conversation at a time. Methods raise MoeggufError."""
+    """A model that answers one conversation at a time, in this program or in a server. Methods raise MoeggufError."""
 
     def __init__(self, connection: LocalModel | ServedModel) -> None:
         self.connection = connection
         self.spinner = connection.spinner
-        self._last: Answer | None = None  # since the last load
-        self._loaded: Mapping[str, Any] | None = None  # the parameters of loading that it was loaded with
-        self._load_s = 0.0  # time of loading since the last answer
+        self._last: Answer | None = None  # None: no answer since the last load
+        self._loaded: Mapping[str, Any] | None = None  # parameters for loading at the last load; None: not loaded
+        self._load_s = 0.0  # seconds of loading since the last answer
 
     def load(self, conversation: Conversation) -> None:
-        """Loads the conversation's model; where that fails, the parameters of loading that were set in the chat go."""
+        """Loads the conversation's model. If the load fails, removes the parameters for loading that were set in the
+        chat."""
         start_s = time.perf_counter()
         try:
             self.connection.load(conversation)
-        except BaseException as error:  # also an interrupt: the chat goes on with the model before
-            if getattr(error, "status", None) != BUSY:  # nothing is wrong with them then
+        except BaseException as error:  # also an interrupt: the chat continues with the previous model
+            if getattr(error, "status", None) != BUSY:  # a busy server is not the parameters' fault
                 kept = conversation.parameters.items()
                 conversation.parameters = {name: value for name, value in kept if name not in LOAD_PARAMETERS}
             raise
@@ -74,20 +75,19 @@ class ChatModel:
         self._last = None
 
     def prepare(self, conversation: Conversation) -> None:
-        """Loads the model again when a parameter asks for another context, cache or number of threads, and after a load
-        that has failed."""
+        """Loads the model again if a parameter for loading has changed, or if the last load has failed."""
         if self.connection.must_load or of_loading(self.connection.parameters(conversation)) != self._loaded:
             self.load(conversation)
 
     def begin_answer(self) -> Answer:
-        """Returns a new answer, which is the last one from now on."""
+        """Returns a new, empty answer, to which `statistics` then refers."""
         self._last = Answer(self._load_s)
         self._load_s = 0.0
         return self._last
 
     def facts(self) -> list[str]:
-        """Returns the memory that was taken, the context's size, the number of expert slots and so on, for a line about
-        the model."""
+        """Returns short texts about the model: its memory, the size of the context, the number of expert slots and so
+        on."""
         n_ctx, stats, url = self.connection.n_ctx, self.connection.stats, self.connection.url
         facts = [f"takes {format_bytes(n)}"] if (n := self.connection.size_bytes) else []
         if n_ctx:
@@ -101,7 +101,8 @@ class ChatModel:
         return [*facts, f"in the server at {url}"] if url else facts
 
     def statistics(self, *, with_load: bool) -> list[str]:
-        """Returns lines about the last answer, and about a load before it; none without an answer since the load."""
+        """Returns lines about the last answer. `with_load`: also about a load before it. Returns [] if there was no
+        answer since the load."""
         from moegguf.terminal.statistics import LABEL_WIDTH, statistics
 
         if (answer := self._last) is None:
@@ -112,7 +113,7 @@ class ChatModel:
         return [*lines, f"{'answered by:':<{LABEL_WIDTH}}{url}"] if url else lines
 
     def print_experts(self) -> None:
-        """Prints a map of the experts: which are in memory, and which were used and loaded of late."""
+        """Prints a map of the experts: which are in memory, and which were used and loaded recently."""
         from moegguf.chat.experts import print_map
 
         found = self.connection.experts()

@@ -1,4 +1,5 @@
-"""Reads one message, of one line or many, from the keyboard, with the keys of `ollama run` and the lines before it."""
+"""Reads a message of one or more lines from the keyboard, with the keys of `ollama run` and a history of earlier
+lines."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from moegguf.settings import read_settings
 
 
 class InputHistory(FileHistory):
-    """prompt_toolkit's history file with mode 600; used only while `enabled`. A file that cannot be read or written
-    disables the history; the chat goes on."""
+    """prompt_toolkit's history file with mode 600, used only while `enabled`. If the file cannot be written, the
+    history is switched off and the chat continues."""
 
     def __init__(self, path: Path, *, enabled: bool = True) -> None:
         self.path = path
@@ -30,14 +31,14 @@ class InputHistory(FileHistory):
         super().__init__(path)
 
     def load_history_strings(self) -> Iterable[str]:
-        """Newest first."""
+        """Returns the entries of the file, the newest one first."""
         try:
             return list(super().load_history_strings()) if self.enabled else []
         except OSError:
             return []
 
     def append_string(self, string: str) -> None:
-        """Adds an entry, unless disabled or blank."""
+        """Adds an entry. Does nothing if the history is disabled or the entry is blank."""
         if self.enabled and string.strip():
             super().append_string(string)
 
@@ -61,23 +62,23 @@ _QUOTED = re.compile(r'\s*(?P<before>/set\s+system\s+)?"""(?P<text>.*)', re.DOTA
 
 
 def unquoted(text: str) -> str:
-    """`text` without triple quotes around it."""
+    """Returns `text` without triple quotes around it."""
     quoted = _QUOTED.fullmatch(text)
     return (quoted["before"] or "") + quoted["text"].rstrip().removesuffix(QUOTES) if quoted else text
 
 
 def is_quoted_message(text: str) -> bool:
-    """Returns whether `text` is a message in triple quotes, which is never a command."""
+    """Returns True if `text` is a message in triple quotes. Such a message is never a command."""
     quoted = _QUOTED.fullmatch(text)
     return quoted is not None and not quoted["before"]
 
 
 class Reader(PromptSession[str]):
-    """Reads messages (`prompt`) and adds them to `history`."""
+    """Reads messages with `prompt` and adds them to the history."""
 
     def __init__(self, history: InputHistory, commands: Sequence[str] = ()) -> None:
         if editor := read_settings().editor:
-            os.environ["VISUAL"] = editor  # prompt_toolkit knows no setting; it reads VISUAL, then EDITOR
+            os.environ["VISUAL"] = editor  # prompt_toolkit reads the editor only from VISUAL, then EDITOR
         keys, typing = KeyBindings(), has_focus(DEFAULT_BUFFER)
         keys.add("enter", filter=typing)(_end_line)
         keys.add("c-j", filter=typing)(lambda event: event.current_buffer.insert_text("\n"))
@@ -98,12 +99,12 @@ class Reader(PromptSession[str]):
 
     @property
     def unsent_text(self) -> str:
-        """The text that was typed before the last KeyboardInterrupt."""
+        """The text that was in the input line at the last KeyboardInterrupt."""
         return self.default_buffer.text
 
 
 def _end_line(event: KeyPressEvent) -> None:
-    """Ends the message; with open triple quotes the line."""
+    """Handles the Enter key. Ends the message; within triple quotes, only begins a new line."""
     buffer = event.current_buffer
     quoted = _QUOTED.fullmatch(buffer.text)
     if quoted is not None and not quoted["text"].rstrip().endswith(QUOTES):

@@ -1,4 +1,4 @@
-"""A model in a running server, which loads it and answers with it."""
+"""A model in a running server: the server loads it and generates the answers."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ if TYPE_CHECKING:
 
 
 class ServedModel:
-    """A model in a server, which loads it for the first answer, or earlier for `load`, and keeps it for `keep_alive`
-    after an answer. `entry`: its name. `names`: this object, which finds, lists and creates models there."""
+    """A model in a server. The server loads it for the first answer, or when `load` is called, and keeps it for
+    `keep_alive` after an answer. `entry`: the model's name and its Modelfile. `names`: this object, which finds and
+    creates models."""
 
     must_load = False
-    stats = placement = None  # the server's counts are of every client's answers
-    size_bytes = 0  # memory of this command
+    stats = placement = None  # not known: the server counts the answers of all clients
+    size_bytes = 0  # this program has not loaded the model
 
     def __init__(self, client: Client, name: str, keep_alive: str | None, spinner: Spinner) -> None:
         self.spinner = spinner
@@ -44,7 +45,7 @@ class ServedModel:
         self._keep_alive = {} if keep_alive is None else {"keep_alive": keep_alive}
 
     def _show(self, name: str) -> Json:
-        """Returns what the server knows of a model. Raises ModelNotFoundError."""
+        """Returns the server's description of a model. Raises ModelNotFoundError."""
         try:
             return dict(self._client.post("/api/show", {"model": name}, KNOWN_S))
         except ServerError as error:
@@ -53,11 +54,11 @@ class ServedModel:
             raise
 
     def find(self, name: str) -> NamedModel:
-        """Returns the model of a name, with what that name adds to its files. Raises ModelNotFoundError."""
+        """Returns the model with a name, with the settings of its Modelfile. Raises ModelNotFoundError."""
         return _named(name, self._show(name))
 
     def entries(self, prefix: str) -> list[ModelEntry]:
-        """Returns the models whose names begin with `prefix`."""
+        """Returns the server's models whose names begin with `prefix`."""
         return [
             ModelEntry(
                 m["name"], "own", (), m["size"], m["digest"], datetime.fromisoformat(m["modified_at"]),
@@ -67,15 +68,15 @@ class ServedModel:
         ]  # fmt: skip
 
     def create(self, name: str, recipe: Recipe) -> None:
-        """Stores a new model in the server."""
+        """Creates a new model in the server."""
         self._client.post("/api/create", {"model": name, "from": recipe.from_, **recipe.overrides})
 
     def modelfile(self, entry: NamedModel) -> str:
-        """Returns the Modelfile that makes a model there."""
+        """Returns the Modelfile that creates the model again in the server."""
         return str(self._show(entry.name)["modelfile"])
 
     def details(self, entry: NamedModel) -> Details:
-        """Returns the facts in the headers of a model's files."""
+        """Returns facts from the headers of a model's files, as the server describes them."""
         shown = self._show(entry.name)
         info, known = shown["model_info"], shown["details"]
         names = ("context_length", "embedding_length", "expert_count", "expert_used_count")
@@ -85,7 +86,7 @@ class ServedModel:
         return Details(known["family"], *size, n_ctx, n_embd, n_expert, n_used, *what)
 
     def print_info(self, entry: NamedModel) -> None:
-        """Prints some of these facts."""
+        """Prints the most important facts about a model."""
         known = self.details(entry)
         rows = {
             "architecture": known.family,
@@ -97,11 +98,11 @@ class ServedModel:
         print_message("\n".join(f"  {name:<16}{value}" for name, value in rows.items()))
 
     def parameters(self, conversation: Conversation) -> Mapping[str, Any]:
-        """Returns the parameters of a request. The server adds the parameters of the model's name."""
+        """Returns the parameters for a request. The server adds the parameters of the model itself."""
         return conversation.user_parameters()
 
     def load(self, conversation: Conversation) -> None:
-        """Has the server load the conversation's model."""
+        """Loads the conversation's model in the server, and waits until it is loaded."""
         entry = conversation.entry
         shown = self._show(entry.name)
         self.spinner.show(f"loading {entry.name} in the server at {self.url}")
@@ -113,18 +114,18 @@ class ServedModel:
 
     @property
     def n_ctx(self) -> int:
-        """Tokens of the context; 0 of a model that is not loaded."""
+        """The number of tokens of the context; 0 if the model is not loaded."""
         loaded = {model["name"]: model["context_length"] for model in self._client.get("/api/ps")["models"]}
         return int(loaded.get(self.entry.name, 0))
 
     def check_parameter(self, name: str) -> None:
-        """Raises OptionError for a parameter of loading that has no effect in a request to a server."""
+        """Raises OptionError for a parameter for loading that a request to a server cannot set."""
         known = {field.name for field in fields(LoadOverrides)} - {"n_batch", "mirror"}
         if name in LOAD_PARAMETERS and LOAD_PARAMETERS[name] not in known:
             raise OptionError(f"{name!r} has no effect on a model in a server; load it here with `moegguf run --local`")
 
     def answer(self, conversation: Conversation) -> Generator[Event]:
-        """Yields the events of the server's answer."""
+        """Sends the conversation to the server and yields the events of its answer."""
         body = {
             "model": conversation.entry.name,
             "messages": messages_to_server(conversation),
@@ -147,11 +148,12 @@ class ServedModel:
         raise self._client.lost_connection()
 
     def rest(self, timeout_s: float | None) -> list[Event]:
-        """Returns no events: the connection has ended, and the server has stopped with it."""
+        """Returns no events: the connection is closed, and so the server has stopped the answer."""
         return []
 
     def experts(self) -> Snapshot | None:
-        """Returns the experts with the uses and loads of the last snapshot; None of a model that is not loaded."""
+        """Returns the server's last snapshot of the experts, with their recent uses and loads. Returns None if the
+        model is not loaded."""
         from moegguf.chat.experts import read_snapshot
 
         loaded = (model for model in self._client.get("/live?once=1")["models"] if self.entry.name in model["names"])
@@ -159,7 +161,7 @@ class ServedModel:
         return None if found is None else replace(read_snapshot(found), model=self.entry.name)
 
     def close(self) -> None:
-        """Does nothing: the server keeps the model for other requests."""
+        """Does nothing, because the server keeps the model for other requests."""
 
 
 def _named(name: str, shown: Json) -> NamedModel:
@@ -170,12 +172,13 @@ def _named(name: str, shown: Json) -> NamedModel:
 
 
 def messages_to_server(conversation: Conversation) -> list[Json]:
-    """Returns the messages for /api/chat, without the messages of the model's name, which the server adds."""
+    """Returns the messages for /api/chat. Leaves out the messages of the model's Modelfile, because the server adds
+    them."""
     from moegguf.generate.images import images_of, text_of
 
     given, own = conversation.messages, [dict(message) for message in conversation.entry.messages]
     system: list[Message] = []
-    if conversation.system is not None:  # "" too: the server would add the one of the model's name
+    if conversation.system is not None:  # also "": otherwise the server would add the model's own
         system.append({"role": "system", "content": conversation.system})
     asked = (*system, *given[len(own) if given[: len(own)] == own else 0 :])
     return [

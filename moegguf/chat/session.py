@@ -1,5 +1,5 @@
-"""An answer on the screen as it is generated, which Ctrl-C cancels: its thinking, in grey on a terminal, then its text;
-and images in messages."""
+"""Prints an answer while it is generated: first the thinking (in grey on a terminal), then the text. Ctrl-C cancels
+the answer. Also finds the images in typed messages."""
 
 from __future__ import annotations
 
@@ -32,34 +32,34 @@ if TYPE_CHECKING:
     from moegguf.serving.events import Event
 
 TAB_CELLS = 8
-MIN_WIDTH = 4  # cells; narrower terminals are treated as this wide
+MIN_WIDTH = 4  # columns; a narrower terminal is treated as this wide
 
 _PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
 _PICTURES |= dict.fromkeys(range(128, 160), "\ufffd") | {ord("\r"): "", 127: "␡"}
 
 
 def visible(text: str) -> str:
-    """`text` with control characters replaced by Unicode's control pictures."""
+    """Returns `text` with control characters replaced by visible characters; a carriage return is removed."""
     return text.translate(_PICTURES)
 
 
 class Wrapper:
-    """Breaks lines between words, in text that is still being generated. `width` returns the terminal's cells, and is
-    called for every `feed`.
+    """Breaks lines between words while a text is still being generated. `width` returns the columns of the terminal
+    and is called in each `feed`.
 
-    A word is printed as it arrives; when it becomes too long for its line, it is erased and printed again on the next
-    line. Lines may break between any two wide (CJK) characters. Handles cells, not colours.
+    A word is printed as it arrives. If it becomes too long for its line, it is erased and printed again on the next
+    line. Lines may break between any two wide (CJK) characters. Handles columns, not colours.
     """
 
     def __init__(self, width: Callable[[], int]) -> None:
         self._width = width
         self._column = 0
-        self._wrapped = False  # the last line break was inserted here
-        self._word = ""  # the last one, which may go on
+        self._wrapped = False  # True: the last line break was inserted by this class
+        self._word = ""  # the last word of the line, which may still grow
 
     def feed(self, text: str) -> str:
-        """Returns the output for `text`: its characters, line breaks, and controls that move the last word."""
-        # Not the last column: a cursor there (pending wrap) is one cell off when moved back.
+        """Returns the output for `text`: its characters, line breaks, and control codes that move the last word."""
+        # The last column is not used: from there, moving the cursor back would be off by one (pending wrap).
         limit = max(MIN_WIDTH, self._width()) - 1
         return "".join(self._char(char, limit) for char in text)
 
@@ -72,13 +72,13 @@ class Wrapper:
         if is_space or cells > 1:
             self._word = ""
             if is_space and self._wrapped and not self._column:
-                return ""  # no space at the start of a wrapped line
+                return ""  # no space at the start of a line after an inserted break
         if self._column + cells > limit:
             n_moved = cell_len(self._word)
             if 0 < n_moved < self._column:
                 back = Control((ControlType.CURSOR_BACKWARD, n_moved), (ControlType.ERASE_IN_LINE, 0))
                 before, self._column = f"{back}\n{self._word}", n_moved
-            else:  # no word, or one that fills the line
+            else:  # there is no word to move, or it fills the line
                 before, self._column, self._word = "\n", 0, ""
             self._wrapped = True
             if is_space:
@@ -95,8 +95,8 @@ FALLBACK_SIZE = (80, 24)
 
 
 class Printer:
-    """Prints deltas. On a terminal, a model's control characters are replaced, and lines are broken between words
-    unless `wrap` is False. Anything else gets the text unchanged, as UTF-8, whatever the locale."""
+    """Prints deltas on stdout. On a terminal, replaces control characters of the model, and breaks lines between words
+    unless `wrap` is False. Anything that is no terminal gets the text unchanged, as UTF-8 in any locale."""
 
     def __init__(self, *, wrap: bool, hide_thinking: bool) -> None:
         self._terminal = sys.stdout.isatty()
@@ -104,10 +104,10 @@ class Printer:
         self._colour = moves and not os.environ.get("NO_COLOR")
         self._wrapper = Wrapper(lambda: shutil.get_terminal_size(FALLBACK_SIZE).columns) if wrap and moves else None
         self._hide = hide_thinking
-        self._thinking = ""  # the thinking that was printed, until its end
+        self._thinking = ""  # thinking printed so far; "" when it is closed
 
     def show(self, delta: Delta) -> None:
-        """Prints a delta at once."""
+        """Prints a delta immediately."""
         if delta.thinking and not self._hide:
             self._write(("" if self._thinking else THINKING) + delta.thinking, grey=True)
             self._thinking += delta.thinking
@@ -115,7 +115,7 @@ class Printer:
             self.end(delta.text)
 
     def end(self, text: str = "\n") -> None:
-        """Prints `text`, such as the end of the answer, after the end of its thinking if that is unfinished."""
+        """Ends the thinking if it is still open, and prints `text`, for example the end of the answer."""
         if self._thinking:
             self._write("\n" * (not self._thinking.endswith("\n")) + DONE_THINKING, grey=True)
             self._thinking = ""
@@ -133,14 +133,17 @@ class Printer:
         out.flush()
 
 
-CANCEL_TIMEOUT_S = 0.5  # a cancellation that takes longer is explained
+CANCEL_TIMEOUT_S = 0.5  # seconds after which a message explains the wait
 
 
 def print_answer(
     model: ChatModel, conversation: Conversation, end: str = "\n", exit_timeout_s: float | None = None
 ) -> Answer:
-    """Prints the answer to the last message, `end` after it, and below it what was left out of the context. Ctrl-C
-    cancels it; a second one, or `exit_timeout_s` more than CANCEL_TIMEOUT_S, ends the process."""
+    """Prints the answer to the last message, then `end`, then a note if the context was too small.
+
+    Ctrl-C cancels the answer. A second Ctrl-C ends the process. So does a cancellation that takes more than
+    CANCEL_TIMEOUT_S and then `exit_timeout_s` seconds (None: no limit).
+    """
     spinner = model.spinner
     spinner.show("")
     printer = Printer(wrap=conversation.word_wrap, hide_thinking=conversation.hide_thinking)
@@ -175,7 +178,7 @@ def print_answer(
 
 
 def _rest(model: ChatModel, exit_timeout_s: float | None) -> list[Event]:
-    """Returns the last events of an answer that was cancelled; ends the process when it does not end."""
+    """Returns the last events of a cancelled answer. Ends the process if the answer does not end in time."""
     with suppress(KeyboardInterrupt):
         rest = model.connection.rest(CANCEL_TIMEOUT_S)
         if rest is None:
@@ -187,7 +190,7 @@ def _rest(model: ChatModel, exit_timeout_s: float | None) -> list[Event]:
 
 
 def _print_left_out(summary: AnswerSummary) -> None:
-    """Prints how much of the conversation the context could not hold."""
+    """Prints how much of the conversation was left out because the context was too small."""
     counts = ((summary.cut_messages, "message"), (summary.cut_tokens, "token"))
     if parts := [f"{n:,} {word}{'s' * (n != 1)}" for n, word in counts if n]:
         print_message(f"prompt cut: {', '.join(parts)} left out")
@@ -206,11 +209,12 @@ _PATH = re.compile(
 
 
 def extract_images(text: str) -> tuple[str, list[bytes]]:
-    """`text` without the paths of images, as `ollama run` finds them (typed, or dragged onto the terminal), and these
-    files, each named on stderr. A path begins with /, ./, ../ or ~/ and ends with a known extension; spaces in it are
-    escaped, or it is in quotes. What names no file stays text.
+    """Removes the paths of image files from `text`, which were typed or dragged onto the terminal, and reads these
+    files. Returns the remaining text and the files, and prints each file's name on stderr. Paths have the same form as
+    in `ollama run`: a path begins with /, ./, ../ or ~/ and ends with a known extension. Spaces in it are escaped, or
+    it is in quotes. A path without a file stays in the text.
 
-    Raises OptionError for a file that cannot be read, or is no image that can be used.
+    Raises OptionError for a file that cannot be read, or that is no valid image.
     """
     images: list[bytes] = []
 
@@ -234,13 +238,13 @@ def extract_images(text: str) -> tuple[str, list[bytes]]:
 
 
 def begins_with_image(text: str) -> bool:
-    """Returns whether the first word is the path of a file that ends like an image."""
+    """Returns True if the text begins with the path of a file that has the extension of an image."""
     match = _PATH.match(text.lstrip())
     return match is not None and _file(match)[1] is not None
 
 
 def _file(match: re.Match[str]) -> tuple[str, Path | None]:
-    """The path as it was meant, and the file there, if there is one."""
+    """Returns the path in a match without quotes and escapes, and the existing file at this path or None."""
     name = match["quoted"] or re.sub(r"\\(.)", r"\1", match["bare"])
     path = Path(name).expanduser()
     try:

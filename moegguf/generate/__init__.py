@@ -1,7 +1,7 @@
 """The way from a request to an answer: prompt, sampling, constraints, and parsing of the text while it is generated.
 
 Promises: an answer is the same in a worker process, in the chat and through a server. Templates and schemas are
-untrusted and bounded in time and memory. A stop string never appears in an answer. An answer can be cancelled between
-any two tokens. Requests and deltas are plain data that fits in JSON. Does not know HTTP, terminals, worker processes
-or single experts.
+untrusted; the time and memory for them are limited. A stop string never appears in an answer. An answer can be
+cancelled between any two tokens. Requests and deltas are plain data that fits in JSON. Does not know HTTP, terminals,
+worker processes or single experts.
 """

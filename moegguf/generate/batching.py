@@ -1,12 +1,12 @@
-"""Answers many requests together: each step is one pass with the next token of every running sequence.
+"""Answers many requests together: each step is one pass, with the next token of every running sequence.
 
-Prompt tokens of other sequences take part up to the step's budget, so that a long prompt does not stop running
-answers. (Continuous batching: Orca, section 4. Prompts in chunks: Sarathi-Serve, section 4.) Everything but the pass
-belongs to one sequence: an error or a cancellation of a sequence does not reach another.
+A step also contains tokens of prompts, up to the token limit of the step, so a long prompt does not stop the answers
+that are being generated. (Continuous batching: Orca, section 4. Prompts in chunks: Sarathi-Serve, section 4.)
+Sequences share only the pass: an error or a cancellation of one sequence does not affect the others.
 
 If the model is not batch-invariant (`Llama.batch_invariant`), the last bits of an answer depend on the other tokens of
-its passes, as in llama.cpp. A request with `exact` is then computed alone, in steps of its own. So is every request
-with images or of a context with one sequence (`Llama.n_seq_max`).
+its passes, as in llama.cpp. A request with `exact` is then computed alone. A request with images is always computed
+alone, and so is every request if the context has only one sequence (`Llama.n_seq_max`).
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
     from moegguf.engine.stats import Stats
 
-KEEP_AGAIN_S = 0.05  # time between two tries to write computed tokens while nothing is computed
-LAST_KEEP_S = 2.0  # time to write computed tokens at the end
+KEEP_AGAIN_S = 0.05  # seconds between two tries to write computed tokens to disk while the model is idle
+LAST_KEEP_S = 2.0  # the most seconds to write computed tokens to disk when the loop ends
 CLOSED = "the model is closed; load it again."
-MAX_READERS = 32  # prompts that are read at once: a slow template or a long text holds up nobody else
+MAX_READERS = 32  # prompts that are read at once: a slow template or a long text does not delay the others
 
 
 class BatchLoop:
-    """Owns the context of a model: `run` computes, on one thread, what others submit, until `close`.
+    """Owns the context of a model. One thread calls `run`, which computes the requests that other threads submit.
 
-    `schedule` chooses the sequences that compute in a step; None: all, the oldest prompts first. `step_tokens`: the
-    most tokens of a step in which a sequence decodes (see `KvSequences`). The answers of a step get their events inside
-    `with together():`.
-    `on_pass` is called before each pass with the client key of all of its requests; None where there are several.
+    `schedule` chooses the sequences of each step; None chooses all of them, the oldest prompts first. `step_tokens` is
+    the token limit of a step in which a sequence decodes (see `KvSequences`). All events of a step are sent inside one
+    `with together():` block. `on_pass` is called before each pass, with the client key that all requests of the pass
+    share, or None if they have different keys.
     """
 
     def __init__(
@@ -61,39 +61,40 @@ class BatchLoop:
         self._on_pass = on_pass
         self._kv = KvSequences(llm, step_tokens)
         self._drafter = Drafter(llm, llm.drafts) if llm.drafts else None
-        self._changed = threading.Condition()  # guards the next four fields
+        self._changed = threading.Condition()  # protects the next four fields
         self._arrived: list[Sequence | Task] = []
         self._computing: list[Sequence] = []
-        self._task: Task | None = None  # the task that runs
+        self._task: Task | None = None  # the task that is running
         self._closing = False
         self._readers = ThreadPoolExecutor(MAX_READERS, "moegguf-prompt")
         # Only the loop's thread uses the fields from here on.
-        self._waiting: list[Sequence | Task] = []  # sorted by tickets
-        self._running: list[Sequence] = []  # sorted by tickets
-        self._is_full = False  # a sequence was put back for others, and none of the others has ended since
+        self._waiting: list[Sequence | Task] = []  # sorted by ticket (order of arrival)
+        self._running: list[Sequence] = []  # sorted by ticket
+        self._is_full = False  # a sequence was put back because the KV cache was full, and none has ended since
         self._n_steps = 0
         self._n_ended_tokens = 0
-        self._stats: Stats | None = None  # statistics of the model since the last pass
+        self._stats: Stats | None = None  # counters of the model after the last pass; None: not read yet
 
     @property
     def places(self) -> KvSequences:
-        """Returns what the context holds, for tasks that keep it."""
+        """Returns the sequences of the KV cache, for tasks that read or change them without computing."""
         return self._kv
 
     @property
     def n_running(self) -> int:
-        """Returns the number of sequences that are computed now."""
+        """Returns the number of sequences that are being computed; a running task counts as one."""
         return len(self._running) + (self._task is not None)
 
     @property
     def n_answer_tokens(self) -> int:
-        """Returns the tokens of all answers so far."""
+        """Returns the number of tokens generated so far, in all answers."""
         return self._n_ended_tokens + sum(each.summary.answer_tokens for each in list(self._running))
 
-    # Methods for any thread.
+    # Methods that any thread may call
 
     def submit(self, request: Request, events: AnswerEvents) -> Sequence:
-        """Begins to answer a request. `events.on_end` receives the error of a request that cannot be answered."""
+        """Starts to answer a request and returns its sequence. If the request is invalid, `events.on_end` receives the
+        error."""
         sequence = Sequence(request, events)
         with self._changed:
             if not self._closing:
@@ -103,13 +104,14 @@ class BatchLoop:
         return sequence
 
     def submit_task(self, task: Task) -> Task:
-        """Calls `run` of a task on the loop's thread once no answer is being computed. Calls `fail` of a task that is
-        cancelled before, or that the end of the loop meets."""
+        """Queues a task. The loop's thread calls its `run` when no answer is being computed. If the task is cancelled
+        or the loop ends first, its `fail` is called instead."""
         self._arrive(task)
         return task
 
     def cancel(self, work: Sequence | Task) -> None:
-        """Ends an answer normally: after the step that computes now, and at once if nobody else takes part in it."""
+        """Ends an answer or task without an error. An answer ends after the current step; the step itself is aborted
+        only if all of its sequences are cancelled."""
         with self._changed:
             work.cancelled = True
             if self._task is not None and self._task is work:
@@ -119,7 +121,7 @@ class BatchLoop:
             self._changed.notify()
 
     def close(self) -> None:
-        """Cancels all answers; `run` returns soon."""
+        """Cancels all answers, so that `run` returns soon."""
         with self._changed:
             self._closing = True
             for each in self._computing:
@@ -143,10 +145,11 @@ class BatchLoop:
                 return
         work.fail(ClosedError(CLOSED))
 
-    # Methods for the loop's thread.
+    # Methods that only the thread of the loop calls
 
     def run(self) -> None:
-        """Computes until `close`. What waits or runs then ends as cancelled, or with the error that events raise."""
+        """Computes requests and tasks until `close` is called. Unfinished answers then end as cancelled, or with the
+        exception that stopped the loop, such as one raised by an event callback."""
         failure: Exception | None = None
         try:
             while self._wait():
@@ -162,7 +165,7 @@ class BatchLoop:
         finally:
             with self._changed:
                 self._closing = True
-            self._readers.shutdown()  # readers use the model
+            self._readers.shutdown()  # waits for the threads that read prompts: they use the model
             self._queue_arrived()
             for work in [*self._running, *self._waiting]:
                 self._end(work, failure)
@@ -172,15 +175,15 @@ class BatchLoop:
             self._drop_other_scales()
 
     def _drop_other_scales(self) -> None:
-        """Empties a context whose tokens have another scale of the adapter than the load's. The next user of the model
-        relies on the load's scale."""
+        """Clears the context if its tokens were computed with another LoRA scale than the model was loaded with. The
+        next user of the model relies on the scale of the load."""
         scale = self._llm.context.lora_scale
         self._llm.context.scale_adapter(None)
         if scale != self._llm.context.lora_scale:
             self._llm.context.clear()
 
     def _wait(self) -> bool:
-        """Waits for work; returns False after `close`."""
+        """Waits for work. Returns False when the loop is closed, otherwise True."""
         with self._changed:
             while not (self._closing or self._arrived or self._waiting or self._running):
                 self._changed.wait(KEEP_AGAIN_S if self._kv.store_unused() else None)
@@ -196,8 +199,8 @@ class BatchLoop:
                 self._end(work, work.error)
 
     def _admit(self) -> None:
-        """Begins what waits, in order of arrival. What cannot compute with what runs waits until nothing runs, and
-        holds up what comes behind it."""
+        """Starts waiting requests and tasks in order of arrival. If the first one cannot be computed together with the
+        running sequences, it waits until they have ended, and all later ones wait for it."""
         while self._waiting and not (self._is_full and self._running):
             first = self._waiting[0]
             if self._running and (isinstance(first, Task) or not first.computes_with(self._running[0])):
@@ -221,8 +224,8 @@ class BatchLoop:
             sequence.events.on_progress(sequence.progress())
 
     def _run_task(self, task: Task) -> None:
-        """Runs a task from an empty context; where that has one sequence only, from what was left there. The context is
-        empty afterwards: no request begins with what the task computed. One that keeps the context computes nothing."""
+        """Runs a task, and clears the context before and after it. (A context with a single sequence is not cleared
+        before the task.) A task with `keeps_context` computes nothing and leaves the context unchanged."""
         if task.keeps_context:
             task.run()
             return
@@ -239,12 +242,12 @@ class BatchLoop:
         finally:
             with self._changed:
                 self._task = None
-            self._llm.resume()  # a cancel may have come after its end
+            self._llm.resume()  # a cancellation may have come after the task's end; it must not stop the next pass
         self._kv.clear()
         self._llm.reset()
 
     def _end(self, work: Sequence | Task, error: Exception | None = None) -> None:
-        """Ends a sequence that waits or runs, or a task that waits. The place of a sequence keeps the tokens, for
+        """Ends a sequence, or a task that has not started. The tokens of a sequence stay in the KV cache, for later
         prompts that begin with them."""
         if work in self._waiting:
             self._waiting.remove(work)
@@ -262,18 +265,18 @@ class BatchLoop:
         if work.number >= 0:
             error = work.complete(self._stats_now(), error)
             self._n_ended_tokens += work.summary.answer_tokens
-            if not self._running and not work.request.begins_with_token:  # a prompt of tokens may be no text
+            if not self._running and not work.request.begins_with_token:  # tokens from a client may be no natural text
                 self._llm.context.run_hits.add(work.summary.answer_stats)
         work.events.on_end(work.summary, error)
 
     def _stats_now(self) -> Stats:
-        """Returns the model's counters after the last pass. Reading them takes as long as sampling several tokens, and
-        the answers that begin or end between two passes need the same ones."""
+        """Returns the model's counters after the last pass. They are cached, because reading them takes as long as
+        sampling several tokens."""
         if self._stats is None:
             self._stats = self._llm.stats()
         return self._stats
 
-    # A step.
+    # Computation of one step
 
     def _step(self) -> None:
         for sequence in self._running:
@@ -299,18 +302,18 @@ class BatchLoop:
             self._schedule.ran(Step(tuple(computed), n_tokens, seconds))
 
     def _compute(self, step: list[Sequence]) -> list[Sequence]:
-        """Evaluates the tokens of a step, and samples where all tokens of a context are evaluated. Returns the
-        sequences that were evaluated.
+        """Evaluates the tokens of a step, and samples for each sequence that has no tokens left to evaluate. Returns
+        the sequences that were evaluated.
 
-        An expert that cannot be read fails the pass of all. They are then computed without drafts, and each alone, and
-        those that need that expert end.
+        An expert that cannot be read fails the whole pass. The step is then repeated without drafts, and then with one
+        sequence at a time; only the sequences that need this expert end with the error.
         """
         self._stats = None
         has_drafts = any(each.draft for each in step)
         try:
             evaluated, rows = self._evaluate(step)
         except GenerationCancelled:
-            return []  # cancelled sequences end at the next turn
+            return []  # the next turn of `run` ends the cancelled sequences
         except ExpertIOError as error:
             step = [each for each in step if each.kv is not None]
             if has_drafts:
@@ -327,13 +330,14 @@ class BatchLoop:
         self._n_steps += 1
         with self._together():
             kept = [self._take_pass(each, row) for each, row in zip(evaluated, rows, strict=True)]
-        for each, (n_new, goes_on) in zip(evaluated, kept, strict=True):  # once tokens are on their way
+        for each, (n_new, goes_on) in zip(evaluated, kept, strict=True):  # only after the tokens were sent
             self._kv.store(each, n_new, goes_on=goes_on)
         return evaluated
 
     def _evaluate(self, step: list[Sequence]) -> tuple[list[Sequence], list[int]]:
-        """Returns the sequences that were evaluated, and their rows of logits. Sequences that were put back because the
-        KV cache was full are not among them. After an exception all places are as before."""
+        """Returns the sequences that were evaluated, and the index of each one's row of logits. If the KV cache was
+        full, some sequences may have gone back to the queue; they are left out. An exception leaves the KV cache as it
+        was."""
         remaining = step
         while remaining:
             try:
@@ -354,7 +358,8 @@ class BatchLoop:
         return [], []
 
     def _evaluate_pass(self, step: list[Sequence]) -> list[int] | None:
-        """Returns the rows of logits; None when the KV cache has no room. Cancelling all sequences ends the pass."""
+        """Evaluates one pass. Returns each sequence's row index in the logits, or None if the KV cache is full. The
+        pass is aborted when all of its sequences are cancelled."""
         context = self._llm.context
         with self._changed:
             if self._closing or all(each.cancelled for each in step):
@@ -378,8 +383,9 @@ class BatchLoop:
                     self._llm.resume()
 
     def _make_room(self) -> bool:
-        """Drops the tokens of the least recently used place that nobody uses, else puts the newest sequence back in the
-        queue, to be computed again later. Returns False when only one runs."""
+        """Makes room in the KV cache. Drops the least recently used tokens that no running sequence has. If there are
+        none, puts the newest sequence back in the queue, to be computed again later. Returns False if only one
+        sequence runs."""
         if self._kv.drop_unused():
             return True
         if len(self._running) < 2:
@@ -396,9 +402,9 @@ class BatchLoop:
         return True
 
     def _take_pass(self, sequence: Sequence, row: int) -> tuple[int, bool]:
-        """Takes the tokens that a pass has evaluated, and samples after them. Sampling goes on after each token of the
-        draft that equals the one sampled before it; the others leave the KV cache. Returns the number of tokens that
-        are new in the KV cache, and whether more of the prompt or the answer follow."""
+        """Notes the tokens that a pass has evaluated, and samples the next ones. A drafted token is accepted if it
+        equals the token that was just sampled; the rest of the draft is dropped from the KV cache. Returns the number
+        of new tokens in the KV cache, and False if the prompt or the answer ends here, otherwise True."""
         kv = sequence.place
         is_prompt = not sequence.generated
         n_done = len(kv.tokens)
@@ -436,7 +442,7 @@ def _ticket(work: Sequence | Task) -> int:
 
 
 def _next_tokens(sequence: Sequence) -> SequenceTokens:
-    """Returns the tokens that the next pass evaluates, as the model takes them."""
+    """Returns the tokens of a sequence that the next pass evaluates, as an argument for `Context.eval_sequences`."""
     n_past = sequence.n_evaluated
     end = n_past + sequence.n_next
     decodes = sequence.decodes

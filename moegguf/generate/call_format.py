@@ -1,8 +1,8 @@
 """Learns from a chat template how its model writes thinking, text and tool calls.
 
-The template itself is the source. A conversation with a known call is rendered; the texts before the call's name,
-between name and arguments, in the arguments and behind them are the marks of the format. A small table has the formats
-of models whose templates render no calls, and the marks of thinking that templates do not render.
+The module renders a conversation with a known tool call. It takes the marks of the format from the result: the texts
+before the call's name, between name and arguments, inside the arguments and after them. (A mark is a delimiter such as
+"<tool_call>".) Small tables have the formats and the marks of models whose templates do not render calls or thinking.
 """
 
 from __future__ import annotations
@@ -64,23 +64,23 @@ TOOLS = tuple(
     for name in (NAME, OTHER_NAME)
 )
 
-MAX_RENDERED = 256 << 10  # characters of a conversation that a template may write
-MAX_WRITTEN = 4 << 10  # characters of a call
+MAX_RENDERED = 256 << 10  # the most characters that a template may render for a probe
+MAX_WRITTEN = 4 << 10  # the most characters of a rendered call
 
 _PIECE = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]|\s+|[^<\[\s]+|.", re.DOTALL)
-_TEXT_OPEN = re.compile(r"\w+\n|[^{}]*<[^<>\s]*>\s*")  # a word in a line of its own, or a mark at the end
+_TEXT_OPEN = re.compile(r"\w+\n|[^{}]*<[^<>\s]*>\s*")  # a word on its own line, or a text that ends with a mark
 _MARK = re.compile(r"<[^<>\s]*>|\[[A-Z_/]+\]")
 _BEGIN = re.compile(rf"\s*(?:(?:{NAME_PATTERN})?\s*(?:$|[\[{{<]))")
 
 
 @dataclass(frozen=True)
 class Written:
-    """The exact text of one call, for a call that a request forces: `before` the name, `between` name and arguments,
-    `after` them.
+    """The exact text of one call, from which the grammar of forced calls is made: the texts `before` the name,
+    `between` name and arguments, and `after` the arguments.
 
-    Where arguments have marks of their own, `key_open`, `key_close` and `value_close` are the texts around the name of
-    an argument and behind its value. `key_close` depends on the JSON type of the value; "" stands for any. `separator`
-    stands between two arguments, `quote` around a text.
+    If arguments have their own marks, `key_open` and `key_close` are the texts before and after an argument's name,
+    and `value_close` is the text after its value. `key_close` maps a JSON type to its text; the key "" stands for any
+    type. `separator` stands between two arguments, and `quote` stands before and after a string.
     """
 
     before: str
@@ -96,8 +96,9 @@ class Written:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """A block of calls begins with `open` and ends with `close`. Without `open` the whole answer is the block; without
-    `close` the block extends to the end of the answer. `readers`: the first that finds calls in a block applies."""
+    """A format of tool calls. A block of calls begins with `open` and ends with `close`. If `open` is empty, the whole
+    answer is the block; if `close` is empty, the block extends to the end of the answer. The first of `readers` that
+    finds calls in a block determines the result."""
 
     open: str
     close: str
@@ -105,22 +106,22 @@ class ToolFormat:
     written: Written
 
     def calls(self, block: str, types: Types, *, final: bool = False) -> list[Call] | None:
-        """Returns the calls in a block with its marks, None when it is no call. With `final` the answer has ended, and
-        the last marks may be missing."""
+        """Returns the calls in a block, given with its marks; None if the block is no call. `final`: the answer has
+        ended, so the last marks may be missing."""
         body = self._body(block)
         found = (read(body, types, final=final) for read in self.readers)
         return next((calls for calls in found if calls is not None), None)
 
     def is_open(self, block: str) -> bool:
-        """Returns whether the mark at the end of a block stands within a value."""
+        """Returns True if the block ends within a value, so that its closing mark may belong to that value."""
         return any(read.is_open(self._body(block)) for read in self.readers)
 
     def may_begin(self, block: str) -> bool:
-        """Returns whether a block of a format without a closing mark may still become a call."""
+        """Returns True if the block may still become a call. Only a format without a closing mark can return False."""
         return bool(self.close) or _BEGIN.match(block, len(self.open)) is not None
 
     def cut_calls(self, block: str, types: Types) -> list[Call] | None:
-        """Returns the calls in a block that the token limit cut, the last one with the arguments so far."""
+        """Returns the calls in a block that the token limit cut off. The last call has its arguments up to the cut."""
         begin = block.find("{", len(self.open))
         texts = [block]
         if begin >= 0:
@@ -151,7 +152,8 @@ _DEEPSEEK = NamedCalls(
     r"(?:```\s*)?<｜tool▁call▁end｜>",
 )  # fmt: skip
 
-# Formats that a model may use though its template does not render them, by a text that the template contains.
+# Formats that a model may use although its template does not render them. A format applies if the template contains
+# the key.
 KNOWN_FORMATS: Mapping[str, ToolFormat] = {
     "<tool_call>": ToolFormat(
         "<tool_call>", "</tool_call>", (parse_tool_call,), _json_written("<tool_call>\n", "\n</tool_call>")
@@ -184,8 +186,8 @@ KNOWN_FORMATS: Mapping[str, ToolFormat] = {
 
 @functools.lru_cache(32)
 def answer_format(template: str) -> AnswerFormat:
-    """Returns how a model with this template writes the parts of an answer. A template that cannot be rendered has the
-    known formats only."""
+    """Returns the format in which a model with this template writes the parts of an answer. For a template that cannot
+    be rendered, the format is taken from the known formats only."""
     return AnswerFormat(_Probe(template))
 
 
@@ -215,7 +217,7 @@ def _pieces(text: str) -> list[str]:
 
 
 def _shared_end(one: str, other: str) -> str:
-    """Returns the end that two texts share, beginning with a whole mark, word or blank."""
+    """Returns the common suffix of two texts, cut so that it begins with a whole mark, word or blank."""
     parts, others, n = _pieces(one), _pieces(other), 0
     while n < min(len(parts), len(others)) and parts[-1 - n] == others[-1 - n]:
         n += 1
@@ -223,13 +225,13 @@ def _shared_end(one: str, other: str) -> str:
 
 
 def _whole_mark_begin(text: str, at: int) -> int:
-    """Returns the beginning of the mark that `at` divides, else `at`."""
+    """Returns the start of the mark if the position `at` is inside a mark, otherwise `at`."""
     cut = re.search(r"[<\[][^<>\[\]\s]*$", text[:at])
     return cut.start() if cut else at
 
 
 def _whole_mark_end(text: str, at: int) -> int:
-    """Returns the end of the mark that `at` divides, else `at`."""
+    """Returns the end of the mark if the position `at` is inside a mark, otherwise `at`."""
     if _whole_mark_begin(text, at) == at:
         return at
     rest = re.compile(r"[^<>\[\]\s]*[>\]]?").match(text, at)
@@ -237,14 +239,15 @@ def _whole_mark_end(text: str, at: int) -> int:
 
 
 def _open_mark(head: str) -> str:
-    """Returns the text that announces a call: the first word of what stands before its name, up to its last mark."""
+    """Returns the text that announces a call. `head`: the text before the call's name. The result is the first word of
+    `head`, up to the last mark in that word."""
     word = head.split(maxsplit=1)[0].partition(ID)[0] if head.strip() else ""
     marks = list(_MARK.finditer(word))
     return word[: marks[-1].end()] if marks else word
 
 
 def _unique_begin(close: str, block: str) -> str:
-    """Returns the shortest beginning of `close`, in whole marks, that does not occur in `block`."""
+    """Returns the shortest prefix of `close` that consists of whole marks and does not occur in `block`."""
     found, has_mark = "", _MARK.search(close) is not None
     for piece in _pieces(close.strip()):
         found += piece
@@ -254,7 +257,7 @@ def _unique_begin(close: str, block: str) -> str:
 
 
 def _unique_end(close: str, block: str) -> str:
-    """Returns the shortest end of `close`, in whole marks, that does not occur in `block`."""
+    """Returns the shortest suffix of `close` that consists of whole marks and does not occur in `block`."""
     found = ""
     for piece in reversed(_pieces(close.strip())):
         found = piece + found
@@ -264,19 +267,19 @@ def _unique_end(close: str, block: str) -> str:
 
 
 def _behind_name(head: str) -> int:
-    """Returns the place behind the mark that follows a name in what stands before a name; 0 without one."""
+    """Returns the position after the first mark that follows the last probe name in `head`; 0 if there is none."""
     at = head.rfind(NAME)
     mark = _MARK.search(head, at) if at >= 0 else None
     return mark.end() if mark else 0
 
 
 def _through(text: str, mark: str) -> str:
-    """Returns `text` up to the end of a mark; nothing when there is no mark."""
+    """Returns `text` up to the first `mark`, with the mark; "" if the text does not contain the mark."""
     return text[: text.index(mark) + len(mark)] if mark and mark in text else ""
 
 
 def _object_at(text: str, begin: int) -> tuple[int, int] | None:
-    """Returns the place of the probe's arguments as JSON, at or behind `begin`."""
+    """Returns the start and end of the JSON object with the probe's arguments, searched from the position `begin`."""
     for match in re.compile(r"\{").finditer(text, begin):
         found = json_at(text, match.start())
         if found and found[0] == VALUES:
@@ -285,7 +288,8 @@ def _object_at(text: str, begin: int) -> tuple[int, int] | None:
 
 
 def _json_around(text: str, at: int) -> tuple[int, int] | None:
-    """Returns the place of the outermost JSON object or list around the name at `at`; None without one."""
+    """Returns the start and end of the outermost JSON object or list that contains the position `at`; None without
+    one."""
     for match in re.compile(r"[\[{]").finditer(text, 0, at):
         found = json_at(text, match.start())
         if found and found[1] > at:
@@ -294,7 +298,8 @@ def _json_around(text: str, at: int) -> tuple[int, int] | None:
 
 
 class _Probe:
-    """A template, and what it makes of conversations with known content."""
+    """Finds out the format of a chat template: renders conversations with known words and looks for these in the
+    result."""
 
     def __init__(self, template: str) -> None:
         self.template = template
@@ -305,7 +310,7 @@ class _Probe:
         self.text_open, self.text_close = self._text_marks()
 
     def _render(self, *answers: Mapping[str, Any], think: bool = True) -> str:
-        """Returns the prompt of a question and messages after it, "" when the template rejects them."""
+        """Renders the probe's question and the messages after it. Returns "" if the template rejects them."""
         try:
             conversation = [QUESTION, *map(dict, answers)]
             return render(self.template, conversation, tools=TOOLS, think=think, characters=MAX_RENDERED)
@@ -315,7 +320,8 @@ class _Probe:
     # Thinking and text
 
     def _think_marks(self) -> ThinkMarks | None:
-        """Returns the marks that the template renders around thinking; the marks of the table where it renders none."""
+        """Returns the marks around thinking: the known marks of this model, otherwise the marks that the template
+        renders."""
         known = think_marks_of(self.template)
         rendered = self._render(_answer(text=TEXT, thinking=THOUGHT))
         before, thought, rest = rendered.partition(THOUGHT)
@@ -324,10 +330,10 @@ class _Probe:
             return known
         open_text = self._text.partition(TEXT)[0][_common_prefix(self._text, self._prompt) :]
         marks = close.strip().removesuffix(open_text.strip())
-        if not marks:  # an answer without thinking has the marks, too: its text begins as it does where thinking is off
+        if not marks:  # the marks also stand in an answer without thinking: compare with thinking off
             shared = _pieces(_shared_end(close.strip(), self._render(think=False).strip()))
             marks = close.strip().removesuffix("".join(shared))
-            if shared and before.endswith(shared[0]):  # a mark of several pieces ends as the opening one
+            if shared and before.endswith(shared[0]):  # the closing mark ends with the same piece as the opening mark
                 marks += shared[0]
         shared_end = _common_prefix(self._prompt, rendered)
         written, begun = before[shared_end:], self._prompt[shared_end:]
@@ -335,7 +341,7 @@ class _Probe:
         return ThinkMarks(opened.strip("\n"), marks.strip())
 
     def _text_marks(self) -> tuple[str, str]:
-        """Returns the marks around the text of an answer."""
+        """Returns the marks before and after the text of an answer, "" and "" if there are none."""
         begin = _whole_mark_begin(self._text, _common_prefix(self._text, self._prompt))
         opened, text, rest = self._text[begin:].partition(TEXT)
         if self.think and self.think.close in opened:
@@ -351,7 +357,7 @@ class _Probe:
         return opened, rest[: _whole_mark_end(rest, len(rest) - _common_suffix(call, rest))]
 
     def behind_answers(self) -> list[str]:
-        """Returns what the template renders behind the text of an answer and behind a call."""
+        """Returns the texts that the template renders after an answer's text and after a call."""
         behind_text = self._text.partition(TEXT)[2].removeprefix(self.text_close)
         learned = self.tool_format()
         if learned is None:
@@ -363,16 +369,17 @@ class _Probe:
 
     @functools.cache  # noqa: B019 (a probe lives as long as its format)
     def tool_format(self) -> ToolFormat | None:
-        """Returns the format in which the template renders calls, None when it renders none."""
+        """Returns the format in which the template renders calls, None if it renders none."""
         written = self._written(_call(NAME, ID, VALUES))
         if NAME not in written or len(written) > MAX_WRITTEN:
             return None
         return self._json_format(written) or self._named_format(written)
 
     def _written(self, *calls: Mapping[str, Any]) -> str:
-        """Returns calls as the template writes them, from behind the header of the answer to the end of its turn."""
+        """Returns the text that the template renders for these calls, without the header and the end of the message."""
         text, rendered = self._text, self._render(_answer(*calls))
-        if NAME not in rendered[_common_prefix(rendered, self._prompt) :]:  # some render calls with their results only
+        # Some templates render a call only if the result of the call follows.
+        if NAME not in rendered[_common_prefix(rendered, self._prompt) :]:
             results = [{"role": "tool", "tool_call_id": call["id"], "content": "qresult"} for call in calls]
             rendered = self._render(_answer(*calls), *results).partition("qresult")[0]
             text = self._render(_answer(text=TEXT), QUESTION)
@@ -387,7 +394,7 @@ class _Probe:
         return found.removeprefix(self.text_close) if self.text_close else found
 
     def _json_format(self, written: str) -> ToolFormat | None:
-        """Returns the format of calls whose name stands within JSON."""
+        """Returns the format of the calls if their name stands within JSON, otherwise None."""
         found = _json_around(written, written.index(NAME))
         arguments = _object_at(written, found[0]) if found else None
         if found is None or arguments is None:
@@ -402,7 +409,7 @@ class _Probe:
         return ToolFormat(head.strip(), close, (reader,), exact)
 
     def _named_format(self, written: str) -> ToolFormat | None:
-        """Returns the format of calls whose name stands between marks."""
+        """Returns the format of the calls if their name stands between marks, otherwise None."""
         whole = _object_at(written, written.index(NAME))
         first_key = whole[0] if whole else written.find("qkeya")
         at = written.rfind(NAME, 0, max(first_key, 0))
@@ -414,11 +421,11 @@ class _Probe:
         head, rest = written[:at], written[style.end :]
         block = head[_behind_name(head) :]
         next_head, call_close = self._between_calls(block, style)
-        if not head.strip():  # the prompt ends with the mark of the first call
+        if not head.strip():  # the prompt already ends with the mark of the first call
             head = block = next_head
         opened = _open_mark(block)
         inner = [block.strip().removeprefix(opened)]
-        if next_head == block:  # every call has a block of its own
+        if next_head == block:  # each call has its own block
             ending = rest[: _common_prefix(rest, call_close)] if call_close else rest
             close = _unique_end(ending, written[at : style.end])
             after = ending.strip().removesuffix(close)
@@ -434,8 +441,8 @@ class _Probe:
         return ToolFormat(opened, close, (reader,), exact)
 
     def _between_calls(self, head: str, style: _Style) -> tuple[str, str]:
-        """Returns the marks before the name of a second call, and the marks that end the first. `head`: the marks
-        before the name of the first call, which are returned where the template takes only one call."""
+        """Returns the marks before the name of a second call, and the marks that end the first call. `head`: the marks
+        before the name of the first call. If the template renders only one call, returns `head` and ""."""
         two = self._written(_call(NAME, ID, VALUES), _call(OTHER_NAME, OTHER_ID, {"qkeya": "qvalc"}))
         first, second = two.rfind(NAME, 0, two.find("qkeya")), two.rfind(OTHER_NAME, 0, two.rfind("qkeya"))
         is_json = isinstance(style.reader, NamedCalls)
@@ -455,7 +462,8 @@ class _Probe:
         return _Style(place[1], NamedCalls(between=_flexible(between.strip())), Written("", between, ""))
 
     def _text_style(self, written: str, at: int) -> _Style | None:
-        """Returns the style of arguments that have marks of their own."""
+        """Returns the style of arguments that are not JSON, None if the probe's arguments are not found in
+        `written`."""
         places = [written.find(text, at) for text in ("qkeya", "qvala", "qkeyb", "qvalb")]
         if min(places) < 0 or places != sorted(places):
             return None
@@ -493,8 +501,8 @@ class _Probe:
         return _Style(end + _common_prefix(value_close, rest), reader, exact)
 
     def _key_close(self, text: str) -> tuple[str, dict[str, str]]:
-        """Returns a pattern for the mark between an argument's name and value, and the types that it names: {JSON type:
-        the text for it}."""
+        """Returns a regular expression for the text between an argument's name and its value. If this text names the
+        type of the value, also returns {JSON type: name of the type in this text}, otherwise {}."""
         found = {kind: self._key_close_of(kind, value) for kind, value in KINDS.items()}
         begin, end = _common_prefix(*found.values()), _common_suffix(*found.values())
         blank = "\\n?" if text.endswith("\n") else ""
@@ -509,7 +517,7 @@ class _Probe:
         return pattern, signs
 
     def _key_close_of(self, kind: str, value: Any) -> str:
-        """Returns the text between an argument's name and a value of a JSON type."""
+        """Returns the text between an argument's name and its value, for a value of the JSON type `kind`."""
         rendered = self._render(_answer(_call(NAME, ID, {"qkeya": value, "qkeyb": "qvalb"})))
         at = rendered.rfind("qkeya")
         found = re.compile(VALUE_BEGINS[kind]).search(rendered, at + 5) if at >= 0 else None
@@ -522,11 +530,11 @@ VALUE_BEGINS = {"string": "qvala", "number": "77", "boolean": "(?i:true)", "obje
 
 @dataclass(frozen=True)
 class _Style:
-    """A style of writing arguments."""
+    """The way in which a template writes arguments."""
 
-    end: int  # the place after the arguments
-    reader: MarkedCalls  # has no marks before a name and after the arguments
-    written: Written
+    end: int  # position after the arguments
+    reader: MarkedCalls  # marks `before` and `after` are still empty
+    written: Written  # exact text from the name to the arguments' end
 
 
 def _relaxed_style(quote: str, end: int, rest: str) -> _Style:
@@ -544,7 +552,8 @@ def _element_style(begin: str, divider: str, end: int, rest: str) -> _Style:
 
 
 def _flexible(text: str) -> str:
-    """Returns a pattern for a mark of the probe, in which another call may have another id."""
+    """Returns a regular expression for a mark that the template rendered. Where the probe's call id stood, any id
+    matches."""
     return ID_PATTERN.join(pattern_of(part) for part in text.split(ID))
 
 
@@ -552,7 +561,7 @@ _MAX_ENDING_PIECES = 8
 
 
 def _endings(text: str) -> Iterator[str]:
-    """Yields the beginnings of `text` that contain a mark, in whole marks."""
+    """Yields each prefix of `text` that consists of whole pieces and contains a mark, the shortest first."""
     found = ""
     for piece in _pieces(text)[:_MAX_ENDING_PIECES]:
         found += piece
@@ -561,11 +570,11 @@ def _endings(text: str) -> Iterator[str]:
 
 
 class AnswerFormat:
-    """The parts of an answer.
+    """The format of a model's answers: its marks, and its formats of tool calls.
 
-    `think`: the marks of thinking. `closes_thinking`: an answer without thinking begins with the mark that ends it.
-    `text_open`, `text_close`: marks around the text. `channels`: an answer consists of messages whose headers name
-    their channel or recipient.
+    `think`: the marks of thinking. `closes_thinking`: an answer without thinking begins with the mark that ends
+    thinking. `text_open`, `text_close`: the marks around the text. `channels`: an answer consists of messages whose
+    headers name a channel or a recipient.
     """
 
     def __init__(self, probe: _Probe) -> None:
@@ -576,26 +585,28 @@ class AnswerFormat:
 
     @property
     def empties_text(self) -> bool:
-        """True when the marks of an empty text stand before a call."""
+        """True if the marks of an empty text stand before a call."""
         return bool(self.tools) and self._probe.empties_text
 
     @functools.cached_property
     def endings(self) -> frozenset[str]:
-        """The texts that may end an answer and are no part of it: marks of the end of a turn that are no end token."""
+        """The texts that may follow an answer without belonging to it: marks of the end of a turn that are no end
+        tokens."""
         return frozenset(itertools.chain.from_iterable(map(_endings, self._probe.behind_answers())))
 
     def learn(self) -> None:
-        """Renders what the properties need, so that the first request need not wait for it."""
+        """Computes the cached properties now, so that the first request does not have to wait for them."""
         _ = self.tools, self.endings
 
     def begun(self, prompt_end: str) -> str:
-        """Returns the mark of a call or a text with which a prompt ends, "" when there is none."""
+        """Returns the mark of a call or a text at the end of a prompt, "" if the prompt ends with none."""
         marks = [form.open for form in self.tools if form.open and prompt_end.endswith(form.open)]
         return marks[0] if marks and self.text_open else ""
 
     @functools.cached_property
     def tools(self) -> tuple[ToolFormat, ...]:
-        """The formats of calls, at least one, the model's own first."""
+        """The formats in which the model may write calls. There is at least one; the format of the template comes
+        first."""
         template = self._probe.template
         formats = {form.open: form for sign, form in KNOWN_FORMATS.items() if sign in template}
         learned = self._probe.tool_format()

@@ -1,7 +1,7 @@
-"""Grammars of tool calls in the format that the model's template taught, in llguidance's Lark dialect.
+"""Grammars of tool calls, in llguidance's Lark dialect and in the format that the model's template taught.
 
-Arguments as JSON follow the tool's schema in every part. Arguments that have marks of their own follow its names, its
-required parameters, types and enumerations; nested values follow it where the format nests them, and as JSON elsewhere.
+If the arguments are JSON, they follow the tool's schema completely. In other formats they follow its names, required
+parameters, types and enumerations. Nested values follow the schema if the format nests them or writes them as JSON.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from moegguf.generate.tool_calls import Parameter
 Json = Callable[..., str]
 """Returns the grammar of JSON that follows a schema. `root`: the schema in which its references are followed."""
 
-MAX_NESTING = 12  # depth of values in formats that are not JSON; deeper values are any text
+MAX_NESTING = 12  # levels of nested values in formats that are not JSON; a deeper value may be any text
 CALL_ID = "call00001"
 _ANY_KEY = r"/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
 
 
 def quoted(text: str) -> str:
-    """Returns a text as a literal of the grammar, "" for none."""
+    """Returns a literal of the grammar that matches `text`; "" if the text is empty."""
     return json.dumps(text) if text else ""
 
 
 def until(mark: str) -> str:
-    """Returns the body of a lazy rule: any text up to the first `mark`, with the mark."""
+    """Returns the body of a lazy rule, which matches any text up to the first `mark` and the mark itself."""
     return f"/(?s:.*)/ {quoted(mark)}"
 
 
 class CallGrammar:
-    """The rules of calls in one format. `rules`: those that the calls so far need, beside the rule of a call itself."""
+    """Writes the grammar of calls in one format. `rules` has the rules that the calls written so far refer to."""
 
     def __init__(self, written: Written, json_grammar: Json) -> None:
         self._written, self._json = written, json_grammar
         self.rules = list[str]()
 
     def call(self, name: str, parameters: Mapping[str, Any], before: str) -> str:
-        """Returns the grammar of one call. `before`: the marks in front of its name."""
+        """Returns the grammar of one call. `before`: the marks before the call's name."""
         written = self._written
         opened = f"{before.replace(NAME, name)}{name}{written.between}".replace(ID, CALL_ID)
         arguments = self._arguments(Parameter(parameters, parameters))
@@ -61,15 +61,16 @@ class CallGrammar:
         return name
 
     def _members(self, whole: Parameter, member: Callable[[str, Parameter], str], separator: str) -> str:
-        """Returns the grammar of an object's members, in the order of the schema, with `separator` between them."""
+        """Returns the grammar of an object's members, in the order of the schema, with `separator` between them.
+        `member` returns the grammar of one member."""
         found = list(_properties(whole))
-        if self._written.style == "relaxed":  # templates of this style sort the members
+        if self._written.style == "relaxed":  # templates of this style sort the members by name
             found.sort()
         if not found:
             return self._any_members(member, separator) if _is_open(whole) else ""
         required = _required(whole)
         divider = quoted(separator)
-        # `later`: the members behind one that is there; `first`: all of them, where none is there so far.
+        # Rules for the members from here on. `later`: a member was written before them; `first`: none was.
         first = later = ""
         for key in reversed(found):
             one = self._rule(member(key, whole.property(key)))
@@ -90,7 +91,8 @@ class CallGrammar:
     # Values as text between marks
 
     def _text(self, parameter: Parameter, close: str) -> str:
-        """Returns the grammar of a text up to the mark behind it: one of those that the schema lists, or any."""
+        """Returns the grammar of a text and the mark `close` after it. If the schema lists texts, only these are
+        allowed."""
         texts = [value for value in _choices(parameter) if isinstance(value, str)]
         if texts:
             return f"({' | '.join(quoted(text) or quoted(close) for text in texts)}) {quoted(close)}"
@@ -113,7 +115,7 @@ class CallGrammar:
     def _any_key(self, before: str, after: str) -> str:
         return f"{quoted(before)} {_ANY_KEY} {quoted(after)}".strip()
 
-    # Values as nested elements
+    # Values as nested elements, <name>value</name>
 
     def _element(self, key: str, parameter: Parameter, depth: int) -> str:
         sign = self._written.key_open
@@ -175,7 +177,7 @@ def _properties(whole: Parameter) -> Iterator[str]:
 
 
 def _required(whole: Parameter) -> set[str]:
-    """Returns the names that every value has: of the schema itself and what it combines by allOf and references."""
+    """Returns the names of the properties that the schema requires, also by allOf and references."""
     found = set[str]()
     for part in whole.parts(("allOf",)):
         required = part.get("required")
@@ -185,12 +187,12 @@ def _required(whole: Parameter) -> set[str]:
 
 
 def _is_open(whole: Parameter) -> bool:
-    """Returns whether an object without named properties may have any."""
+    """Returns True if the schema names no properties and does not forbid others, so that any property is allowed."""
     return all(part.get("additionalProperties") is not False and "properties" not in part for part in whole.parts())
 
 
 def _choices(parameter: Parameter) -> list[Any]:
-    """Returns the values that a schema lists, none when it lists none."""
+    """Returns the values that the schema lists by `enum` or `const`, [] if it lists none."""
     for part in parameter.parts(("allOf",)):
         if isinstance(part.get("enum"), list):
             return list(part["enum"])

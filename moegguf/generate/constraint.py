@@ -22,8 +22,8 @@ _TOOL_NAME = re.compile(r"[\w.:/-]{1,128}")
 
 @dataclass(frozen=True)
 class Constraint:
-    """The required format of an answer. `lark`: a grammar in llguidance's Lark dialect, start rule "start". `begun`: a
-    part of the answer that is there already, in the message that it continues."""
+    """The required format of an answer. `lark`: a grammar in llguidance's Lark dialect with the start rule "start".
+    `begun`: the part of the answer that already stands in the message that the answer continues."""
 
     lark: str
     begun: str = ""
@@ -36,21 +36,23 @@ def constraint_for(
     continuation: Continuation | None = None,
     token_of: Callable[[str], int | None] = lambda text: None,
 ) -> Constraint | None:
-    """Returns the required format of an answer to `request`, or None. `Matcher` compiles the grammar.
+    """Returns the required format of an answer to `request`; None if any text is allowed. `Matcher` compiles the
+    grammar.
 
-    A named or required tool is called once.
+    If the request requires a tool call, the answer is exactly one call.
 
-    template: the model's template. It determines the marks of thinking, which may come first, and the format of calls.
+    template: the model's template. It determines the format of calls, and the marks of thinking, which may come first.
 
-    prompt_end: the end of the prompt, which may have begun the thinking.
+    prompt_end: the end of the prompt. It may already contain the opening mark of thinking.
 
-    continuation: given for an answer that continues a message. The text of this message then begins the format.
+    continuation: given for an answer that continues a message. The text of this message is then the start of the
+    formatted answer.
 
-    token_of: returns the token of a text, or None for a text that is no single token.
+    token_of: returns the token of a text, or None for a text that is not a single token.
 
     Raises SchemaError for an invalid or too large schema or grammar, and for a strict schema that cannot be followed.
-    Raises CapabilityError when `tool_choice` names none of the tools, and OptionError when a call would have to begin
-    within a text.
+    Raises CapabilityError if `tool_choice` names no tool of the request. Raises OptionError if a call is required but
+    the answer continues a text.
     """
     has_tools = bool(request.tools) and request.tool_choice != "none"
     forced = has_tools and request.tool_choice != "auto"
@@ -94,7 +96,8 @@ def constraint_for(
 
 
 def _check_strict(tools: Sequence[Mapping[str, Any]]) -> bool:
-    """Returns whether a tool is strict. Raises SchemaError for a strict one whose schema no grammar follows."""
+    """Returns True if any of the tools is strict. Raises SchemaError for a strict tool whose schema cannot be a
+    grammar."""
     functions = [function for tool in tools if (function := tool.get("function", tool)).get("strict") is True]
     for function in functions:
         if isinstance(function.get("parameters"), Mapping):
@@ -103,7 +106,8 @@ def _check_strict(tools: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _free_text(form: AnswerFormat, prompt_end: str) -> list[str]:
-    """Returns the rules of an answer in which the model may write text and, where it begins a call, a valid one."""
+    """Returns the rules of an answer that may contain text and calls. As soon as the model begins a call, the call
+    must be valid."""
     if form.is_harmony:
         return ['answer: call | "<|channel|>final<|message|>" /(?s:.*)/']
     mark = form.tools[0].open
@@ -118,7 +122,7 @@ def _free_text(form: AnswerFormat, prompt_end: str) -> list[str]:
 
 
 def _text(form: AnswerFormat, prompt_end: str, body: str) -> str:
-    """Returns the grammar of a text with the model's marks around it."""
+    """Returns the grammar `body` with the model's marks for text before and after it."""
     if form.is_harmony:
         return f'"<|channel|>final" " <|constrain|>json"? "<|message|>" {body}'
     opened = form.text_open.removeprefix(form.begun(prompt_end))
@@ -139,23 +143,24 @@ def _allowed_tools(tools: Sequence[Mapping[str, Any]], choice: str) -> list[Mapp
 
 
 class _Calls:
-    """The grammars of a model's tool calls, as alternatives of an answer. `behind_mark`: without the mark that begins a
-    call."""
+    """Writes the grammar of each tool's calls in a model's format. `behind_mark`: the grammars leave out the mark that
+    begins a call."""
 
     def __init__(self, form: AnswerFormat, prompt_end: str, schemas: Schemas, *, behind_mark: bool) -> None:
         written = form.tools[0].written
         if form.is_harmony:
             written = HARMONY_CALL
         self._before = written.before.lstrip("\n").removeprefix(form.begun(prompt_end))
-        if behind_mark:  # another rule has the mark that begins a call
+        if behind_mark:  # the mark that begins a call is in another rule
             self._before = self._before.partition(form.tools[0].open)[2] if form.tools[0].open else self._before
-        elif form.empties_text:  # marks of an empty text stand before a call
+        elif form.empties_text:  # the marks of an empty text stand before a call
             begun = prompt_end.rstrip().endswith(form.text_open.strip())
             self._before = ("" if begun else form.text_open) + form.text_close + self._before
         self.grammar = CallGrammar(written, schemas.grammar)
 
     def call(self, function: Mapping[str, Any]) -> str:
-        """Returns the grammar of a call. Raises SchemaError for a tool without a usable name or schema."""
+        """Returns the grammar of a call of `function`. Raises SchemaError for a tool without a usable name or
+        schema."""
         name, parameters = function.get("name"), function.get("parameters") or {"type": "object"}
         if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
             raise SchemaError(f"a tool has a name of up to 128 letters, digits and _.:/-, not {str(name)[:50]!r}.")
@@ -167,7 +172,8 @@ class _Calls:
 def _start(
     form: AnswerFormat, think: bool | str | None, prompt_end: str, continuation: Continuation | None
 ) -> list[str]:
-    """Returns the rules before `answer`: thinking may come first, unless it is switched off."""
+    """Returns the rules from `start` to `answer`. Thinking may come before the answer. `think` False forbids this,
+    unless the prompt has already begun the thinking or the model is gpt-oss."""
     in_thinking = continuation is not None and continuation.in_thinking
     if form.is_harmony:
         if in_thinking:

@@ -1,4 +1,4 @@
-"""An answer that continues the assistant's last message instead of beginning another one."""
+"""Answers that continue the assistant's last message instead of starting a new one."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from moegguf.generate.request import Message
 
 @dataclass(frozen=True)
 class Continuation:
-    """The assistant's message at the end of a conversation, which the answer continues instead of beginning another
-    one. The messages before it are rendered with the beginning of an answer, and its text is appended: templates would
-    close it. llama.cpp (common/chat-auto-parser-generator.cpp) appends it, too.
+    """The end of a prompt whose last message the answer continues. That message is the assistant's. The template
+    renders only the earlier messages, and the text of the last one is appended, because a template would close the
+    message. llama.cpp (common/chat-auto-parser-generator.cpp) appends it, too.
 
-    `text`: the end of the prompt. `content`: the part of this text that begins the answer itself. `in_thinking`: the
-    answer goes on with thinking.
+    `text`: the appended text. `content`: the part of it that belongs to the answer's text, not to the thinking.
+    `in_thinking`: the answer continues with thinking.
     """
 
     text: str
@@ -26,10 +26,10 @@ class Continuation:
 
 
 def split_last(messages: Sequence[Message]) -> tuple[Sequence[Message], Message | None]:
-    """Returns the messages before the one to continue, and that one: None unless the last is the assistant's, without
-    calls and images.
+    """Returns the earlier messages and the message to continue. The latter is None unless the last message is the
+    assistant's, without tool calls and images.
 
-    An empty one is left out: there is nothing to continue.
+    An assistant's message that is empty is removed, and None is returned for it.
     """
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or last.get("tool_calls") or has_images((last,)):
@@ -38,10 +38,10 @@ def split_last(messages: Sequence[Message]) -> tuple[Sequence[Message], Message 
 
 
 def continuation_of(message: Message, rendered: str, template: str | None) -> Continuation:
-    """Returns the continuation of `message` after the prompt that `template` rendered. The prompt may have begun the
-    thinking or the text.
+    """Returns the text that continues `message`, to be appended to `rendered`, the prompt that `template` rendered.
+    `rendered` may already end with the opening mark of the thinking or of the text.
 
-    A text ends the thinking; a message of thinking alone goes on thinking.
+    If the message has text, its thinking is closed; otherwise the answer continues the thinking.
     """
     thinking, content = message.get("thinking") or "", text_of(message.get("content"))
     form = answer_format(template or "")

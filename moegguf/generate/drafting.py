@@ -1,18 +1,19 @@
-"""Drafts for the answers of a loop: proposes tokens that may come next, and learns which of them were right.
+"""Drafts for the answers of a loop: proposes tokens that may come next, and learns which proposals were accepted.
 
-A decoding pass evaluates the drafted tokens beside the token that was sampled last. The loop then samples after each
-drafted token that equals the sampled one, with the random numbers that it would have used without drafts. It drops the
-other drafted tokens from the KV cache. If the model is batch-invariant, an answer is the same, token for token.
+A decoding pass evaluates the drafted tokens together with the token that was sampled last. The loop then samples the
+next token. If it equals the first drafted token, the loop samples again after that token, and so on. It uses the
+random numbers that it would have used without drafts. It drops the other drafted tokens from the KV cache. If the
+model is batch-invariant, an answer is the same with and without drafts, token for token.
 
-Measured time decides whether to draft, and how many tokens. An accepted token saves the time of a token without
-drafts. A drafted token costs the time by which it makes the pass longer, which includes the reading of experts that no
-other token uses. A draft goes on while the chance that its next token is reached and accepted is worth more than the
-token's cost. If even the first token is not worth its cost, a narrow draft is tried now and then. Such trials take
-their time from an allowance, a share of the time of passes. When drafts have lost the allowance and all earlier
-savings, they pause until there is some allowance again.
+Measured times decide whether to draft, and how many tokens. An accepted token saves the time of a pass without drafts.
+A drafted token costs the time by which it makes the pass longer; this includes the reading of experts that no other
+token uses. A draft is extended as long as the chance that its next token is reached and accepted is worth more than
+the token's cost. If even the first token is not worth its cost, a short draft is tried now and then. Such trials use
+an allowance, which is a share of the time of passes. When drafts have lost the allowance and all earlier savings, they
+pause until there is some allowance again.
 
-The search for drafts costs time, too. n-grams of a text are looked up only where its last tokens have occurred before.
-After passes in vain, some passes go by without a search.
+The search for drafts takes time, too. n-grams of a text are looked up only if its last tokens have occurred before.
+After some passes without an accepted token, the next passes skip the search.
 """
 
 from __future__ import annotations
@@ -30,37 +31,37 @@ from moegguf.generate.sequence import KvSequence, Sequence
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
 
-SUPPOSED_COST = 0.1  # cost of a drafted token before it was measured, in undrafted passes
-LEAST_COST = 0.01  # least cost of a drafted token
-LOSS = 0.005  # share of the time that drafts, and looking for them, may lose
-PATIENCE = 4  # passes in vain in a row after which the number of passes without a search doubles
-REST = 3  # up to 2**REST - 1 passes go by without a search
-MARGIN = 0.03  # share of a token's time that a pass must save
-BASE_PASSES = 9  # undrafted ones whose median is their time
-RENEW_PASSES = 32  # drafted ones until an undrafted pass measures it again
-TRIAL_TOKENS = 3  # tokens of a draft that is tried from the allowance
-MEMORY = 0.9  # weight of earlier costs and acceptances when a new one is measured
-PRIOR = (0.8, 0.5, 0.6)  # chance of a token of each source to be accepted, before any was seen
+SUPPOSED_COST = 0.1  # assumed cost of a drafted token before it is measured, as a fraction of a pass without drafts
+LEAST_COST = 0.01  # lower limit of the cost of a drafted token, as a fraction of a pass without drafts
+LOSS = 0.005  # share of the computing time that drafts and the search for them may lose
+PATIENCE = 4  # passes in a row without an accepted token, after which the number of skipped passes doubles
+REST = 3  # up to 2**REST - 1 passes in a row skip the search
+MARGIN = 0.03  # share of the time of one token that drafts must save in a pass; otherwise they count as a trial
+BASE_PASSES = 9  # number of passes without drafts; their median is the time of such a pass
+RENEW_PASSES = 32  # passes with drafts, after which the time without drafts is measured again
+TRIAL_TOKENS = 3  # tokens of a trial draft
+MEMORY = 0.9  # factor by which older costs and acceptances are reduced at each new measurement
+PRIOR = (0.8, 0.5, 0.6)  # assumed chance that a token is accepted, for each source, before any draft was verified
 
 
 @dataclass
 class Acceptance:
-    """The chance that a drafted token is accepted when the tokens before it are. Recent drafts count more."""
+    """Estimates the chance that a drafted token is accepted if all tokens before it were. Recent drafts count more."""
 
     prior: float
     memory: float
-    base: Acceptance | None = None  # acceptance of all answers: used before an answer has drafts of its own
+    base: Acceptance | None = None  # estimate over all answers, the prior of an estimate for one answer
     accepted: float = 0.0
     refused: float = 0.0
 
     @property
     def chance(self) -> float:
-        """The chance that a drafted token is accepted, between 0 and 1, exclusive."""
+        """The chance that a drafted token is accepted. It is greater than 0 and less than 1."""
         prior = self.prior if self.base is None else self.base.chance
         return (self.accepted + 2 * prior) / (self.accepted + self.refused + 2)
 
     def note(self, n_drafted: int, n_accepted: int) -> None:
-        """Notes a draft that was verified."""
+        """Updates the estimate with a verified draft of `n_drafted` tokens."""
         if self.base is not None:
             self.base.note(n_drafted, n_accepted)
         self.accepted = self.memory * self.accepted + n_accepted
@@ -68,34 +69,37 @@ class Acceptance:
 
 
 class PassTimes:
-    """Times of passes with one number of sequences: the time without drafts, and the time that drafted tokens add."""
+    """Measured times of passes with a certain number of sequences: without drafts, and the time that each drafted
+    token adds."""
 
     def __init__(self) -> None:
-        self.widest = 0  # tokens drafted in a pass
+        self.widest = 0  # largest number of tokens drafted in one pass so far
         self._undrafted_s = deque[float](maxlen=BASE_PASSES)
-        self._n_drafted = 0  # passes since the last undrafted one
-        # Sums in which older passes fade: drafted tokens, and the cost of these tokens in undrafted passes.
+        self._n_drafted = 0  # passes with drafts since the last pass without drafts
+        # Decaying sums over passes: the drafted tokens, and their cost as a multiple of a pass without drafts.
         self._tokens, self._cost = 1.0, SUPPOSED_COST
 
     @property
     def base_s(self) -> float | None:
-        """The time of an undrafted pass; None where it is not known by enough of them, or not of late."""
+        """Median seconds of a pass without drafts; None if there are too few such passes, or the last one is too long
+        ago."""
         is_known = len(self._undrafted_s) == BASE_PASSES and self._n_drafted < RENEW_PASSES
         return sorted(self._undrafted_s)[BASE_PASSES // 2] if is_known else None
 
     @property
     def cost(self) -> float:
-        """The time that a drafted token adds to a pass, in undrafted passes."""
+        """The time that one drafted token adds to a pass, as a fraction of the time of a pass without drafts."""
         return max(self._cost / self._tokens, LEAST_COST)
 
     def note(self, n_tokens: int, seconds: float, base_s: float) -> float:
-        """Notes the time of a pass with `n_tokens` drafted tokens. Returns the seconds that these tokens have added."""
+        """Notes the time of a pass with `n_tokens` drafted tokens. Returns the seconds that these tokens have added to
+        it."""
         if n_tokens == 0:
             self._undrafted_s.append(seconds)
             self._n_drafted = 0
             return 0.0
-        added_s = min(seconds - base_s, n_tokens * base_s)  # more, and it was something else that took the time
-        if self.widest:  # the first one allocates what wide passes need
+        added_s = min(seconds - base_s, n_tokens * base_s)  # more than that has another cause than the drafted tokens
+        if self.widest:  # the first pass with drafts is not counted: it allocates memory for wide passes
             self._tokens = MEMORY * self._tokens + n_tokens
             self._cost = MEMORY * self._cost + added_s / base_s
         self._n_drafted, self.widest = self._n_drafted + 1, max(self.widest, n_tokens)
@@ -103,44 +107,46 @@ class PassTimes:
 
 
 class DraftGate:
-    """Widths of a model's next pass, from what passes have taken. `acceptance`: of each source. A draft risks
-    what drafts have saved, up to `N_MAX / 2` passes, and one more pass."""
+    """Decides from measured times how many tokens to draft in a model's next pass. `acceptance` has one estimate for
+    each source of drafts. Drafts may lose the time that earlier drafts have saved (at most the time of `N_MAX / 2`
+    passes), and the time of one more pass."""
 
     def __init__(self) -> None:
         self.acceptance = [Acceptance(prior, 0.98) for prior in PRIOR]
-        self._times = defaultdict[int, PassTimes](PassTimes)  # keys: number of sequences
-        self._balance_s = 0.0  # saved, and allowed to be lost
-        self._allowance_s = 0.0  # time that trials may cost
-        self._tries = False  # whether the next pass has a trial
-        self._n_vain = 0  # passes that were due since one had an accepted token
-        self._n_rested = self._n_resting = 0  # passes that go by between two that are due; that still do
+        self._times = defaultdict[int, PassTimes](PassTimes)  # key: number of sequences in the pass
+        self._balance_s = 0.0  # seconds that drafts may still lose: saved time plus allowance
+        self._allowance_s = 0.0  # seconds that trial drafts may cost
+        self._tries = False  # True if the drafts of the next pass are a trial
+        self._n_vain = 0  # successive passes with a search but without an accepted token
+        self._n_rested = self._n_resting = 0  # passes to skip after the last search; passes still to skip
         self._pays = True
 
     def of_answer(self) -> list[Acceptance]:
-        """Acceptance of each source in one answer."""
+        """Returns new estimates for one answer, one for each source of drafts."""
         return [Acceptance(0.5, MEMORY, base) for base in self.acceptance]
 
     def is_due(self) -> bool:
-        """Returns whether the next pass may have drafts, which `note_pass` follows. Called once before each pass."""
+        """Returns True if the next pass may have drafts; `note_pass` must then follow. Must be called once before each
+        pass."""
         self._n_resting -= 1
         return self._n_resting < 0
 
     def widths(self, answers: list[list[Acceptance]]) -> list[list[int]]:
-        """The most tokens that each source may draft for each of the answers that decode in the next pass."""
+        """Returns the most tokens that may be drafted in the next pass, as [answer][source of drafts]."""
         times = self._times[len(answers)]
         base_s, cost = times.base_s, times.cost
         nothing = [[0] * len(of_answer) for of_answer in answers]
         if base_s is None or self._balance_s < 0:
             return nothing
         self._balance_s = min(self._balance_s, N_MAX / 2 * base_s)
-        self._allowance_s = min(self._allowance_s, TRIAL_TOKENS * base_s)  # the most that a trial can cost
-        worth = 1 / len(answers)  # worth of a token, in undrafted passes
-        known = max(TRIAL_TOKENS, 2 * times.widest)  # the cost of wider passes is not known
+        self._allowance_s = min(self._allowance_s, TRIAL_TOKENS * base_s)  # the most that one trial can cost
+        worth = 1 / len(answers)  # value of an accepted token, as a fraction of a pass without drafts
+        known = max(TRIAL_TOKENS, 2 * times.widest)  # the cost of much wider passes was not measured yet
         most = min(N_MAX, known, int((self._balance_s / base_s + 1) / cost))
         widths, gain = list[list[int]](), 0.0
         for of_answer in answers:
             chances = [source.chance for source in of_answer]
-            # Tokens whose chance to be reached and accepted is above what they cost.
+            # Number of leading draft tokens whose chance to be reached and accepted is higher than their cost.
             paying = [int(math.log(cost / worth) / math.log(p)) if cost / worth < p else 0 for p in chances]
             widths.append([min(most, n) for n in paying])
             gain += max(worth * p * (1 - p**n) / (1 - p) - n * cost for p, n in zip(chances, widths[-1], strict=True))
@@ -154,9 +160,10 @@ class DraftGate:
     def note_pass(
         self, n_sequences: int, n_drafted: int, n_accepted: int, seconds: float, spent_s: float = 0.0
     ) -> None:
-        """Notes a pass in which a search for drafts was due and `n_sequences` decode.
+        """Notes the time of a pass with `n_sequences` decoding sequences, after `is_due` returned True.
 
-        spent_s: the part of the pass that looked for drafts. It is lost where there were none.
+        spent_s: the part of `seconds` that was spent on the search for drafts. It counts as lost if nothing was
+        drafted.
         """
         times = self._times[n_sequences]
         base_s, allowed_s = times.base_s, LOSS * seconds * (1 + self._n_rested)
@@ -179,21 +186,22 @@ class DraftGate:
 
 @dataclass
 class _Text:
-    """The tokens of a sequence so far, and how often its drafts were accepted."""
+    """The state of drafting for one sequence: the tokens known so far, and the acceptance of its drafts."""
 
     sequence: Sequence
     acceptance: list[Acceptance]
     n_shifts: int
     n_tokens: int = 0
     source: Source = Source.NONE  # source of the last draft
-    n_hashed: int = 0  # tokens that begin an n-gram of `hashes`
+    n_hashed: int = 0  # positions of the text whose n-gram is in `hashes`
     hashes: set[int] = field(default_factory=set)
-    repeats: bool = True  # the last tokens occurred before, or may have: hashes collide
+    repeats: bool = True  # True if the last tokens occurred before, or if their hash collides
 
     def note_tokens(self, n_key: int) -> None:
-        """Sets `repeats` by the last `n_key` tokens; with 0 any text may have drafts.
+        """Adds the new tokens to `hashes`. Sets `repeats`, which is True if the last `n_key` tokens have occurred
+        before. If `n_key` is 0, `repeats` stays True.
 
-        This takes a microsecond, and is all that a pass costs while its text repeats nothing.
+        This takes a microsecond, and is the only cost in a pass as long as the text does not repeat itself.
         """
         context = self.sequence.context
         for i in range(self.n_hashed, len(context) - n_key + 1 if n_key else 0):
@@ -204,19 +212,19 @@ class _Text:
 
 
 class Drafter:
-    """The drafts of one loop. `gate` decides how many tokens are drafted."""
+    """Makes the drafts for all sequences of one batch loop. `gate` decides how many tokens are drafted."""
 
     def __init__(self, llm: Llama, drafts: Drafts) -> None:
         self.gate = DraftGate()
         self._llm, self._drafts = llm, drafts
-        self._spent_s = 0.0  # time of this pass spent on looking for drafts
-        self._begins = False  # whether a text begins in this pass: its first draft takes longer than others
-        self._texts: dict[int, _Text] = {}  # keys: seq_id
-        self._n_drafted = self._n_accepted = 0  # tokens of this pass
+        self._spent_s = 0.0  # seconds spent on the search for drafts in this pass
+        self._begins = False  # True if a text is searched for the first time: such a pass is slower and not noted
+        self._texts: dict[int, _Text] = {}  # key: seq_id
+        self._n_drafted = self._n_accepted = 0  # drafted and accepted tokens of this pass
 
     def propose(self, sequences: list[Sequence]) -> None:
-        """Sets the drafts of the sequences that decode in the next pass, in which no others take part. Sequences with
-        drafts are last then where a recurrent state has to go back."""
+        """Sets the drafts of `sequences`, which are all sequences of the next pass and all decode. For a model with a
+        recurrent state, also moves the sequences with the longest drafts to the end of the list."""
         texts = list[_Text]()
         for sequence in sequences:
             seq_id = sequence.place.seq_id
@@ -224,13 +232,13 @@ class Drafter:
             text = self._texts.get(seq_id)
             if (
                 text is None or text.sequence is not sequence or text.n_shifts != n_shifts
-            ):  # it has lost a part of its text
+            ):  # the sequence is another one, or its context was shortened
                 text = self._texts[seq_id] = _Text(sequence, self.gate.of_answer(), n_shifts)
             text.note_tokens(self._drafts.least_key)
             texts.append(text)
         if not any(text.repeats for text in texts):
             return
-        start_s = time.thread_time()  # others may take the processor meanwhile
+        start_s = time.thread_time()  # CPU time of this thread only: other threads may use the CPU meanwhile
         widths = self.gate.widths([text.acceptance for text in texts])
         if not any(map(any, widths)):
             return
@@ -238,7 +246,7 @@ class Drafter:
         for text, of_answer in zip(texts, widths, strict=True):
             sequence = text.sequence
             room = 0
-            if text.repeats and sequence.prompt.images is None:  # the context is full, and it ends, as without drafts
+            if text.repeats and sequence.prompt.images is None:  # a draft must end before the answer's limit
                 room = max(
                     0, min(sequence.limit - sequence.summary.answer_tokens, sequence.n_ctx - len(sequence.context)) - 1
                 )
@@ -254,9 +262,9 @@ class Drafter:
         self._spent_s = time.thread_time() - start_s
 
     def _lengths(self, sequences: list[Sequence], drafts: list[Draft]) -> list[int]:
-        """Returns how many tokens of each draft the pass has room for. Where a recurrent state has to go back
-        (`Rollback.most_lost`), drafts have one length, the one with which they have most tokens together; shorter
-        drafts get none."""
+        """Returns the number of tokens to use of each draft, so that they fit into the pass. For a model with a
+        recurrent state, which can be rolled back only by a limited number of tokens, all drafts get the same length.
+        It is the length with the most tokens in total; shorter drafts are not used."""
         wanted = [len(draft.tokens) for draft in drafts]
         n_left = min(self._llm.n_batch, self._llm.context.n_logits) - len(drafts)
         best = [0] * len(drafts)
@@ -273,7 +281,7 @@ class Drafter:
         return best
 
     def note_verified(self, sequence: Sequence, kv: KvSequence, n_accepted: int) -> None:
-        """Notes how many tokens of a draft were sampled, too."""
+        """Notes how many tokens of a sequence's draft were accepted."""
         text, n_drafted = self._texts[kv.seq_id], len(sequence.draft)
         self._llm.context.drafted.update(draft_passes=1, drafted_tokens=n_drafted, accepted_tokens=n_accepted)
         text.acceptance[text.source].note(n_drafted, n_accepted)
@@ -282,7 +290,7 @@ class Drafter:
         self._n_accepted += n_accepted
 
     def note_pass(self, n_sequences: int, seconds: float) -> None:
-        """Notes the time of a pass in which this number of sequences decoded, and nothing else was computed."""
+        """Notes the time of a pass in which `n_sequences` sequences decoded and no prompt was computed."""
         if not self._begins:
             self.gate.note_pass(n_sequences, self._n_drafted, self._n_accepted, seconds, self._spent_s)
         self._begins, self._spent_s, self._n_drafted, self._n_accepted = False, 0.0, 0, 0

@@ -1,7 +1,7 @@
-"""Embeddings: pooled by an embedding model, else the last token's hidden state of a generative model; and a reranker's
-scores of documents.
+"""Embeddings of texts, and a reranker's scores of documents. An embedding model pools the hidden states as its file
+specifies; for a generative model, the embedding is the hidden state of the last token.
 
-Every input is evaluated alone, from an empty context: its vector does not depend on other inputs in any bit.
+Each input is evaluated alone, from an empty context, so its vector does not depend on the other inputs in any bit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Embeddings:
-    """[n_inputs][n_embd] vectors, in the order of the inputs, and the tokens evaluated for all of them."""
+    """Embeddings of inputs. `vectors`: [n_inputs][n_embd], in the order of the inputs. `n_tokens`: tokens of all
+    inputs."""
 
     vectors: list[list[float]]
     n_tokens: int
@@ -38,13 +39,13 @@ def embed(
     normalize: bool = True,
     num_ctx: int | None = None,
 ) -> Embeddings:
-    """The vectors of `inputs`, texts, tokens or both in one; of length 1 with `normalize`. `num_ctx`: tokens of an
-    input at most, where the context has more.
+    """Returns the vectors of `inputs`. Each input is a text, or a list of texts and tokens. With `normalize`, vectors
+    have length 1. `num_ctx` limits the tokens of an input if the context of the model is longer.
 
-    A model loaded with embedding=True pools as its file specifies. With another one the context holds the last input
-    afterwards. An empty text is evaluated as BOS, or EOS; for a model with neither its vector is zero. Raises
-    ContextError for an input that is too long unless `truncate` cuts it, OptionError for an invalid token,
-    CapabilityError for a reranker, and what `Llama.eval` raises.
+    If the model was loaded with embedding=True, its file specifies the pooling. With another model, the context
+    contains the last input afterwards. An empty input is evaluated as BOS, or else EOS; if the model has neither, its
+    vector is zero. Raises ContextError for an input that is too long unless `truncate` is True, OptionError for an
+    invalid token, CapabilityError for a reranker, and the errors of `Llama.eval`.
     """
     if ranks(llm):
         raise CapabilityError("this model gives documents scores, not vectors; send it a query to /v1/rerank.")
@@ -58,14 +59,16 @@ def embed(
 
 
 def ranks(llm: Llama) -> bool:
-    """Returns whether the model is a reranker: its pooling gives a text a score."""
+    """Returns True if the model is a reranker: its pooling computes a score of a text, not a vector."""
     return bool(llm.context_params.embeddings) and llm.pooling_type() == library.llama_cpp().LLAMA_POOLING_TYPE_RANK
 
 
 def rank(llm: Llama, query: str, documents: Sequence[str]) -> Embeddings:
-    """Returns a vector for each document, which has only the reranker's score for the query.
+    """Returns one vector for each document. The vector has one element, the reranker's score of the document for the
+    query.
 
-    Raises CapabilityError for another model, ContextError for a document that is too long with the query.
+    Raises CapabilityError if the model is no reranker. Raises ContextError for a document that is too long together
+    with the query.
     """
     if not ranks(llm):
         raise CapabilityError(
@@ -85,8 +88,8 @@ def rank(llm: Llama, query: str, documents: Sequence[str]) -> Embeddings:
 
 
 def _pair(llm: Llama, query: str, document: str, limit: int) -> list[int]:
-    """Returns the tokens of a query and a document, as llama-server joins them: by the model's template "rerank", else
-    by its separators."""
+    """Returns the tokens of a query and a document, joined as in llama-server: by the model's chat template "rerank"
+    if it has one, else by the model's separator tokens."""
     bindings, vocab = library.llama_cpp(), llm._model.vocab
     if template := llm.metadata.get("tokenizer.chat_template.rerank"):
         text = template.replace("{query}", query).replace("{document}", document)
@@ -101,15 +104,15 @@ def _pair(llm: Llama, query: str, document: str, limit: int) -> list[int]:
 
 
 def _limit(llm: Llama) -> int:
-    """The maximum tokens of an input. Pooling needs all of them in one pass."""
+    """Returns the most tokens of an input. For pooling, all tokens of an input must fit into one pass."""
     if llm.context_params.embeddings:
         return int(min(llm.n_ctx(), llm.n_batch, llm.context_params.n_ubatch))
     return int(llm.n_ctx())
 
 
 def _first_tokens(llm: Llama, text: str, limit: int, *, add_bos: bool, special: bool) -> list[int]:
-    """Returns the tokens of a text, or more than twice `limit` tokens of its beginning: the loop that computes answers
-    waits meanwhile."""
+    """Returns the tokens of a text. For a very long text, returns only its first tokens, more than twice `limit`,
+    because running answers wait while a text is tokenized."""
     tokens, n_read = list[int](), 0
     while not n_read or (n_read < len(text) and len(tokens) <= 2 * limit):
         n_read = 2 * n_read or TOKEN_CHARACTERS * limit
@@ -132,12 +135,13 @@ def _tokens(llm: Llama, item: str | Sequence[int | str], limit: int, truncate: b
             f"the input length exceeds the context length: {len(tokens)} tokens or more, but {limit} are read at a"
             " time; give a shorter input, or let it be cut (truncate)."
         )
-    end = tokens[-1:] if not vocabulary.piece(tokens[-1]) else []  # the token that the tokenizer appends to each text
+    end = tokens[-1:] if not vocabulary.piece(tokens[-1]) else []  # an end token from the tokenizer stays
     return tokens[: limit - len(end)] + end
 
 
 def _steps(llm: Llama, tokens: list[int]) -> Generator[npt.NDArray[np.float64], None, None]:
-    """The vector of an input: pooled, or the hidden state of the last token, which alone attends to all others."""
+    """Evaluates the tokens of an input and yields its vector: the pooled one, or the hidden state of the last token.
+    (Only the last token attends to all others.)"""
     bindings = library.llama_cpp()
     n_embd = int((bindings.llama_model_n_cls_out if ranks(llm) else bindings.llama_model_n_embd_out)(llm.model))
 

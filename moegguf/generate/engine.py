@@ -1,4 +1,4 @@
-"""`Engine`: many requests to one model in process, computed together; blocking, and asynchronous."""
+"""`Engine` computes many requests to one model together, in this process; with blocking and asynchronous methods."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from moegguf.generate.request import AnswerSummary, Delta, Message, Request, Sam
 from moegguf.generate.sequence import AnswerEvents, Sequence
 
 DEFAULT_PARALLEL = 8
-AHEAD = 2  # the most requests that are submitted and not collected yet, for each sequence of the context
+AHEAD = 2  # limit of requests that are submitted and not yet collected, per sequence of the context
 
 Prompt = str | abc.Sequence[int]
 
 
 @dataclass(frozen=True)
 class EngineAnswer(Delta):
-    """An answer: all of its deltas as one. `error`: the reason for which it ended early; the other fields then have
-    what was computed before."""
+    """A whole answer: the content of all deltas, and a summary. `error`: the reason for which the answer ended early,
+    or None. The other fields then have the content that was computed before the error."""
 
     summary: AnswerSummary = field(default_factory=AnswerSummary, repr=False)
     error: Exception | None = None
@@ -41,7 +41,8 @@ class EngineAnswer(Delta):
 
 
 class _Events(AnswerEvents):
-    """Passes the deltas of one answer to `put`, and at its end an `EngineAnswer` without their content."""
+    """Passes the deltas of one answer to `put`. The last one is an `EngineAnswer` with the summary but without
+    content."""
 
     def __init__(self, put: Callable[[Delta], object]) -> None:
         self._put = put
@@ -54,7 +55,7 @@ class _Events(AnswerEvents):
 
 
 def _collected(queue: SimpleQueue[Delta]) -> EngineAnswer:
-    """Waits for the end of an answer and returns all of it."""
+    """Waits for the end of an answer. Returns the whole answer, with the content of all deltas in the queue."""
     deltas = list[Delta]()
     while not isinstance(delta := queue.get(), EngineAnswer):
         deltas.append(delta)
@@ -68,15 +69,16 @@ class Engine:
         model: as for `moegguf.Llama`; or a loaded `Llama`, which keeps its options and stays loaded.
         parallel: sequences that are computed together. Each may have `n_ctx` tokens of context. Models for embeddings
             have one.
-        kv_tokens: tokens of all sequences that there is memory for; when they are used up, the newest request waits and
-            is computed again. None: parallel * n_ctx, less where experts would miss that memory.
+        kv_tokens: tokens of all sequences together for which the KV cache has memory. If it is full, the newest request
+            goes back to the queue and is computed again later. None: parallel * n_ctx, or less if the experts would
+            lack that memory.
         schedule: a function that gets the loaded model and returns the object that chooses the sequences of a step
             (`moegguf.generate.kv_sequences`); None: all of them.
         options: all keywords of `moegguf.Llama`; flash_attn is None unless given.
 
-    An answer has the same bits alone and beside others where the model is batch-invariant (`Llama.batch_invariant`);
-    elsewhere `Sampling(exact=True)` computes a request without others. All methods may be called from any thread.
-    Raises what `Llama` raises.
+    If the model is batch-invariant (`Llama.batch_invariant`), an answer has the same bits alone and together with
+    others. Otherwise `Sampling(exact=True)` computes a request without others. All methods may be called from any
+    thread. Raises the errors of `Llama`.
 
     Example:
         >>> import moegguf
@@ -146,7 +148,8 @@ class Engine:
         sampling: Sampling | abc.Sequence[Sampling] | None = None,
         **fields: Any,
     ) -> list[EngineAnswer]:
-        """Returns the answers to conversations, each a list of messages, or to one. Else it is as `generate`.
+        """Returns the answers to conversations. A conversation is a list of messages; a single one may also be given.
+        The other arguments and the errors are the same as for `generate`.
 
         Example:
             >>> [answer] = engine.chat([{"role": "user", "content": "What does moegguf do?"}], max_tokens=4)
@@ -175,7 +178,7 @@ class Engine:
         loop = asyncio.get_running_loop()
 
         def put(delta: Delta) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            with suppress(RuntimeError):  # the event loop is closed: nobody reads the queue any more
                 loop.call_soon_threadsafe(queue.put_nowait, delta)
 
         sequence = self._submit(_request(prompt, sampling or self._sampling, fields), put)
@@ -197,7 +200,7 @@ class Engine:
         return self._llm.stats()
 
     def close(self) -> None:
-        """Cancels what is computed, and frees the model. A second call does nothing.
+        """Cancels all running answers and frees the model. A second call does nothing.
 
         Example:
             >>> engine = moegguf.Engine("demo")
@@ -224,8 +227,8 @@ class Engine:
     def _answers(
         self, prompts: abc.Sequence[Any], sampling: Sampling | abc.Sequence[Sampling] | None, fields: dict[str, Any]
     ) -> list[EngineAnswer]:
-        """Returns the answers to requests. Only a few more are submitted than are computed, so that thousands of
-        requests do not take memory. An interrupt cancels all of them."""
+        """Returns the answers to `prompts`. Only a few more requests are submitted than can be computed at once, so
+        that thousands of requests do not take memory. An exception or interrupt cancels all of them."""
         if sampling is None or isinstance(sampling, Sampling):
             sampling = [sampling or self._sampling] * len(prompts)
         if len(sampling) != len(prompts):
@@ -243,15 +246,15 @@ class Engine:
                     answers.append(_collected(queues[len(answers)]))
                 submitted.append(self._submit(request, queue.put))
             return answers + [_collected(queue) for queue in queues[len(answers) :]]
-        except BaseException:  # also an interrupt: nobody waits for these answers
+        except BaseException:  # also an interrupt: nobody waits for these answers any more
             for sequence in submitted:
                 self._loop.cancel(sequence)
             raise
 
 
 def _request(prompt: Prompt | abc.Sequence[Message], sampling: Sampling, fields: dict[str, Any]) -> Request:
-    """Returns the request for a text, tokens or messages. A text or tokens that are too long are an error unless
-    `fields` have `truncate`."""
+    """Returns the request for a text, tokens or messages. A text or tokens that are too long for the context are an
+    error, unless `fields` set `truncate`."""
     of_sampling, of_request = Sampling.__dataclass_fields__, Request.__dataclass_fields__
     for name in fields:
         if name not in of_sampling and name not in of_request:

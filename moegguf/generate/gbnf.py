@@ -1,7 +1,8 @@
-"""Grammars in GBNF, llama.cpp's format, as rules of llguidance's Lark dialect.
+"""Converts grammars in GBNF, llama.cpp's format, into rules of llguidance's Lark dialect.
 
-Each character becomes a terminal of its own: GBNF has no lexer, so any division of a text into parts counts, whereas
-llguidance's lexer takes the longest match. Right recursion becomes repetition, which llguidance parses in less time.
+Each character becomes a separate terminal. GBNF has no lexer: a text matches if any division into parts matches,
+whereas llguidance's lexer always takes the longest match. Right recursion becomes repetition, which llguidance parses
+in less time.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ _PIECE = re.compile(
     |(?P<repeat>\{\s*(?P<least>[0-9]+)\s*(?P<has_most>,\s*(?P<most>[0-9]*)\s*)?\})|(?P<mark>[|().*+?])""",
     re.VERBOSE | re.DOTALL,
 )
-NONE_OF = r"^\x{0}"  # the character 0 is in no class that excludes others, as in llama.cpp
+NONE_OF = r"^\x{0}"  # a negated class never matches the character 0, as in llama.cpp
 _CHARACTER = re.compile(r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})|\\(.)|([^\\])", re.DOTALL)
 _ESCAPES = {"t": "\t", "r": "\r", "n": "\n", **{character: character for character in '\\"[]-'}}
 
 
 class _Symbol(NamedTuple):
-    """A symbol in Lark, and how often it occurs: "", "*", "+", "?" or {m,n}. `rule`: the rule that it refers to."""
+    """A symbol of a Lark rule. `repeat` is "", "*", "+", "?" or {m,n}. `rule`: name of the rule if the symbol refers
+    to one."""
 
     text: str
     repeat: str = ""
@@ -39,8 +41,8 @@ _Alternatives = list[list[_Symbol]]
 
 
 def lark_rules(grammar: str, token_of: Callable[[str], int | None]) -> tuple[str, list[str]]:
-    """Returns the name of the first rule and all rules. `token_of`: the number of a token by its text, None for a text
-    that is no single token. Raises SchemaError for a grammar that is invalid."""
+    """Converts a GBNF grammar. Returns the name of the first rule, and all rules. `token_of` returns the number of a
+    token with a given text, or None if the text is not a single token. Raises SchemaError for an invalid grammar."""
     try:
         return _Parser(grammar, token_of).rules()
     except RecursionError:
@@ -53,8 +55,8 @@ class _Parser:
         self._token_of = token_of
         self._pieces = list(self._read())
         self._position = 0
-        self._rules: dict[str, _Alternatives] = {}  # keys: names in Lark
-        self._names: dict[str, str] = {}  # names in Lark by names in the grammar
+        self._rules: dict[str, _Alternatives] = {}  # key: name in Lark
+        self._names: dict[str, str] = {}  # name in GBNF -> name in Lark
         self._n_rules = 0
 
     def _read(self) -> Iterator[re.Match[str]]:
@@ -73,7 +75,7 @@ class _Parser:
         return SchemaError(f"line {line} of the grammar needs {wanted}, but has {text!r}; correct it.")
 
     def rules(self) -> tuple[str, list[str]]:
-        """Returns the name of the first rule and all rules."""
+        """Parses the grammar. Returns the name of the first rule, and all rules as lines."""
         self._skip_newlines()
         while self._position < len(self._pieces):
             self._read_rule()
@@ -90,7 +92,8 @@ class _Parser:
     # Reading
 
     def _next(self, *kinds: str) -> str | None:
-        """Returns the text of the next piece if it is of one of these kinds, or one of these marks; else None."""
+        """Consumes the next piece of the grammar and returns its text if `kinds` has its kind or, for a mark, the mark
+        itself. Otherwise consumes nothing and returns None."""
         if self._position == len(self._pieces):
             return None
         piece = self._pieces[self._position]
@@ -179,7 +182,7 @@ class _Parser:
     # Characters
 
     def _characters(self, text: str) -> Iterator[tuple[str, bool]]:
-        """Yields the characters of a text; True for those that were escaped. Raises SchemaError for an unknown
+        """Yields each character of a text, and True if it was written as an escape. Raises SchemaError for an unknown
         escape."""
         begin = 0
         while begin < len(text):
@@ -193,7 +196,7 @@ class _Parser:
             begin = found.end()
 
     def _class(self, text: str) -> str:
-        """Returns a class of characters as a regular expression."""
+        """Returns the regular expression for a character class such as [a-z]."""
         negated = text.startswith("^")
         characters = list(self._characters(text[negated:]))
         if not characters:
@@ -209,7 +212,8 @@ class _Parser:
         return f"[{''.join([NONE_OF, *parts] if negated else parts)}]"
 
     def _token(self, text: str) -> str:
-        """Returns a token by its number or its text, or any other token."""
+        """Returns the Lark symbol for a token, which GBNF gives by number or text; with "!" it is any token but this
+        one."""
         mark = text.removeprefix("!")
         number = int(mark[2:-2]) if mark.startswith("<[") else self._token_of(mark)
         if number is None:
@@ -219,7 +223,7 @@ class _Parser:
     # Right recursion
 
     def _repeated(self) -> dict[str, _Alternatives]:
-        """Returns the rules, where one that ends with itself repeats its beginnings."""
+        """Returns the rules without right recursion: a rule that ends with itself becomes a repetition."""
         rules = {}
         for name, alternatives in self._rules.items():
             options = [option for symbols in alternatives for option in self._expanded(symbols)]
@@ -234,7 +238,8 @@ class _Parser:
         return rules
 
     def _expanded(self, symbols: list[_Symbol]) -> Iterator[list[_Symbol]]:
-        """Yields a sequence without the optional group at its end, and with each of its alternatives."""
+        """Yields the alternatives of a sequence that ends with an optional group: without the group, and with each
+        alternative of the group. Yields any other sequence unchanged."""
         if symbols and symbols[-1].repeat == "?" and symbols[-1].rule.startswith("gbnf_group_"):
             yield symbols[:-1]
             for option in self._rules[symbols[-1].rule]:

@@ -1,8 +1,9 @@
-"""Images in a conversation: what a file may be, and where it stands in a message and in the rendered prompt.
+"""Images in a conversation: reads and checks image files, and finds their places in messages and in the rendered
+prompt.
 
-A message's content is text, or a list of parts in order, where images stand among texts:
-{"type": "text", "text": "..."} and {"type": "image", "data": "<the file as base64>"}. Files are untrusted: format and
-dimensions are read from the header before anything is decoded. Does not know models or tokens.
+The content of a message is a text, or a list of parts that are texts or images: {"type": "text", "text": "..."} and
+{"type": "image", "data": "<the file as base64>"}. Files are untrusted: format and dimensions are read from the header
+before anything is decoded. Does not know models or tokens.
 """
 
 from __future__ import annotations
@@ -21,29 +22,31 @@ from moegguf.generate.request import Message
 from moegguf.gguf.projector import DECODED_BYTES
 
 MAX_IMAGE_BYTES = 20 << 20
-MAX_ASPECT_RATIO = 64  # projectors that keep the proportions would enlarge the long side of a line without limit
-MAX_IMAGES = 64  # images in one request
-# Bytes per pixel that stb_image takes while it decodes a file, measured: for 8 bits, interlaced (in addition), 16 bits
-# or progressive, and a GIF.
+MAX_ASPECT_RATIO = 64  # long by short side: some projectors would enlarge a very narrow image without limit
+MAX_IMAGES = 64  # limit of one request
+# Bytes per pixel that stb_image takes while it decodes a file (measured): 8-bit; added if interlaced; 16-bit or
+# progressive; GIF.
 PLAIN_BYTES, INTERLACED_BYTES, WIDE_BYTES, GIF_BYTES = 8, 8, 16, 12
 
 Part = Mapping[str, Any]
 
 
 def with_images(text: str, images: Iterable[str | bytes]) -> str | list[dict[str, str]]:
-    """A message's content: `images` (files, or their base64) before `text`. Raises as `image_part`."""
+    """Returns the content of a message with `images` before `text`. Each image is the bytes of a file, or their
+    base64. Raises OptionError as `image_part` does."""
     parts = [image_part(base64.b64encode(image).decode() if isinstance(image, bytes) else image) for image in images]
     return [*parts, {"type": "text", "text": text}] if parts else text
 
 
 def image_part(text: str) -> dict[str, str]:
-    """The part for an image that came as base64. Raises OptionError when it is not an image that can be used."""
+    """Returns the content part for an image in base64. Raises OptionError if the image is damaged or exceeds a
+    limit."""
     read_image(decode_base64(text))
     return {"type": "image", "data": text}
 
 
 def decode_base64(text: str) -> bytes:
-    """The bytes of an image. Raises OptionError for text that is not base64, or too much of it."""
+    """Returns the bytes of an image file. Raises OptionError for text that is not base64, or that is too long."""
     if len(text) > MAX_IMAGE_BYTES * 4 // 3 + 1024:
         raise _too_large(len(text) * 3 // 4)
     try:
@@ -53,9 +56,9 @@ def decode_base64(text: str) -> bytes:
 
 
 def read_image(data: bytes) -> Image:
-    """A file that can be decoded, with the dimensions that its header states.
+    """Checks an image file. Returns it with the dimensions that its header states.
 
-    Raises OptionError for another format, a damaged header, and dimensions beyond the limits.
+    Raises OptionError for a format other than PNG, JPEG or GIF, a damaged header, and dimensions beyond the limits.
     """
     if len(data) > MAX_IMAGE_BYTES:
         raise _too_large(len(data))
@@ -82,8 +85,8 @@ def _too_large(n_bytes: int) -> OptionError:
 
 
 def _dimensions(data: bytes) -> tuple[int, int, int] | None:
-    """Width and height as the decoder (stb_image) will read them, and the bytes that it takes per pixel; None when the
-    header is of no format that it may decode."""
+    """Returns the width and height that the decoder (stb_image) will read, and the bytes that it takes per pixel.
+    Returns None if the header is of none of the allowed formats."""
     try:
         if data.startswith(b"\x89PNG\r\n\x1a\n") and data[12:16] == b"IHDR":
             width, height, depth, interlaced = struct.unpack_from(">IIB3xB", data, 16)
@@ -94,44 +97,46 @@ def _dimensions(data: bytes) -> tuple[int, int, int] | None:
         if data.startswith(b"\xff\xd8") and (frame := jpeg_frame(data)) >= 0:
             height, width = struct.unpack_from(">HH", data, frame + 4)
             return width, height, WIDE_BYTES if data[frame] == JPEG_FRAMES[-1] else PLAIN_BYTES
-    except struct.error:  # it ends early
+    except struct.error:  # the header ends early
         pass
     return None
 
 
 def text_of(content: Any) -> str:
-    """The text of a message's content, without its images."""
+    """Returns the text of a message's content, without its images."""
     if isinstance(content, str) or content is None:
         return content or ""
     return "\n".join(str(part.get("text", "")) for part in content if part.get("type") == "text")
 
 
 def images_of(message: Message) -> list[str]:
-    """The images of a message, in base64."""
+    """Returns the images of a message, in base64."""
     return [str(part.get("data", "")) for part in _parts(message) if _is_image(part)]
 
 
 def has_images(messages: Sequence[Message]) -> bool:
-    """Returns whether a message has an image among its parts."""
+    """Returns True if any of the messages has an image."""
     return any(_is_image(part) for message in messages for part in _parts(message))
 
 
 @dataclass(frozen=True)
 class Marked:
-    """Messages with texts only: `marker`, which no one can guess, stands for each of `images`, in order."""
+    """Messages in which each image is replaced by the text `marker`, which is random so that no user can guess it.
+    `images` has the images in the order of the markers."""
 
     messages: Sequence[Message]
     images: tuple[Image, ...]
     marker: str
 
     def pieces(self, text: str) -> list[str] | None:
-        """The rendered `text` before, between and after the images; None when not every image is in it once."""
+        """Splits the rendered `text` at the markers. Returns None if the number of markers is not the number of
+        images."""
         found = text.split(self.marker)
         return found if len(found) == len(self.images) + 1 else None
 
 
 def mark_images(messages: Sequence[Message]) -> Marked:
-    """Puts a marker in place of each image. Raises OptionError for images that cannot be used, or too many."""
+    """Replaces each image by a marker. Raises OptionError for an image that cannot be used, or for too many images."""
     marker = f"<image-{secrets.token_hex(8)}>"
     parts = [part for message in messages for part in _parts(message) if _is_image(part)]
     if len(parts) > MAX_IMAGES:
@@ -141,7 +146,7 @@ def mark_images(messages: Sequence[Message]) -> Marked:
 
 
 def _with_text(message: Message, marker: str) -> Message:
-    """The message with its parts as one text: a line break between two texts, none around an image."""
+    """Returns the message with its parts joined to one text: a line break between two texts, none next to an image."""
     parts = _parts(message)
     if not parts:
         return message

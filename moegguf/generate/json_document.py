@@ -1,9 +1,10 @@
 """The meaning of JSON schemas: the values that several schemas allow together.
 
-Several schemas that all hold for one value are a *goal*. `Document.alternatives` takes a goal apart until only keywords
-of single types are left. References are followed, and `anyOf` becomes alternatives. `oneOf`, `not` and `if` become
-`anyOf` of schemas and of their complements. The complement of most keywords is a keyword. If it is none, the grammar
-allows more than the schema, and `Document.ignored` has the keyword.
+A *goal* is a set of schemas that must all hold for one value. `Document.alternatives` splits a goal into alternatives
+that have only keywords for single types. References are followed, and `anyOf` becomes alternatives. `oneOf`, `not` and
+`if` become `anyOf` of schemas and of their complements. (The complement of a schema allows all values that the schema
+does not allow.) Most keywords have a complement. If a keyword has none, it is not enforced, and `Document.ignored`
+contains it.
 """
 
 from __future__ import annotations
@@ -40,27 +41,29 @@ _COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else")
 _KEPT = {"type", "enum", "unevaluatedItems", *_COMBINING}.union(*_OF_TYPE.values())
 _OPENING = {"additionalProperties", "patternProperties", "unevaluatedProperties"}
 
-# Keywords of complements, which no schema of a user has.
+# Keywords that only complements have, never a schema of a user.
 ABSENT, EXCLUDED, FRACTIONAL = "absent", "excluded", "fractional"
 
 MAX_ALTERNATIVES = 100  # a oneOf with more alternatives is read as anyOf
-MAX_COMPLEMENTS = 64  # combinations of values that an alternative excludes; with more, it may also be another one
-_DEPTH = 3  # nesting up to which values are compared in order to see that alternatives exclude each other
+MAX_COMPLEMENTS = 64  # limit of combined complements; above it, a value may match two alternatives
+_DEPTH = 3  # levels of nested values that are compared to find out if two alternatives exclude each other
 
 
 class Made(dict[str, Any]):
-    """A schema that was made here: its keywords have no conventions beyond JSON Schema."""
+    """A schema that this module made. It has the pure meaning of JSON Schema, without the conventions for users'
+    schemas."""
 
 
 class _NoComplementError(Exception):
-    """No schema allows exactly what a keyword forbids."""
+    """Raised if no schema allows exactly the values that a keyword forbids."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """One alternative of a schema: the values that have one of `types` and satisfy all of `parts`.
+    """One alternative of a goal: the values that have one of `types` and satisfy all of `parts`.
 
-    `whole`: numbers must be integers. `values`: {key: scalar}, the only scalars that are allowed; None: any.
+    `whole`: True if numbers must be integers. `values`: {key: scalar}, the only scalars that are allowed; None: no
+    such limit.
     """
 
     parts: tuple[Json, ...]
@@ -69,24 +72,24 @@ class Facts:
     values: Mapping[Any, Any] | None
 
     def each(self, keyword: str) -> Iterator[Any]:
-        """Returns the values of a keyword in all parts."""
+        """Returns the values that the parts have for this keyword."""
         return (part[keyword] for part in self.parts if keyword in part)
 
     def least(self, keyword: str, default: int = 0) -> int:
-        """Returns the largest lower limit."""
+        """Returns the strictest lower limit: the largest value of this keyword; `default` if no part has it."""
         return max(self.each(keyword), default=default)
 
     def most(self, keyword: str) -> int | None:
-        """Returns the smallest upper limit, None for none."""
+        """Returns the strictest upper limit: the smallest value of this keyword; None if no part has it."""
         return min(self.each(keyword), default=None)
 
     @functools.cached_property
     def excluded(self) -> Mapping[Any, Any]:
-        """Scalars that are not allowed by their keys."""
+        """The scalars that are not allowed, as {key: scalar}."""
         return {key_of(value): value for values in self.each(EXCLUDED) for value in values}
 
     def values_of(self, kind: str) -> list[Any] | None:
-        """Returns the only scalars of a type, None for no such list."""
+        """Returns the only scalars of the type `kind` that are allowed, None if they are not listed."""
         if self.values is None:
             return None
         values = [value for key, value in self.values.items() if key[0] == kind and key not in self.excluded]
@@ -104,72 +107,75 @@ class Facts:
 
     @functools.cached_property
     def property_names(self) -> Sequence[str]:
-        """The names of described and of required properties."""
+        """The names of all properties that have a schema or are required."""
         described = itertools.chain.from_iterable(self.each("properties"))
         return tuple(dict.fromkeys([*described, *itertools.chain.from_iterable(self.each("required"))]))
 
     @functools.cached_property
     def required(self) -> set[str]:
-        """The names of required properties."""
+        """The names of the required properties."""
         return set().union(*self.each("required"))
 
     @functools.cached_property
     def absent(self) -> set[str]:
-        """The names of properties that are not there."""
+        """The names of properties that must be absent."""
         return set().union(*self.each(ABSENT))
 
     @functools.cached_property
     def patterns(self) -> tuple[str, ...]:
-        """The patterns of names."""
+        """The patterns for names of properties."""
         return tuple(dict.fromkeys(itertools.chain.from_iterable(self.each("patternProperties"))))
 
     @functools.cached_property
     def n_prefix(self) -> int:
-        """The items that have a schema of their own."""
+        """The number of leading items that have their own schema."""
         return max(map(len, self.each("prefixItems")), default=0)
 
     @functools.cached_property
     def fewest_items(self) -> int:
-        """`minItems`; a tuple has all of its items unless `items` or `minItems` stands beside them."""
+        """The least number of items: `minItems`, or all items of a tuple (`prefixItems` without `items` and
+        `minItems`)."""
         tuples = (len(part["prefixItems"]) for part in self.parts if _is_tuple(part) and "minItems" not in part)
         return max([self.least("minItems"), *tuples])
 
     @functools.cached_property
     def is_closed(self) -> bool:
-        """True where objects have only the properties that are named."""
+        """True if objects may have only the properties that the schema names."""
         own = [part for part in self.parts if not isinstance(part, Made)]
         names = any("properties" in part or part.get("required") for part in own)
         return names and not any(part.keys() & _OPENING for part in own)
 
 
 class Document:
-    """The schemas of one root, numbered. `count_steps` is called with the work that is done, and may raise."""
+    """The schemas of one root document, each with a number. `count_steps` is called with the amount of work done, and
+    may raise an error to end the work."""
 
     def __init__(self, root: Any, count_steps: Callable[[int], None]) -> None:
-        self.ignored: set[str] = set()  # keywords that are not enforced
+        self.ignored: set[str] = set()  # keywords that the grammar does not enforce
         self._references = References(root)
         self._count_steps = count_steps
-        self._raw: list[Any] = []  # every schema, so that its identity stays its own
-        self._numbers: dict[int, int] = {}  # keys: identities of schemas
-        self._equal: dict[Any, int] = {}  # keys: equal for equal schemas
+        self._raw: list[Any] = []  # keeps every schema alive, so that its id() stays unique
+        self._numbers: dict[int, int] = {}  # id() of a schema -> its number
+        self._equal: dict[Any, int] = {}  # key that is the same for equal schemas -> number
         self._kept: list[bool | Json] = []  # index: number of the schema
         self._complements: dict[int, Made] = {}
         self._plain_parts: dict[int, Json] = {}
-        self._compares = False  # alternatives of a oneOf with each other
+        self._compares = False  # True while the alternatives of a oneOf are compared
         self._taken_apart: dict[tuple[int, bool], tuple[list[int], list[int] | None]] = {}
         self._alternatives: dict[tuple[Goal, bool], list[Facts]] = {}
 
     def goal(self, *schemas: Any) -> Goal:
-        """Returns the goal of several schemas. Raises SchemaError for an invalid one."""
+        """Returns the goal of values for which all these schemas hold. Raises SchemaError for an invalid schema."""
         numbers = dict.fromkeys(map(self._number, schemas))
         return tuple(number for number in numbers if self._kept[number] not in (True, {}))
 
     def together(self, goal: Goal, *schemas: Any) -> Goal:
-        """Returns the goal of a value that follows `goal` and these schemas, too."""
+        """Returns the goal of values for which `goal` and all these schemas hold."""
         return tuple(dict.fromkeys([*goal, *self.goal(*schemas)]))
 
     def _number(self, schema: Any) -> int:
-        """Returns the number of a schema, or of the one that it refers to. One that refers to itself allows nothing."""
+        """Returns the number of a schema, or of the schema that it refers to. A schema that only refers to itself
+        allows nothing."""
         seen: set[int] = set()
         while (number := self._number_of(schema)) not in seen:
             kept = self._kept[number]
@@ -192,18 +198,18 @@ class Document:
     # Alternatives
 
     def alternatives(self, goal: Goal) -> list[Facts]:
-        """Returns the alternatives that a goal consists of."""
+        """Returns the alternatives of a goal: a value follows the goal if it satisfies any of them."""
         key = goal, self._compares
         if key not in self._alternatives:
             self._alternatives[key] = [_facts(parts) for parts in self._parts_of(goal)]
         return self._alternatives[key]
 
     def _parts_of(self, goal: Goal) -> Iterator[list[Json]]:
-        """Yields the keywords of each alternative. A schema that refers to itself without a value between allows
-        nothing."""
+        """Yields each alternative of a goal as a list of schemas that have only keywords for single types. If a schema
+        refers to itself without a nested value in between, that alternative allows nothing and is left out."""
         start = [
             (number, frozenset[int]()) for number in reversed(goal)
-        ]  # the schemas that are left, last first, with the schemas that led to them
+        ]  # (number of a schema, schemas that led to it); the next one is the last of the list
         todo: list[tuple[list[tuple[int, frozenset[int]]], dict[int, None]]] = [(start, {})]
         seen: set[Any] = set()
         while todo:
@@ -232,7 +238,7 @@ class Document:
                 yield [plain for number in done if (plain := self._plain(number))]
 
     def _plain(self, number: int) -> Json:
-        """Returns the keywords of single types of a schema."""
+        """Returns a schema's keywords for single types, without combining keywords such as `anyOf`."""
         if number not in self._plain_parts:
             kept = self._kept[number]
             left_out = {*_COMBINING, "enum"} if _has_composites(kept) else _COMBINING
@@ -242,8 +248,8 @@ class Document:
         return self._plain_parts[number]
 
     def _take_apart(self, number: int) -> tuple[list[int], list[int] | None]:
-        """Returns the schemas that hold beside the keywords of single types, and the alternatives of `anyOf`, None
-        without it."""
+        """Returns the schemas that must hold in addition to the keywords for single types, and the alternatives of
+        `anyOf` (None if the schema has no `anyOf`)."""
         key = number, self._compares
         if key not in self._taken_apart:
             kept = self._kept[number]
@@ -257,8 +263,7 @@ class Document:
         return self._taken_apart[key]
 
     def _all_of(self, kept: Json) -> Iterator[Any]:
-        """Yields the schemas that hold beside the other keywords of a schema, for each combining keyword but
-        `anyOf`."""
+        """Converts each combining keyword except `anyOf` to a schema, and yields this schema."""
         yield from kept.get("allOf", ())
         if "$ref" in kept:
             yield self._references.follow(kept["$ref"])
@@ -281,7 +286,8 @@ class Document:
             self.ignored.add("unevaluatedItems")
 
     def _exactly_one(self, options: Sequence[Any]) -> Made:
-        """Returns the alternatives of `oneOf`, each without the values that another one allows, too."""
+        """Returns an `anyOf` that is equal to a `oneOf`: each alternative excludes the values that another one also
+        allows."""
         overlapping = self._overlapping(options)
         alternatives = []
         for option, others in zip(options, overlapping, strict=True):
@@ -293,8 +299,8 @@ class Document:
         return Made({"anyOf": alternatives})
 
     def _overlapping(self, options: Sequence[Any]) -> list[list[Any]]:
-        """Returns, for each alternative, the others that may allow some of its values. Within such a comparison, a
-        `oneOf` is read as `anyOf`, so that a schema may contain itself."""
+        """Returns, for each alternative of a `oneOf`, the other alternatives that may allow some of its values. During
+        this comparison a nested `oneOf` is read as `anyOf`, so that a schema may contain itself."""
         found: list[list[Any]] = [[] for _ in options]
         if self._compares:
             return found
@@ -312,7 +318,7 @@ class Document:
         return found
 
     def _is_empty(self, goal: Goal | None, depth: int) -> bool:
-        """Returns True where a goal is known to allow no value. `depth`: of values within values that are compared."""
+        """Returns True if the goal is known to allow no value. Nested values are compared up to `depth` levels."""
         if goal is None:
             return True
         alternatives = self.alternatives(goal)
@@ -330,11 +336,11 @@ class Document:
             inner = (self.item_goal(facts, n) for n in range(min(facts.fewest_items, facts.n_prefix)))
         return depth == 0 or not any(self._is_empty(each, depth - 1) for each in inner)
 
-    # Values within values
+    # Nested values
 
     def property_goal(self, facts: Facts, name: str | None, matched: Iterable[str] = ()) -> Goal | None:
-        """Returns the goal of a property whose name matches some patterns; None where it is not allowed. `name`: None
-        for one that no schema names."""
+        """Returns the goal of the value of a property, None if the property is not allowed. `matched`: the patterns
+        that its name matches. `name` is None for a property that no schema names."""
         self._count_steps(len(facts.parts))
         found, is_covered = list[Any](), False
         if name in facts.absent:
@@ -354,7 +360,7 @@ class Document:
         return self._goal_of_all(found)
 
     def item_goal(self, facts: Facts, n: int) -> Goal | None:
-        """Returns the goal of an array's item, None where it is not allowed."""
+        """Returns the goal of the n-th item of an array, None if this item is not allowed."""
         self._count_steps(len(facts.parts))
         found = list[Any]()
         for part in facts.parts:
@@ -372,7 +378,8 @@ class Document:
     # Complements
 
     def _complement(self, schema: Any) -> Made:
-        """Returns a schema of the values that `schema` does not allow."""
+        """Returns a schema that allows exactly the values that `schema` does not allow. If there is no such schema,
+        the result allows every value, and `ignored` has the keyword."""
         number = self._number(schema)
         if number not in self._complements:
             kept = self._kept[number]
@@ -386,7 +393,8 @@ class Document:
         return self._complements[number]
 
     def _without(self, kept: Json, keyword: str) -> Iterator[Any]:
-        """Yields schemas that together allow what a keyword forbids. Raises _NoComplementError."""
+        """Yields schemas that together allow the values that a keyword forbids. Raises _NoComplementError if there are
+        none."""
         value = kept[keyword]
         match keyword:
             case "type":
@@ -464,7 +472,7 @@ _OPPOSITES = {
 
 
 def key_of(value: Any) -> tuple[str, Any]:
-    """Returns the type of a value, and what equal values of this type have in common."""
+    """Returns a key that is the same for equal JSON values: the type and a normalized value."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else "boolean", value
     if isinstance(value, int | float):
@@ -495,7 +503,7 @@ def _facts(parts: list[Json]) -> Facts:
 
 
 def _is_tuple(part: Json) -> bool:
-    """Returns True for a part that lists all items of an array."""
+    """Returns True if `prefixItems` of this part lists all items that an array may have."""
     return "prefixItems" in part and "items" not in part and not isinstance(part, Made)
 
 
@@ -512,7 +520,7 @@ def _has_composites(kept: bool | Json) -> bool:
 
 
 def _equal_to(value: Any) -> Made:
-    """Returns the schema of one value."""
+    """Returns a schema that allows only `value`."""
     if isinstance(value, list):
         items = [_equal_to(item) for item in value]
         return Made({"type": ["array"], "prefixItems": items, "minItems": len(items), "maxItems": len(items)})
@@ -555,8 +563,8 @@ _CHECKS = {keyword: (wanted, check) for wanted, check, keywords in reversed(_RUL
 
 
 def _kept(schema: Any) -> bool | Json:
-    """Returns the supported keywords in the form of JSON Schema 2020-12; null counts as absent, except as `const`,
-    because some clients send it. Raises SchemaError for a value that is not allowed."""
+    """Returns a schema's supported keywords in the form of JSON Schema 2020-12. A keyword that is null counts as
+    absent (some clients send null), except `const`. Raises SchemaError for an invalid value of a keyword."""
     if isinstance(schema, bool):
         return schema
     if not isinstance(schema, Mapping):
@@ -572,7 +580,8 @@ def _kept(schema: Any) -> bool | Json:
 
 
 def _of_today(schema: Json) -> Json:
-    """Returns the supported keywords. Keywords of earlier drafts, and `const`, have today's form."""
+    """Returns a schema's supported keywords, with keywords of earlier drafts and `const` converted to current
+    keywords."""
     schema = dict(schema)
     for old in ("$dynamicRef", "$recursiveRef"):
         if old in schema:

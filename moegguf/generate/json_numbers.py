@@ -1,9 +1,8 @@
-"""JSON numbers within bounds as terminals of a grammar.
+"""Converts the numbers that a JSON schema allows to terminals of a grammar.
 
-Numbers are compared digit by digit, so bounds are exact however large they are. Without a limit some models write
-digits until the token limit. So a number has up to MAX_DIGITS digits before its point and after it, as in llama.cpp,
-or as many as its bounds need. Only a number without bounds may have an exponent, which keeps it in the range of a
-double.
+Bounds are compared digit by digit, so they are exact however large they are. Without a limit some models write digits
+until the token limit. So a number has up to MAX_DIGITS digits before and after its point, as in llama.cpp, or more if
+its bounds need more. Only a number without bounds may have an exponent, which is limited to the range of a double.
 """
 
 from __future__ import annotations
@@ -18,27 +17,27 @@ from typing import Any
 from moegguf.errors import SchemaError
 
 MAX_DIGITS = 16
-MAX_EXACT = 2**53  # llguidance keeps bounds beside multipleOf as doubles
+MAX_EXACT = 2**53  # llguidance represents the bounds of multiples as doubles
 
 _EXPONENT = r"(?:[eE](?:-[0-9]{1,3}|\+?(?:[0-9]{1,2}|1[0-9]{2}|2[0-8][0-9])))?"
 
 
 @dataclass
 class Numbers:
-    """The numbers that a schema allows. A bound is None where there is none. `whole`: integers only; `fractional`: no
-    integers."""
+    """The numbers that a schema allows. A bound that is None does not exist. `whole`: integers only. `fractional`: all
+    numbers except integers."""
 
     whole: bool = False
     fractional: bool = False
     least: Decimal | None = None
-    above: bool = False  # `least` itself is not allowed
+    above: bool = False  # True: `least` itself is not allowed
     most: Decimal | None = None
-    below: bool = False  # `most` itself is not allowed
+    below: bool = False  # True: `most` itself is not allowed
     step: Fraction | None = None
     excluded: list[Decimal] = field(default_factory=list)
 
     def restrict(self, keyword: str, value: float) -> None:
-        """Adds the restriction of a keyword of JSON Schema."""
+        """Adds the restriction of a keyword of JSON Schema, such as "minimum" or "multipleOf"."""
         number = decimal_of(value)
         if keyword == "multipleOf":
             step = abs(Fraction(number))
@@ -50,7 +49,7 @@ class Numbers:
             self.most, self.below = number, keyword != "maximum"
 
     def allows(self, value: float) -> bool:
-        """Returns True for a number that is within all restrictions."""
+        """Returns True if the number satisfies all restrictions."""
         number = decimal_of(value)
         is_whole = number == number.to_integral_value()
         if (self.whole and not is_whole) or (self.fractional and is_whole) or number in self.excluded:
@@ -62,7 +61,7 @@ class Numbers:
         return self.step is None or Fraction(number) % self.step == 0
 
     def is_empty(self) -> bool:
-        """Returns True where the bounds leave no number."""
+        """Returns True if no number is within the bounds."""
         if self.least is None or self.most is None:
             return False
         if self.whole or self.step is not None:
@@ -78,8 +77,9 @@ class Numbers:
         return _common_multiple(step, Fraction(1)) if self.whole else step
 
     def expression(self) -> str | dict[str, Any]:
-        """Returns the numbers as an expression of a terminal, or as a schema for llguidance where they are multiples of
-        a number other than a power of ten. Raises SchemaError for such multiples between bounds above 2^53."""
+        """Returns the expression of a terminal that matches the allowed numbers. For multiples of a number that is no
+        power of ten, returns a JSON schema for llguidance instead. Raises SchemaError for such multiples if a bound
+        exceeds 2^53."""
         n_behind, zeros = self._n_behind(), 0
         if self.step is not None:
             step = self._whole_step()
@@ -109,11 +109,11 @@ class Numbers:
         return (bound for bound in (self.least, self.most) if bound is not None)
 
     def _n_before(self) -> int:
-        """Returns the most digits before the point: MAX_DIGITS, or as many as a bound has, whichever is more."""
+        """Returns the most digits before the point: MAX_DIGITS, or more if a bound has more."""
         return max([MAX_DIGITS, *(len(_digits(bound)[0]) for bound in self._bounds())])
 
     def _n_behind(self) -> int:
-        """Returns the most digits behind the point: MAX_DIGITS, or one more than a bound has, whichever is more."""
+        """Returns the most digits after the point: MAX_DIGITS, or one more than a bound has if that is more."""
         return max([MAX_DIGITS, *(len(_digits(bound)[1]) + 1 for bound in self._bounds())])
 
     def _multiples(self, step: Fraction) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class Numbers:
 
 
 def decimal_of(value: float) -> Decimal:
-    """Returns the number as it is written in JSON."""
+    """Returns the number exactly as it is written in JSON."""
     return Decimal(repr(value))
 
 
@@ -141,7 +141,7 @@ def _common_multiple(a: Fraction, b: Fraction) -> Fraction:
 
 
 def _power_of_ten(number: Fraction) -> int | None:
-    """Returns the exponent, None for another number."""
+    """Returns the exponent n if the number is 10**n, otherwise None."""
     digits = str(number.numerator * number.denominator)
     if 1 not in (number.numerator, number.denominator) or digits.strip("0") != "1":
         return None
@@ -153,8 +153,7 @@ def _json_number(number: Decimal | Fraction) -> int | float:
 
 
 def _digits(number: Decimal) -> tuple[str, str]:
-    """Returns the digits before and behind the point, without a sign, zeros at the beginning, or zeros at the end
-    behind the point."""
+    """Returns the digits before and after the decimal point, without a sign, leading zeros and trailing zeros."""
     before, _, behind = f"{number.copy_abs():f}".partition(".")
     return before.lstrip("0") or "0", behind.rstrip("0")
 
@@ -166,7 +165,7 @@ def _equal_to(number: Decimal) -> str:
 
 
 def _at_least(bound: Decimal, is_strict: bool) -> str:
-    """Returns a regular expression for decimal numbers of at least `bound`, of more if `is_strict`."""
+    """Returns a regular expression for decimal numbers that are at least `bound`, or greater if `is_strict`."""
     if bound >= 0:
         return _larger(*_digits(bound), is_strict)
     return f"(?:[0-9.]+|-{_smaller(*_digits(bound), is_strict)})"
@@ -179,7 +178,8 @@ def _at_most(bound: Decimal, is_strict: bool) -> str:
 
 
 def _larger(before: str, behind: str, is_strict: bool) -> str:
-    """Returns numbers without a sign that are larger; the number itself, too, unless `is_strict`."""
+    """Returns a regular expression for unsigned numbers greater than `before`.`behind`, or also equal unless
+    `is_strict`."""
     any_behind = r"(?:\.[0-9]+)?"
     options = [rf"[1-9][0-9]{{{len(before)},}}{any_behind}"]
     for n, digit in enumerate(before):
@@ -197,7 +197,8 @@ def _larger(before: str, behind: str, is_strict: bool) -> str:
 
 
 def _smaller(before: str, behind: str, is_strict: bool) -> str:
-    """Returns numbers without a sign that are smaller; the number itself, too, unless `is_strict`. It is not 0 then."""
+    """Returns a regular expression for unsigned numbers less than `before`.`behind`, or also equal unless `is_strict`.
+    If `is_strict`, the given number must not be 0."""
     any_behind = r"(?:\.[0-9]+)?"
     options = [rf"(?:0|[1-9][0-9]{{0,{len(before) - 2}}}){any_behind}"] if len(before) > 1 else []
     for n, digit in enumerate(before):

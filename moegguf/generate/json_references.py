@@ -1,4 +1,4 @@
-"""References within a JSON schema."""
+"""Resolves references ("$ref") within a JSON schema."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from urllib.parse import unquote
 
 from moegguf.errors import SchemaError
 
-_VALUES = ("enum", "const", "default", "examples")  # hold values, not schemas
+_VALUES = ("enum", "const", "default", "examples")  # keywords whose values are data, not schemas
 
 
 class References:
-    """The parts of one schema by JSON pointer, anchor and identifier."""
+    """Finds the parts of one schema by JSON pointer, anchor or identifier."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
 
     @functools.cached_property
     def _named(self) -> Mapping[str, Any]:
-        """The parts that have a name: "#" and their anchor, or their identifier."""
+        """All parts of the schema that have a name. The key is "#" and the anchor, or the identifier."""
         todo, named = [self._root], dict[str, Any]()
         while todo:
             part = todo.pop()
@@ -34,8 +34,8 @@ class References:
         return named
 
     def follow(self, reference: str) -> Any:
-        """Returns the schema that a reference means: a JSON pointer or an anchor, behind the `$id` of a part if there
-        is one. Raises SchemaError."""
+        """Returns the schema that a reference refers to. The reference is a JSON pointer or an anchor, optionally
+        after the `$id` of a part of the schema. Raises SchemaError if there is no such schema."""
         base, _, fragment = reference.partition("#")
         try:
             fragment = unquote(fragment, errors="strict")

@@ -1,13 +1,14 @@
-"""JSON schemas as grammars in llguidance's Lark dialect.
+"""Converts JSON schemas to grammars in llguidance's Lark dialect.
 
-JSON schemas, which are untrusted, follow JSON Schema 2020-12, except that
-- an object that names its properties has no others, unless `additionalProperties` or `patternProperties` allow them;
-- properties come in the order of the schema;
-- a schema without `type` has the type that its other keywords apply to;
-- `prefixItems` without `items` and `minItems` is a tuple: all of its items and no others;
-- numbers have up to 16 digits before and behind the point, unless their bounds need more, and blanks are few;
-- a name matches at most one of more than MAX_MATCHES `patternProperties`;
-- unknown keywords and formats are ignored, and the few that no grammar follows, unless the request is strict.
+JSON schemas, which are untrusted, follow JSON Schema 2020-12, with these exceptions:
+- An object that names its properties has no others, unless `additionalProperties` or `patternProperties` allow them.
+- Properties are written in the order of the schema.
+- A schema without `type` has the type that its other keywords apply to.
+- `prefixItems` without `items` and `minItems` is a tuple: all of its items and no others.
+- Numbers have up to 16 digits before and after the point, unless their bounds need more. Blanks are limited.
+- If an object has more than MAX_MATCHES `patternProperties`, a name may match at most one of them.
+- Unknown keywords and formats are ignored. The few keywords that no grammar can follow are ignored, too, unless the
+  request is strict.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from typing import Any, NamedTuple
 from moegguf.errors import SchemaError
 from moegguf.generate.json_document import STRING_KEYWORDS, Document, Facts, Goal, Json
 
-MAX_GRAMMAR_BYTES = 1 << 20  # rules for all schemas of a request, its tools included
-MAX_SUBSCHEMAS = 10_000  # subschemas of a request, each counted as often as it is used
-MAX_STEPS = 100_000  # steps of taking the schemas of a request apart
-MAX_STATES = 5_000  # states of counting the properties of an object or the items of an array
-MAX_MATCHES = 3  # patterns of names that a name may match together
-MAX_PATTERNS = 100  # patterns of names of properties, with schemas that differ
+MAX_GRAMMAR_BYTES = 1 << 20  # limit for all schemas of a request, including its tools
+MAX_SUBSCHEMAS = 10_000  # subschemas in a request; one that is used several times counts each time
+MAX_STEPS = 100_000  # steps of work to take the schemas of a request apart
+MAX_STATES = 5_000  # states to count the properties of an object or the items of an array
+MAX_MATCHES = 3  # up to this number of patternProperties, a name may match several of them
+MAX_PATTERNS = 100  # patternProperties of an object with different schemas
 MAX_UNIQUE = 63  # values that the items of an array with uniqueItems may have: bits of llguidance's parameters
 
 WHITESPACE = r" |\n[ \t]{0,20}"
@@ -52,11 +53,11 @@ ANY = "(?s:.*)"
 
 
 class Rule(str):
-    """A reference to a rule, in the alternatives of another one."""
+    """The name of a rule, as a symbol in another rule."""
 
 
 class Repeat(NamedTuple):
-    """Symbols that occur several times. `most`: None for no limit."""
+    """A repetition of symbols, from `least` to `most` times. `most` is None if there is no limit."""
 
     body: Sequence[Symbol]
     least: int
@@ -68,7 +69,7 @@ Symbol = str | Repeat
 
 
 class Schemas:
-    """The JSON schemas of one request as rules of a grammar; SHARED_RULES belong to them."""
+    """Collects the grammar rules for all JSON schemas of one request. The grammar also needs SHARED_RULES."""
 
     def __init__(self) -> None:
         self.rules: list[str] = []
@@ -76,9 +77,9 @@ class Schemas:
         self._numbers = itertools.count()
 
     def grammar(self, schema: Any, strict: bool = False, root: Any = None) -> str:
-        """Returns the name of the rule for JSON that follows `schema`. `root`: the document in which `$ref` is looked
-        up, if `schema` is only a part of it. Raises SchemaError for a schema that is invalid or too large, and for a
-        strict one with keywords that cannot be followed."""
+        """Adds the rules for a schema. Returns the name of the rule for JSON that follows it. `root`: the document in
+        which `$ref` is looked up if `schema` is only a part of it. Raises SchemaError for a schema that is invalid or
+        too large, and for a strict schema with keywords that no grammar can follow."""
         try:
             json.dumps(schema, allow_nan=False)
             document = Document(schema if root is None else root, self._count_steps)
@@ -111,7 +112,7 @@ class Schemas:
 
 @dataclass
 class _Writer:
-    """Writes the rules of one document."""
+    """Writes the grammar rules for one document."""
 
     document: Document
     numbers: Iterator[int]
@@ -121,12 +122,12 @@ class _Writer:
         self._goals: dict[Goal, Rule] = {}
         self._todo: list[Goal] = []
         self._rules: dict[str, list[Sequence[Symbol]]] = {}
-        self._names: dict[str, str] = {}  # names of terminals and of rules without alternatives, by what they are
-        self._patterns: dict[str, str] = {}  # names of terminals by patterns of names
+        self._names: dict[str, str] = {}  # content -> name, of terminals and of %json rules
+        self._patterns: dict[str, str] = {}  # pattern of property names -> name of the terminal
         self._lines: list[str] = []
 
     def rule(self, goal: Goal) -> Rule:
-        """Returns the rule of values that follow a goal; it is written later."""
+        """Returns the name of the rule for values that follow a goal. `rules` writes the rule later."""
         self.count_part()
         if goal not in self._goals:
             self._goals[goal] = self._new_rule()
@@ -134,7 +135,7 @@ class _Writer:
         return self._goals[goal]
 
     def rules(self, first: Rule, schema: Any) -> list[str]:
-        """Returns the lines of all rules. Raises SchemaError where `first` matches nothing."""
+        """Writes all rules and returns their lines. Raises SchemaError if the rule `first` matches nothing."""
         while self._todo:
             goal = self._todo.pop()
             rule = self._goals[goal]
@@ -155,14 +156,14 @@ class _Writer:
         return name
 
     def _terminal(self, expression: str) -> str:
-        """Returns the name of a terminal, which is defined once."""
+        """Returns the name of the terminal for an expression. Equal expressions share one terminal."""
         if expression not in self._names:
             self._names[expression] = name = f"J_{next(self.numbers)}"
             self._lines.append(f"{name}: {expression}")
         return self._names[expression]
 
     def _leaf(self, form: Json) -> str:
-        """Returns the name of a rule for a value without parts, which llguidance reads."""
+        """Returns the name of a rule for a number or string, whose schema `form` llguidance itself converts."""
         expression = f"%json {json.dumps({**form, 'x-guidance': _leaf_options()})}"
         if expression not in self._names:
             self._names[expression] = name = f"json_{next(self.numbers)}"
@@ -175,7 +176,7 @@ class _Writer:
     # Values
 
     def _values(self, facts: Facts) -> Iterator[Sequence[Symbol]]:
-        """Yields the alternatives of the grammar for the values that these facts allow."""
+        """Yields the alternatives of a rule for the values that `facts` allow."""
         for kind in facts.types:
             if kind == "object" and facts.values is None:
                 yield from self._object(facts)
@@ -189,7 +190,8 @@ class _Writer:
                 yield from self._number(facts)
 
     def _scalars(self, facts: Facts, kind: str) -> list[Any] | None:
-        """Returns the values of a type that has few of them, None for others."""
+        """Returns all allowed values of the type `kind` if there are few (null, booleans, listed values), otherwise
+        None."""
         if facts.values is not None:
             return facts.values_of(kind)
         few: dict[str, list[Any]] = {"null": [None], "boolean": [True, False]}
@@ -242,12 +244,14 @@ class _Writer:
         yield "J_BEGIN", rest
 
     def _item(self, facts: Facts, n: int, *schemas: Any) -> Rule | None:
-        """Returns the rule of an array's item, which follows further `schemas`; None where it is not allowed."""
+        """Returns the rule of an array's n-th item, which must also follow `schemas`. Returns None if such an item is
+        not allowed."""
         goal = self.document.item_goal(facts, n)
         return None if goal is None else self.rule(self.document.together(goal, *schemas))
 
     def _rest(self, one: Rule | None, n: int, least: int, most: int | None, end: str) -> Rule:
-        """Items, or properties, after the first `n`, and the end."""
+        """Returns the rule for the items or properties after the first `n`, and for `end`. All of them follow the rule
+        `one`."""
         alternatives: list[Sequence[Symbol]] = [(end,)] if n >= least else []
         room = None if most is None else most - n
         if one and (room is None or room > 0):
@@ -259,9 +263,10 @@ class _Writer:
         return self._new_rule(*alternatives)
 
     def _containing_items(self, facts: Facts, least: int, most: int | None, contained: list[Any]) -> Rule | None:
-        """Returns items, some with the schema of `contains`, and the end; None for too many states."""
+        """Returns the rule for an array's items and end if some items must follow the schema of `contains`. Returns
+        None if counting them would take too many states."""
         fewest, limit = facts.least("minContains", 1), facts.most("maxContains")
-        n_items = max(facts.n_prefix, least, most or 0, 1)  # items that are counted
+        n_items = max(facts.n_prefix, least, most or 0, 1)  # number of items up to which the state counts
         n_found = max(fewest, limit or 0)
         if len(contained) > 1 or (n_items + 1) * (n_found + 1) > MAX_STATES:
             return None
@@ -281,15 +286,15 @@ class _Writer:
         return states[0, 0]
 
     def _unique_items(self, facts: Facts, least: int, most: int | None) -> list[Sequence[Symbol]] | None:
-        """Returns items that differ, as a rule whose parameter has a bit for each value that was there; None where the
-        values of the items are not few."""
+        """Returns the alternatives for an array whose items all differ. The rule has a parameter with one bit for each
+        value that already occurred. Returns None if an item may have more than MAX_UNIQUE values."""
         goal = self.document.item_goal(facts, 0)
         values = None if goal is None or facts.n_prefix else self._few(goal)
         if values is None or len(values) > MAX_UNIQUE:
             return None
         most = len(values) if most is None else min(most, len(values))
         if least > most:
-            return []  # there are too few values
+            return []  # there are fewer values than required items
         first, more = (f"json_{next(self.numbers)}" for _ in range(2))
         end = [f"J_END %if bit_count_ge(_, {least})"]
         begun, going = [end[0]], [end[0]]
@@ -301,7 +306,7 @@ class _Writer:
         return [("J_BEGIN", f"{first}::0x0")]
 
     def _few(self, goal: Goal) -> list[str] | None:
-        """Returns the texts of all values of a goal that has only a few scalars, None for another one."""
+        """Returns the JSON texts of all values of a goal if it allows only a few scalars, otherwise None."""
         texts = list[str]()
         for facts in self.document.alternatives(goal):
             for kind in facts.types:
@@ -342,8 +347,8 @@ class _Writer:
     def _pairs(
         self, facts: Facts, name: str | None, taken: Sequence[str], filters: list[str]
     ) -> list[Sequence[Symbol]]:
-        """Returns a property and its value, for each choice of the patterns that its name matches. `name`: None for one
-        other than `taken`."""
+        """Returns the alternatives for a property and its value, one for each set of patterns that the name may match.
+        `name` is None for any name that is not in `taken`."""
         others = ["J_NAME", *([f"~{_literal(taken)}"] if taken else ())]
         key = others if name is None else [_literal([name])]
         pairs = list[Sequence[Symbol]]()
@@ -364,7 +369,7 @@ class _Writer:
         return pairs
 
     def _pattern_groups(self, facts: Facts) -> list[list[str]]:
-        """Returns the patterns of names. Patterns of one schema with equal goals are together."""
+        """Returns the patterns of `patternProperties`. Patterns whose values follow the same goal are in one group."""
         is_one = len(list(facts.each("patternProperties"))) == 1
         groups: dict[Any, list[str]] = {}
         for pattern in facts.patterns:
@@ -378,20 +383,20 @@ class _Writer:
         return list(groups.values())
 
     def _name_pattern(self, pattern: str) -> str:
-        """Returns the terminal of names without escapes that a pattern matches somewhere."""
+        """Returns the terminal for property names in which `pattern` matches any part. The names are written without
+        escapes."""
         if pattern not in self._patterns:
             self._patterns[pattern] = self._terminal(rf'/"(?:{_search(pattern)})"/')
         return self._patterns[pattern]
 
     def _name_filter(self, schema: Any) -> str:
-        """Returns the names that follow a schema, as a terminal."""
+        """Returns the terminal for property names that follow the schema of `propertyNames`."""
         alternatives = self.document.alternatives(self.document.goal(schema))
         expressions = [f"({self._texts(facts)})" for facts in alternatives if "string" in facts.types]
         return self._terminal(" | ".join(expressions) or "J_NAME & ~J_NAME")
 
     def _texts(self, facts: Facts) -> str:
-        """Returns texts that follow some facts, without escapes that they do not need, as an expression of a
-        terminal."""
+        """Returns the expression of a terminal for strings that `facts` allow, written without unnecessary escapes."""
         terms = ["J_NAME"]
         if (values := facts.values_of("string")) is not None:
             terms.append(_literal(values) if values else "~J_NAME")
@@ -412,8 +417,8 @@ class _Writer:
 
 @functools.cache
 def _leaf_options() -> Json:
-    """Returns options of %json for a value without parts."""
-    from importlib.metadata import version  # the import takes a while, and only requests with a schema need it
+    """Returns the options of llguidance's %json for a number or string."""
+    from importlib.metadata import version  # a slow import, which only requests with a schema need
 
     major, minor, *_ = version("llguidance").split(".")
     is_new = (int(major), int(minor)) >= (1, 9)
@@ -422,24 +427,24 @@ def _leaf_options() -> Json:
 
 
 def _literal(values: Iterable[Any]) -> str:
-    """Returns one of some scalars, as an expression of a terminal."""
+    """Returns the expression of a terminal that matches any of these scalars."""
     texts = list(map(json.dumps, itertools.chain.from_iterable(map(_texts_of, values))))
     return f"({' | '.join(texts)})" if len(texts) > 1 else texts[0]
 
 
 def _comma(n: int) -> tuple[str, ...]:
-    """Returns what stands before an item or a property after `n` others."""
+    """Returns the comma that an item or property needs if `n` others stand before it; nothing for n = 0."""
     return ("J_COMMA",) if n else ()
 
 
 def _texts_of(value: Any) -> list[str]:
-    """Returns the texts of a scalar in JSON."""
+    """Returns the JSON texts of a scalar; 1.0 has two, "1.0" and "1"."""
     texts = [json.dumps(value, ensure_ascii=False)]
     return [*texts, str(int(value))] if isinstance(value, float) and value.is_integer() else texts
 
 
 def _productive(rules: dict[str, list[Sequence[Symbol]]]) -> dict[str, None]:
-    """Returns the rules that match something, in their order."""
+    """Returns the names of the rules that match some text, in their order. Other rules can never end."""
     users: dict[str, list[str]] = {}
     for name, alternatives in rules.items():
         for symbol in itertools.chain.from_iterable(map(_rules_in, alternatives)):
@@ -463,7 +468,7 @@ def _rules_in(symbols: Sequence[Symbol]) -> Iterator[Rule]:
 
 
 def _text_of(symbols: Sequence[Symbol], possible: Container[str]) -> str | None:
-    """Returns an alternative as text, None where one of its rules is not among the `possible` ones."""
+    """Returns the text of an alternative for the grammar. Returns None if it needs a rule that is not in `possible`."""
     texts = []
     for symbol in symbols:
         if isinstance(symbol, Repeat):
@@ -480,7 +485,7 @@ def _text_of(symbols: Sequence[Symbol], possible: Container[str]) -> str | None:
 
 
 def _search(pattern: str) -> str:
-    """Returns a regular expression of the whole names that a pattern matches somewhere."""
+    """Returns a regular expression that matches a whole name if `pattern` matches any part of the name."""
     alternatives, part, depth = list[str](), "", 0
     for piece in re.findall(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", pattern, re.DOTALL):
         depth += (piece == "(") - (piece == ")")

@@ -1,8 +1,8 @@
-"""The sequences of a context: what the KV cache holds of each, shared prefixes, room, and the tokens of a step.
+"""The sequences of a context: their tokens in the KV cache, shared prefixes, free cells, and the tokens of each step.
 
-A step has one token of each sequence that decodes, and of prompts what the budget leaves, of all sequences or of those
-that a schedule chooses. A place in the context keeps the tokens of an answer that has ended, for prompts that begin
-with them. For one thread.
+A step contains one token of each decoding sequence. The rest of its token limit goes to prompts. A schedule may choose
+which sequences take part. A *place* is one sequence id of the KV cache. When an answer has ended, its place keeps the
+tokens, for later prompts that begin with them. Only one thread may use this module's objects.
 """
 
 from __future__ import annotations
@@ -20,35 +20,36 @@ from moegguf.generate.sequence import KvSequence, Sequence
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
 
-MIN_SHARED_TOKENS = 32  # a request waits for a prefix of this length that another prompt is about to compute
-MIN_SHIFTED = 4  # tokens at the end of the context that a shift may drop; llama.cpp's number
-MIXED_STEP_TOKENS = 128  # tokens of a step in which sequences decode, if no experts have to be read for it
+MIN_SHARED_TOKENS = 32  # a prompt waits for a common prefix of this length if another prompt is about to compute it
+MIN_SHIFTED = 4  # tokens that `num_keep` cannot protect, so that a shift can drop some; llama.cpp's number
+MIXED_STEP_TOKENS = 128  # token limit of a step in which sequences decode, if all experts are in memory
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step that was computed."""
+    """A step that has been computed."""
 
     sequences: tuple[Sequence, ...]
-    n_tokens: int  # tokens of all sequences, with drafts
+    n_tokens: int  # tokens of all sequences, including drafts
     seconds: float
 
 
 class Schedule(Protocol):
-    """Chooses the sequences that compute. The loop's thread calls both methods, which must not take long."""
+    """Chooses the sequences of each step. The batch loop's thread calls both methods, so they must return quickly."""
 
     def choose(self, running: tuple[Sequence, ...]) -> Iterable[Sequence]:
-        """Returns the sequences of `running` (never empty, oldest first) that compute in the next step, in the order in
-        which prompts share the step's budget. The others keep their place in the KV cache. All compute where none is
-        chosen."""
+        """Returns the sequences of `running` (never empty, oldest first) that take part in the next step. Prompts get
+        tokens in the returned order until the step is full. The other sequences stay in the KV cache. If nothing is
+        returned, all sequences take part."""
 
     def ran(self, step: Step) -> None:
-        """Receives a step that was computed."""
+        """Called after each step, with its sequences, tokens and time."""
 
 
 class KvSequences:
-    """The sequences of a model's context. `step_tokens`: tokens of a step in which some sequences decode; None: a usual
-    pass where experts have to be read for it, else MIXED_STEP_TOKENS."""
+    """The places of a model's KV cache, and the choice of tokens for each step. `step_tokens`: token limit of a step
+    in which some sequences decode. None: the size of a usual pass if experts have to be read from RAM or disk,
+    otherwise MIXED_STEP_TOKENS."""
 
     def __init__(self, llm: Llama, step_tokens: int | None = None) -> None:
         self._llm = llm
@@ -65,20 +66,21 @@ class KvSequences:
     def __getitem__(self, seq_id: int) -> KvSequence:
         return self._all[seq_id]
 
-    # Places.
+    # Places of sequences in the KV cache
 
     def place(self, sequence: Sequence) -> None:
-        """Gives a sequence the free place whose tokens are the least loss; of equal ones, the least recently used.
-        There must be one."""
+        """Assigns a free place to a sequence; at least one must be free. Chooses the place that loses the fewest
+        tokens; among equal ones, the least recently used."""
         free = [kv for kv in self._all if kv.sequence is None]
-        if len(self._all) == 1:  # the model's own methods use it, too
+        if len(self._all) == 1:  # methods of `Llama` use the only place, too
             free[0].tokens = self._llm.input_ids[: self._llm.n_tokens].tolist()
         if sequence.prompt.images is not None:
-            free = self._all[:1]  # images are evaluated in this one; the sequence computes alone
+            free = self._all[:1]  # images are evaluated in place 0; the sequence computes alone
         shared = {kv.seq_id: self._common_prefix(kv, sequence) for kv in free}
 
         def loss(kv: KvSequence) -> tuple[int, bool, int]:
-            """Returns what is lost with a place. What cannot be copied out of one is reused in it."""
+            """Returns a sort key, the number of lost tokens first. Among equal places, those whose prefix cannot be
+            copied to another place come first."""
             n_shared = shared[kv.seq_id]
             is_copied = not n_shared or self._llm.context.can_copy(kv.seq_id)
             return len(kv.tokens) - n_shared, is_copied, kv.n_used
@@ -92,10 +94,10 @@ class KvSequences:
         sequence.has_begun = False
 
     def release(self, sequence: Sequence) -> None:
-        """Frees the place of a sequence. Its tokens stay there for later prompts that begin with them. Tokens that were
-        computed after ones that a shift has dropped are removed."""
+        """Frees the place of a sequence. Its tokens stay in the KV cache for later prompts that begin with them. But
+        tokens are removed if they were computed while tokens were visible that a context shift has dropped since."""
         kv = sequence.place
-        if sequence.draft:  # drafted tokens that were not accepted do not belong to the sequence
+        if sequence.draft:  # drafted tokens that were not accepted are dropped
             self.truncate(kv, len(kv.tokens))
         self.store(sequence, 1, goes_on=False)
         sequence.kv = kv.sequence = None
@@ -103,8 +105,8 @@ class KvSequences:
             self.truncate(kv, kv.n_clean)
 
     def truncate(self, kv: KvSequence, n_tokens: int) -> None:
-        """Keeps the first tokens of a place. Where the model's memory cannot be cut there, the place
-        keeps those up to the nearest state that is kept, or none."""
+        """Keeps the first `n_tokens` tokens of a place and drops the others. If the model's state cannot be cut there,
+        fewer tokens stay: up to the nearest saved state, or none."""
         cache = self._llm.prefix_cache
         if cache is not None:
             n_tokens = cache.truncate(kv.seq_id, kv.tokens, n_tokens, kv.owner)
@@ -113,13 +115,13 @@ class KvSequences:
         del kv.tokens[n_tokens:]
 
     def drop_lost(self) -> None:
-        """Forgets tokens that the context has lost in a pass that has failed."""
+        """Corrects the token lists of all places after a failed pass, in which the context may have lost tokens."""
         for kv in self._all:
             self.truncate(kv, len(kv.tokens))
 
     def replace(self, kv: KvSequence, tokens: list[int], owner: str, state: bytes) -> bool:
-        """Makes a place that no sequence has hold these tokens, with llama.cpp's state of them. Returns False where the
-        context has no room for them; the place is then empty."""
+        """Replaces the tokens of a place that no sequence uses. `state` is llama.cpp's state of these tokens. Returns
+        False if the context has no room for them; the place is then empty."""
         self.truncate(kv, 0)
         self._make_room(len(tokens))
         if not self._llm.context.write_state(kv.seq_id, tokens, state):
@@ -128,30 +130,30 @@ class KvSequences:
         return True
 
     def clear(self) -> None:
-        """Empties a context of several sequences."""
+        """Removes all tokens from the context. A context with a single place is left unchanged."""
         if len(self._all) > 1:
             self._llm.context.clear()
             for kv in self._all:
                 kv.tokens.clear()
 
     def drop_unused(self) -> bool:
-        """Empties the least recently used place that no sequence has. Returns False when none of these holds tokens."""
+        """Empties the least recently used place that no sequence uses. Returns False if all such places were empty."""
         unused = [kv for kv in self._all if kv.sequence is None and kv.tokens]
         if unused:
             self.truncate(min(unused, key=lambda kv: kv.n_used), 0)
         return bool(unused)
 
     def _make_room(self, n_tokens: int) -> None:
-        """Empties places that no sequence has, until the context has this number of free cells."""
+        """Empties places that no sequence uses, until the KV cache has room for `n_tokens` more tokens."""
         n_cells = self._llm.plan.kv_tokens or self._llm.n_ctx()
         while sum(len(kv.tokens) for kv in self._all) + n_tokens > n_cells:
             if len(self._all) == 1 or not self.drop_unused():
                 return
 
     def shift(self, sequence: Sequence) -> None:
-        """Drops the older half of a context that is about to be full, where the request allows it. The rest of a
-        sequence that computes alone moves up. Among others the rest is evaluated again, because its cells may belong to
-        other sequences, too, whose positions stay."""
+        """Drops the older half of a sequence's tokens if its context is almost full and the request allows it. If the
+        sequence computes alone, the cells of the later tokens are moved. Otherwise these tokens are evaluated again,
+        because other sequences may share their cells at the old positions."""
         kv = sequence.place
         if not sequence.shifts or len(kv.tokens) < sequence.n_ctx - 1:
             return
@@ -168,18 +170,18 @@ class KvSequences:
             self.truncate(kv, n_keep)
         sequence.summary.n_shifts += 1
 
-    # Contexts on disk.
+    # Contexts on disk
 
     def store(self, sequence: Sequence, n_new: int, goes_on: bool = True) -> None:
-        """Writes to disk what a place holds, after a step with `n_new` tokens of it. `goes_on` is False at the end of
-        the prompt or the answer."""
+        """Writes a sequence's new tokens to disk, after a step that added `n_new` tokens. `goes_on` is False at the
+        end of the prompt or the answer."""
         cache, kv = self._llm.prefix_cache, sequence.kv
         if cache is not None and kv is not None and kv.n_clean is None:
             cache.store(kv.seq_id, kv.tokens, n_new, kv.owner, goes_on)
 
     def store_unused(self) -> bool:
-        """Writes more of places that no sequence has, where too much was waiting before. Returns whether more has to
-        wait again."""
+        """Continues to write places to disk that no sequence uses, if there was too much to write at once. Returns
+        True if there is still more to write."""
         cache = self._llm.prefix_cache
         if cache is None or not cache.behind:
             return False
@@ -188,15 +190,15 @@ class KvSequences:
                 cache.store(kv.seq_id, kv.tokens, 1, kv.owner, goes_on=False)
         return bool(cache.behind)
 
-    # A step.
+    # The tokens of a step
 
     def select_sequences(self, chosen: Iterable[Sequence], n_step: int) -> list[Sequence]:
-        """Sets `n_next` of the sequences that take part in a step, and returns these: the next token of every sequence
-        that decodes, and tokens of prompts up to the budget. `n_step` counts steps: sequences take turns where a step
-        has too few tokens for all."""
+        """Selects the sequences of a step and sets `n_next`, the number of tokens of each. Every decoding sequence
+        gets one token, and prompts get the rest of the step's token limit. If there are more sequences than tokens in
+        a batch, they take turns; `n_step`, the number of the step, determines the turn."""
         chosen = list(chosen)
         most = self._llm.n_batch
-        if len(chosen) > most:  # divide them into turns of equal length
+        if len(chosen) > most:  # divide them into turns of about equal length
             n_turn = -(-len(chosen) // -(-len(chosen) // most))
             first = n_step * n_turn % len(chosen)
             chosen = [*chosen[first:], *chosen[:first]][:n_turn]
@@ -205,7 +207,7 @@ class KvSequences:
             each.n_next = 1
         whole = chosen[0].alone or len(self._all) == 1
         if self._llm.prefix_cache is not None and self._llm.prefix_cache.leaves_window:
-            whole = False  # each pass has to be kept before its cells are given to others
+            whole = False  # one pass at a time: its tokens must be saved before later tokens take their cells
         budget = most if whole else self._pass_tokens
         if step:
             budget = self._step_tokens
@@ -216,7 +218,7 @@ class KvSequences:
             if each.decodes or n_left <= 0 or not self._begin_prompt(each, prompts):
                 continue
             n = min(each.n_pending, n_left)
-            if (image := each.image) is not None:  # a whole one, or the tokens before it
+            if (image := each.image) is not None:  # a whole image, or only the text before it
                 n = min(image.begin - each.n_evaluated, n_left) or image.n_tokens
             elif self._llm.prefix_cache is not None:
                 n = self._llm.prefix_cache.pass_tokens(each.place.seq_id, each.n_evaluated, each.n_pending, n)
@@ -228,13 +230,13 @@ class KvSequences:
                 n_left -= n
                 prompts.append(each)
         step += prompts
-        if self._own_cells:  # sequences with consecutive numbers are then computed at once
+        if self._own_cells:  # one pass can compute sequences whose numbers are consecutive
             step.sort(key=lambda each: each.place.seq_id)
         return step
 
     def _begin_prompt(self, sequence: Sequence, prompts: list[Sequence]) -> bool:
-        """Gives a prompt the longest prefix that another sequence or the disk has. Returns False where the prompt waits
-        for one of `prompts`, which are in the step and about to compute more of that prefix."""
+        """Copies the longest known prefix of a prompt to its place, from another place or from the disk. Returns False
+        if the prompt has to wait, because one of `prompts` computes more of its prefix in this step."""
         if sequence.has_begun or not sequence.reuses_prefix:
             sequence.has_begun = True
             return True
@@ -265,16 +267,16 @@ class KvSequences:
         return True
 
     def _copy(self, source: KvSequence, target: KvSequence, n_shared: int) -> int:
-        """Makes a place hold as many of the first `n_shared` tokens of another one as both can share. Returns how many
-        of them it holds then."""
+        """Copies the first `n_shared` tokens of a place to another one, or as many as the model's state allows.
+        Returns the number of tokens in `target` afterwards."""
         cache, n_held = self._llm.prefix_cache, len(target.tokens)
         if cache is not None:
             return cache.copy(source.seq_id, target.seq_id, source.tokens[:n_shared], n_held, target.owner)
         return n_shared if self._llm.context.copy(source.seq_id, target.seq_id, n_shared) else n_held
 
     def _awaits(self, sequence: Sequence, other: Sequence) -> bool:
-        """Returns whether a prompt waits until `other` has computed a prefix of both. A recurrent state can be copied
-        only where it has seen the prefix and nothing more, so `other` stops there once."""
+        """Returns True if a prompt has to wait until `other` has computed a prefix that both share. A recurrent state
+        can be copied only right at the end of the prefix, so `other.n_next` is then cut to stop there once."""
         n_shared = common_tokens(other.context, sequence.context[:-1])
         if n_shared < sequence.n_evaluated + MIN_SHARED_TOKENS:
             return False
@@ -285,13 +287,14 @@ class KvSequences:
         return True
 
     def _common_prefix(self, kv: KvSequence, sequence: Sequence) -> int:
-        """Returns the tokens of a place that a sequence can begin with. At least one is left to evaluate."""
+        """Returns the number of tokens of a place that a sequence can reuse. At least one of its tokens is left to
+        evaluate."""
         if kv.owner != sequence.owner or not sequence.reuses_prefix:
             return 0
         n = common_tokens(kv.tokens, sequence.context[:-1])
         if kv.seq_id == 0:
             images = sequence.prompt.images
             n = self._llm.context.images.common_prefix(n, images.spans if images else ())
-        if n == len(kv.tokens) or self._llm.prefix_cache is not None:  # the cache goes back to the nearest state
+        if n == len(kv.tokens) or self._llm.prefix_cache is not None:  # `truncate` goes back to a saved state
             return n
         return n if self._llm.context.keeps(n, kv.seq_id) else 0

@@ -1,8 +1,9 @@
-"""Makes deltas from tokens: complete code points, no stop strings, thinking and tool calls separated.
+"""Makes deltas from tokens: complete code points, no stop strings, and thinking and tool calls separated from the
+text.
 
-The parts do not depend on how the text is chunked. Text is held back only while it may still become a mark. No text is
-lost: a text that turns out not to be a call is sent as text. The parsers work on text only; `Transcript` has the
-tokens.
+The result does not depend on how the text is divided into chunks. Text is held back only while it may still become a
+mark (a delimiter such as "<tool_call>"). No text is lost: a text that turns out not to be a call is sent as text.
+Parsers get only text; `Transcript` knows the tokens.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ if TYPE_CHECKING:
 _MESSAGE = "<|message|>"
 _MARKS = ("<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|channel|>", _MESSAGE, "<|constrain|>")
 _OTHER_MARKS = ("<|eom|>", "<|eot|>")
-_CHANNELS = {"self": "analysis", "user": "final"}  # keys: recipients that a header names
+_CHANNELS = {"self": "analysis", "user": "final"}  # recipient in a header -> channel
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _LONGEST_HEADER = 300
 
 
 class AnswerParser:
-    """Separates thinking and calls from the text of one answer. `_parse` consumes the text in `_held`, and yields where
-    more text has to come first, until `_ended`."""
+    """Base class: separates thinking and calls from the text of one answer. Subclasses implement `_parse`. It consumes
+    the text in `_held`, yields whenever it needs more text, and returns once `_ended` is True."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -47,7 +48,7 @@ class AnswerParser:
         self._steps = self._parse()
 
     def feed(self, text: str) -> Delta:
-        """Returns what is certain after this chunk, often nothing."""
+        """Adds a chunk of text. Returns the parts that are certain now, which are often empty."""
         self._held += text
         next(self._steps, None)
         delta = Delta(self._text, self._thinking, tuple(self._calls))
@@ -56,7 +57,7 @@ class AnswerParser:
         return delta
 
     def end(self, *, cut: bool = False) -> Delta:
-        """Returns what was held back, at the end of the answer. `cut`: the token limit ended it."""
+        """Returns the text that was held back, at the end of the answer. `cut`: the token limit ended the answer."""
         self._ended, self._cut = True, cut
         return self.feed("")
 
@@ -67,8 +68,8 @@ class AnswerParser:
         self._text += text
 
     def _write_until(self, marks: re.Pattern[str], texts: Iterable[str]) -> Generator[None, None, re.Match[str] | None]:
-        """Writes what comes before the first of some marks, also given as `texts`, and consumes it; returns the mark,
-        None at the end."""
+        """Writes the text before the first of the marks. Returns this mark, or None at the end of the answer. `texts`:
+        the marks as texts, whose beginnings are held back."""
         while True:
             match = marks.search(self._held)
             if self._ended and self._held in self._endings:
@@ -85,10 +86,10 @@ class AnswerParser:
 class ChannelParser(AnswerParser):
     """Parses answers that consist of messages with headers.
 
-    gpt-oss names a channel in a header, and a function in a call's:
+    gpt-oss names a channel in the header of a message, and a function in the header of a call:
     `<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>`. Other models
     name a recipient: ` to=self<|message|>...<|eom|><|start|>assistant to=user<|message|>...<|eot|>`. Analysis and
-    messages to the model itself are thinking; messages that are neither thinking nor calls are text.
+    messages to the model itself are thinking. Messages that are neither thinking nor calls are text.
     """
 
     def __init__(self, formats: Sequence[ToolFormat], types: Types, prompt_end: str, marks: Sequence[str]) -> None:
@@ -96,9 +97,9 @@ class ChannelParser(AnswerParser):
         self._formats, self._types, self._marks = formats, types, marks
         self._mark = re.compile("|".join(map(re.escape, marks)))
         self._channel = self._recipient = ""
-        self._arguments: list[str] = []  # parts of the text
+        self._arguments: list[str] = []  # parts of the current call's arguments
         _, start, header = prompt_end.rpartition("<|start|>")
-        self._begun = header if start else ""  # the part of the first header that is in the prompt
+        self._begun = header if start else ""  # the part of the first header that the prompt already contains
 
     def _parse(self) -> Iterator[None]:
         header: str | None = self._begun
@@ -112,7 +113,7 @@ class ChannelParser(AnswerParser):
             header = yield from self._header()
 
     def _header(self) -> Generator[None, None, str | None]:
-        """Consumes a header and returns it: "" for an answer without headers, None at the end."""
+        """Consumes a header and returns it. Returns "" if the answer has no headers, None at the end of the answer."""
         while not self._ended:
             body = self._held.lstrip()
             if not any(body.startswith(begin[: len(body)]) for begin in ("to=", *self._marks)):
@@ -135,7 +136,7 @@ class ChannelParser(AnswerParser):
         self._arguments = []
 
     def _body(self) -> Generator[None, None, None]:
-        """Writes a message up to the mark that ends it, which may begin the next header."""
+        """Writes a message up to the mark that ends it. A mark that also begins the next header is not consumed."""
         while mark := (yield from self._write_until(self._mark, self._marks)):
             is_text = mark[0] in (_MESSAGE, "<|constrain|>")
             self._write(mark[0] if is_text else "")
@@ -165,7 +166,7 @@ class ChannelParser(AnswerParser):
             self._text += text
 
     def _calls_in(self, text: str) -> list[Call] | None:
-        """Returns the calls in the body of a message to a function, also where the token limit cut it."""
+        """Returns the calls in the text of a message to a function. The token limit may have cut the text."""
         for form in self._formats:
             if form.open and form.open in text and (calls := form.calls(text.strip(), self._types, final=True)):
                 return calls
@@ -179,20 +180,21 @@ class ChannelParser(AnswerParser):
 Tools = Sequence[Mapping[str, Any]]
 
 _MAYBE_CALL = re.compile(r"[\[{\s]*(?:\"(?P<key>[^\"]*)(?P<whole>\")?)?")
-MAX_MARKS_IN_VALUES = 8  # closing marks within the values of one call
+MAX_MARKS_IN_VALUES = 8  # the most closing marks that may be part of values within one call
 _CALL_KEYS = frozenset({"name", "function", "type", "id", "parameters", "arguments", "tool_name", "tool_call_id"})
 
 
 class MarkParser(AnswerParser):
-    """Parses thinking, text and calls between marks.
+    """Parses answers in which marks surround thinking, text and calls.
 
-    form: the marks of thinking.
+    form: the format of the model's answers, with the marks of thinking.
 
-    formats: the formats of calls.
+    formats: the formats of calls; none: calls are not parsed.
 
     prompt_end: the end of the prompt.
 
-    continuation: given for an answer that begins in the midst of its text or, where the model thinks, of its thinking.
+    continuation: given if the answer continues a message. The answer then begins in the middle of the text or of the
+    thinking.
     """
 
     def __init__(
@@ -211,7 +213,7 @@ class MarkParser(AnswerParser):
         self._json_only = next((each for each in formats if not each.open), None)
         self._marks = [mark for mark in (*self._formats, form.text_close) if mark]
         self._opens = re.compile("|".join(map(re.escape, self._marks)) or r"(?!)")
-        # A mark that the prompt ends with is read as if the model had written it.
+        # A mark at the end of the prompt is read as if the model had written it.
         self._prompt_mark = self._held = form.begun(prompt_end) if formats and continuation is None else ""
         self._endings = form.endings if formats or form.text_close else frozenset()
 
@@ -221,7 +223,7 @@ class MarkParser(AnswerParser):
             in_text = yield from self._read_thinking(self._think)
         if not in_text:
             yield from self._begin_text()
-        # A text that may end the answer is held back as a whole.
+        # A text that may be the end of the turn is held back as a whole: "\0" never occurs.
         held = [*self._marks, *(f"{ending}\0" for ending in self._endings)]
         while match := (yield from self._write_until(self._opens, held)):
             if match[0] == self._form.text_close:
@@ -230,7 +232,7 @@ class MarkParser(AnswerParser):
                 yield from self._read_call(self._formats[match[0]])
 
     def _begin_text(self) -> Iterator[None]:
-        """Consumes what stands before the text, or a call that is the whole answer."""
+        """Consumes the opening mark of the text, or a call if the whole answer is one."""
         opened = self._form.text_open.strip()
         if not (self._think or self._formats or self._json_only or opened):
             return
@@ -245,8 +247,8 @@ class MarkParser(AnswerParser):
             yield from self._read_only_call(self._json_only)
 
     def _body(self, marks: Iterable[str]) -> Generator[None, None, str]:
-        """Returns the held text without blanks at its beginning, once it is not the beginning of a mark; "" at the
-        end."""
+        """Waits until the held text can no longer become one of `marks`. Returns it without leading blanks; "" at the
+        end of the answer."""
         while not self._ended:
             body = self._held.lstrip()
             if body and not any(len(body) < len(mark) and mark.startswith(body) for mark in marks):
@@ -255,7 +257,8 @@ class MarkParser(AnswerParser):
         return ""
 
     def _read_thinking(self, think: ThinkMarks) -> Generator[None, None, bool]:
-        """Consumes the thinking, if it comes first; returns whether text comes next, which is kept whole."""
+        """Consumes the thinking if the answer begins with it. Returns True if the answer continues a text, whose
+        blanks must stay."""
         if self._continuation is not None:
             if not self._continuation.in_thinking:
                 return True
@@ -284,8 +287,8 @@ class MarkParser(AnswerParser):
         self._held = begun
 
     def _read_call(self, form: ToolFormat) -> Iterator[None]:
-        """Consumes a call with its marks, or writes the text that is none."""
-        n_read, n_marks = len(form.open), 0  # characters without the closing mark; such marks within values
+        """Consumes a call with its marks. If it turns out to be no call, writes it as text."""
+        n_read, n_marks = len(form.open), 0  # searched characters; closing marks that are part of values
         while True:
             if not form.may_begin(self._held):
                 self._write_mark(form.open)
@@ -305,7 +308,7 @@ class MarkParser(AnswerParser):
                 break
             n_read, n_marks = end, n_marks + 1
         begin = 0
-        if calls is None:  # an earlier opening mark that was never closed is text
+        if calls is None:  # an earlier opening mark was never closed and is text
             begin = self._held.rfind(form.open, 0, at)
             calls = form.calls(self._held[begin:end], self._types)
         self._text += self._held[: begin if calls else end]
@@ -317,12 +320,12 @@ class MarkParser(AnswerParser):
             self._held = self._held.lstrip()
 
     def _write_mark(self, mark: str) -> None:
-        """Writes a mark that begins no call; of a mark that is the end of the prompt nothing."""
+        """Writes a mark that begins no call as text, unless it stands in the prompt."""
         self._text += "" if self._prompt_mark else mark
         self._held, self._prompt_mark = self._held.removeprefix(mark), ""
 
     def _read_only_call(self, form: ToolFormat) -> Iterator[None]:
-        """The whole answer is JSON: a call, if its first key is a call's."""
+        """Reads an answer that is only JSON. It is a call if its first key is a key of calls, otherwise text."""
         while not self._ended:
             match = _MAYBE_CALL.match(self._held)
             assert match is not None
@@ -332,7 +335,7 @@ class MarkParser(AnswerParser):
         self._end_call(form)
 
     def _end_call(self, form: ToolFormat) -> None:
-        """Reads a call that the end of the answer ends."""
+        """Reads a call without a closing mark, which the end of the answer ends."""
         block = self._without_ending(self._held)
         calls = form.calls(block, self._types, final=True)
         if calls is None and self._cut:
@@ -347,8 +350,8 @@ class MarkParser(AnswerParser):
 
 
 def needs_special_tokens(template: str | None) -> bool:
-    """Returns whether an `AnswerParser` needs the text of control tokens, which detokenizers usually omit: the marks of
-    thinking and of tool calls are control tokens in many models."""
+    """Returns True if the parser of an answer needs the text of control tokens, which detokenizers usually omit. In
+    many models the marks of thinking and of tool calls are control tokens."""
     if template is None:
         return False
     form = answer_format(template)
@@ -360,8 +363,8 @@ def answer_parser(
 ) -> AnswerParser:
     """Returns the parser of one answer, which separates thinking and the calls of `tools` from the text.
 
-    `prompt_end`: the end of the prompt, which may have begun the thinking. `continuation`: of an answer that continues
-    a message; its first blanks belong to it.
+    `prompt_end`: the end of the prompt, which may already contain the opening mark of thinking. `continuation`: given
+    if the answer continues a message; blanks at its start then belong to the text.
     """
     form = answer_format(template or "")
     formats = form.tools if tools else ()
@@ -373,7 +376,7 @@ def answer_parser(
 
 
 class StopStrings:
-    """Passes text up to the first stop string, which is then `found`. Empty stop strings are ignored."""
+    """Passes text on up to the first stop string, which is then in `found`. Empty stop strings are ignored."""
 
     def __init__(self, stops: Iterable[str]) -> None:
         self.found = ""
@@ -383,11 +386,11 @@ class StopStrings:
 
     @property
     def n_held(self) -> int:
-        """Characters held back because they may begin a stop string."""
+        """The number of characters that are held back because they may begin a stop string."""
         return len(self._held)
 
     def feed(self, text: str) -> str:
-        """The held characters and `text`, up to what may begin a stop string; "" once one was found."""
+        """Adds text. Returns the text that is certainly no part of a stop string; "" once a stop string was found."""
         if self.found:
             return ""
         text = self._held + text
@@ -400,34 +403,34 @@ class StopStrings:
         return text[:n_passed]
 
     def end(self) -> str:
-        """The held characters, at the end of the text."""
+        """Returns the characters that were held back, at the end of the text."""
         text, self._held = self._held, ""
         return text
 
 
 @dataclass
 class Transcript:
-    """The text of one answer, token by token, up to a stop string."""
+    """Converts the tokens of one answer to deltas, up to a stop string."""
 
     vocabulary: Vocabulary
     stops: Iterable[str] = ()
     parser: AnswerParser | None = None
-    special: bool = False  # keeps the text of control tokens that mark thinking or calls for the parser
-    with_tokens: bool = False  # deltas have their tokens
+    special: bool = False  # True: the parser gets the text of control tokens
+    with_tokens: bool = False  # True: deltas contain their tokens
 
     def __post_init__(self) -> None:
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._stops = StopStrings(self.stops)
-        self._held: deque[tuple[int, int, TokenLogprob | None]] = deque()  # the first character, and the token
-        self._n_fed = self._n_passed = 0  # characters, counted where deltas have tokens or logprobs
+        self._held: deque[tuple[int, int, TokenLogprob | None]] = deque()  # (first character, token, logprob)
+        self._n_fed = self._n_passed = 0  # characters; counted only if deltas need tokens or logprobs
 
     @property
     def stop_string(self) -> str:
-        """The stop string that ended the answer; "" when there is none."""
+        """The stop string that ended the answer, "" if there is none."""
         return self._stops.found
 
     def feed(self, token: int, logprob: TokenLogprob | None = None) -> Delta | None:
-        """The delta after this token; None when it is empty."""
+        """Adds a token. Returns the next delta, None if it is empty."""
         text = self._decode(self.vocabulary.piece(token, special=self.special))
         if self.with_tokens or logprob is not None:
             self._held.append((self._n_fed, token, logprob))
@@ -435,8 +438,8 @@ class Transcript:
         return self._delta(self._stops.feed(text))
 
     def end(self, *, cut: bool = False) -> Delta | None:
-        """Returns what was held back, at the end of the answer; None when that is nothing. `cut`: the token limit ended
-        the answer."""
+        """Returns a delta with the text that was held back, at the end of the answer; None if it is empty. `cut`: the
+        token limit ended the answer."""
         rest = "" if self._stops.found else self._decode(b"", True)
         delta = self._delta(self._stops.feed(rest) + self._stops.end())
         if self.parser is None:
@@ -458,7 +461,7 @@ class Transcript:
         return delta if delta.text or delta.thinking or delta.tool_calls else None
 
     def _released(self, n_more: int) -> list[tuple[int, TokenLogprob | None]]:
-        """Returns the tokens that begin within the next `n_more` characters, without the tokens of a stop string."""
+        """Returns the tokens that begin within the next `n_more` characters. Tokens of a stop string are left out."""
         self._n_passed += n_more
         all_passed = not self._stops.found and not self._stops.n_held
         released = []
@@ -468,7 +471,8 @@ class Transcript:
 
 
 def new_transcript(request: Request, prompt: Prompt, vocabulary: Vocabulary) -> Transcript:
-    """The transcript of an answer to `request`. Only answers to a chat template's prompt are parsed."""
+    """Returns the transcript for an answer to `request`. Only an answer to a prompt from a chat template gets a
+    parser."""
     tools = () if request.tool_choice == "none" else request.tools
     template, parser = prompt.template, None
     if template is not None and (tools or "thinking" in capabilities_of(template)):

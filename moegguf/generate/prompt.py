@@ -1,8 +1,9 @@
-"""Makes the tokens of a request's prompt: chat template, earlier context, fill-in-the-middle.
+"""Makes the tokens of a request's prompt: from messages by the chat template, from an earlier context, or from a text,
+also with a gap to fill in.
 
-A conversation that does not fit the context loses whole messages, the oldest first, and then the beginning of the
-longest one. Another prompt that does not fit, and a full context, keep the first tokens and lose the older half of the
-others, as in llama.cpp. This module evaluates nothing.
+If a conversation does not fit the context, whole messages are left out, the oldest first; then the longest message is
+cut at its beginning. Any other prompt that does not fit keeps its first tokens and loses the older half of the others,
+as in llama.cpp. So does a context that becomes full. This module evaluates nothing.
 """
 
 from __future__ import annotations
@@ -27,33 +28,30 @@ from moegguf.gguf.experts import ExpertLayout
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
 
-MAX_WHOLE_CHARACTERS = 512 << 10  # tokens of a longer text are estimated before all of it is tokenized
-TOKEN_CHARACTERS = 32  # a prompt with more characters per token of the context does not fit
-COPIES = 4  # copies of a conversation that its prompt may have, and still fit
-USUAL_CHARACTERS = 4  # per token, roughly
-HEADROOM_CHARACTERS = 8  # characters that a cut message keeps for each token that may stay; most tokens are shorter
-ANSWER_DIVISOR = 8  # a truncated conversation leaves an eighth of the context to the answer
-MESSAGE_TOKENS = 8  # a template's marks around a message, roughly
+MAX_WHOLE_CHARACTERS = 512 << 10  # a longer text is not tokenized as a whole before its tokens are estimated
+TOKEN_CHARACTERS = 32  # most characters of a prompt, per token of the context
+COPIES = 4  # most characters of a rendered prompt, as a multiple of its conversation's characters
+USUAL_CHARACTERS = 4  # characters per token, roughly
+HEADROOM_CHARACTERS = 8  # characters per token of a cut message that are tokenized; most tokens are shorter
+ANSWER_DIVISOR = 8  # a truncated conversation leaves 1/8 of the context for the answer
+MESSAGE_TOKENS = 8  # tokens of the template's marks around a message, roughly
 
 Token = TypeVar("Token")
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """`tokens` of the prompt; `end`, its text; `template`, the chat template that rendered it, if any; `continuation`,
-    of an answer that continues a message; `images`, of a prompt with images, which has the same tokens. `n_tokens`: of
-    all of a text; where it is far too long an estimate, and some tokens are left out. `stops`: texts that end the
-    answer as the model's end tokens do."""
+    """The prompt of a request, as tokens and as text."""
 
-    tokens: list[int]
-    end: str = ""
-    n_tokens: int = 0
-    template: str | None = None
-    continuation: Continuation | None = None
-    cut_messages: int = 0
-    cut_tokens: int = 0
+    tokens: list[int]  # tokens of the prompt, including placeholders for images
+    end: str = ""  # text of the prompt; "" if it is not known or far too long
+    n_tokens: int = 0  # tokens of the whole text; an estimate if it is far too long, and `tokens` is incomplete
+    template: str | None = None  # the chat template that rendered the messages
+    continuation: Continuation | None = None  # given if the answer continues a message
+    cut_messages: int = 0  # number of messages that were left out
+    cut_tokens: int = 0  # number of tokens that were left out
     images: ImagePrompt | None = None
-    stops: tuple[str, ...] = ()
+    stops: tuple[str, ...] = ()  # texts that end the answer, like end tokens
 
     @property
     def text_tokens(self) -> list[int]:
@@ -64,9 +62,9 @@ class Prompt:
 def read_prompt(llm: Llama, request: Request) -> Prompt:
     """Returns the prompt of `request`.
 
-    Raises ContextError when the prompt does not fit even after truncation. Raises CapabilityError when the model lacks
-    a capability that the prompt needs, and TemplateError. Raises OptionError for an empty prompt of a model that begins
-    no text with BOS.
+    Raises ContextError if the prompt does not fit the context even after truncation. Raises CapabilityError if the
+    prompt needs a capability that the model lacks. Raises TemplateError if the chat template fails. Raises OptionError
+    for an empty prompt, unless the model has a BOS token.
     """
     vocabulary = llm.vocabulary
     context = _context_tokens(llm, request)
@@ -84,8 +82,8 @@ def read_prompt(llm: Llama, request: Request) -> Prompt:
 
 
 def render_prompt(llm: Llama, request: Request) -> str:
-    """The text of a conversation's prompt. Raises CapabilityError and TemplateError as `read_prompt` does, and
-    ContextError for one that is far too long."""
+    """Returns the text of a conversation's prompt. Raises CapabilityError and TemplateError as `read_prompt` does, and
+    ContextError for a conversation that is far too long."""
     found = _Renderer(llm, request)(request.messages or ())
     if not found.end:
         check_fits(found.n_tokens, request.sampling.context_within(llm.n_ctx()))
@@ -93,18 +91,19 @@ def render_prompt(llm: Llama, request: Request) -> str:
 
 
 def count_prompt(llm: Llama, request: Request) -> int:
-    """The number of tokens of a conversation's prompt, whether or not it fits the context; of one that is far too long,
-    an estimate. Raises CapabilityError and TemplateError as `read_prompt` does."""
+    """Returns the number of tokens of a conversation's prompt, which may be too long for the context. For one that is
+    far too long, returns an estimate. Raises CapabilityError and TemplateError as `read_prompt` does."""
     return _Renderer(llm, request)(request.messages or ()).n_tokens
 
 
 def template_of(layout: ExpertLayout, *, with_tools: bool) -> str:
-    """Returns the chat template of a model for a conversation with or without tools."""
+    """Returns the chat template for a conversation. A model may have a separate template for conversations with
+    tools."""
     return (layout.tool_template if with_tools else None) or layout.chat_template or CHATML
 
 
 def check_fits(n_tokens: int, n_ctx: int) -> None:
-    """Raises ContextError unless a prompt leaves at least one token of the context to the answer."""
+    """Raises ContextError if a prompt of `n_tokens` tokens leaves no token of the context for the answer."""
     if n_tokens >= n_ctx:
         raise ContextError(
             f"Requested tokens ({n_tokens}) exceed context window of {n_ctx}; give a larger context (num_ctx, --ctx)"
@@ -113,7 +112,8 @@ def check_fits(n_tokens: int, n_ctx: int) -> None:
 
 
 def tokenize(vocabulary: Vocabulary, text: str, n_ctx: int, *, special: bool = True) -> Prompt:
-    """Returns the tokens of a text. A text with more than twice the context's tokens has about those at its ends."""
+    """Returns the tokens of a text. A text that needs more than twice the context is not tokenized completely, only
+    its first and last characters."""
     if far := _far(vocabulary, text, n_ctx, special=special):
         return far
     tokens = vocabulary.tokens(text, special=special)
@@ -121,7 +121,8 @@ def tokenize(vocabulary: Vocabulary, text: str, n_ctx: int, *, special: bool = T
 
 
 def _far(vocabulary: Vocabulary, text: str, n_ctx: int, *, special: bool = True) -> Prompt | None:
-    """Returns about the tokens of the ends of a long text that needs more than twice the context; None for others."""
+    """Returns only the first and last tokens of a text, if it is long and needs more than twice the context; otherwise
+    None."""
     if len(text) <= MAX_WHOLE_CHARACTERS:
         return None
     half = MAX_WHOLE_CHARACTERS // 2
@@ -131,8 +132,8 @@ def _far(vocabulary: Vocabulary, text: str, n_ctx: int, *, special: bool = True)
 
 
 def _context_tokens(llm: Llama, request: Request) -> list[int]:
-    """Returns the tokens of the request's context. Raises OptionError for a number that is no token of the model, and
-    ContextError for a text that is far too long."""
+    """Returns the tokens of `request.context`, which may contain texts. Raises OptionError for a number that is no
+    token of the model, and ContextError for a text that is far too long."""
     vocabulary, n_ctx = llm.vocabulary, request.sampling.context_within(llm.n_ctx())
     vocabulary.check(each for each in request.context if isinstance(each, int))
     first = [] if request.begins_with_token or not request.context else vocabulary.bos_tokens
@@ -168,9 +169,9 @@ def _completion(llm: Llama, request: Request, prompt: str, context: list[int]) -
 
 
 def _file_tokens(vocabulary: Vocabulary, files: Sequence[tuple[str, str]], n_ctx: int) -> list[int]:
-    """The tokens of other files, as llama-server writes them: by the names of files where the model has tokens for a
-    repository (arXiv 2409.12186), else as snippets. With these tokens, the constant name "filename" follows for the
-    text with the gap. Raises ContextError."""
+    """Returns the tokens of other files in llama-server's format. If the model has tokens for a repository (arXiv
+    2409.12186), each file has its name; otherwise the files are snippets without names. In the first case the constant
+    name "filename" stands last, for the file with the gap. Raises ContextError."""
     tokens, marks = list[int](), vocabulary.repository_tokens
     if not files:
         return tokens
@@ -188,8 +189,8 @@ def _file_tokens(vocabulary: Vocabulary, files: Sequence[tuple[str, str]], n_ctx
 
 
 def _fitted(llm: Llama, request: Request, tokens: list[int], n_more: int = 0) -> Prompt:
-    """The prompt of `tokens`, without the middle where they are too many. `n_more`: tokens that are known to be missing
-    in the middle. Raises ContextError when `request` does not allow that."""
+    """Returns the prompt with these tokens; if they are too many, some in the middle are cut out. `n_more`: tokens
+    that are already missing in the middle. Raises ContextError if `request` does not allow the cut."""
     n_ctx, n_whole = request.sampling.context_within(llm.n_ctx()), len(tokens) + n_more
     if n_whole < n_ctx:
         return Prompt(tokens)
@@ -202,7 +203,7 @@ def _fitted(llm: Llama, request: Request, tokens: list[int], n_more: int = 0) ->
 
 
 def _without_second_bos(first: list[int], tokens: list[int]) -> list[int]:
-    """`tokens` without a BOS from the text itself, when `first` adds one."""
+    """Returns `tokens` without their first one if it repeats the BOS token in `first`."""
     return tokens[1:] if first and tokens[:1] == first else tokens
 
 
@@ -222,8 +223,8 @@ def _conversation(llm: Llama, request: Request, context: list[int]) -> Prompt:
 
 
 class _Renderer:
-    """Messages to tokens, with the message that the answer continues at the end. Raises CapabilityError when the
-    model's template does not support the request's tools or thinking."""
+    """Makes prompts from messages, with the text of a last message that the answer continues. Raises CapabilityError
+    if the request has tools or thinking but the chat template does not support them."""
 
     def __init__(self, llm: Llama, request: Request) -> None:
         self._llm, self.vocabulary, self._request = llm, llm.vocabulary, request
@@ -237,7 +238,7 @@ class _Renderer:
         self._first = [] if request.context else self.vocabulary.bos_tokens
 
     def __call__(self, messages: Sequence[Message]) -> Prompt:
-        """Raises TemplateError, and for images CapabilityError and OptionError."""
+        """Renders and tokenizes the messages. Raises TemplateError, and for images CapabilityError and OptionError."""
         n_ctx = self._request.sampling.context_within(self._llm.n_ctx())
         text = "".join(text_of(message.get("content")) for message in messages)
         if far := _far(self.vocabulary, text, n_ctx):
@@ -266,14 +267,14 @@ class _Renderer:
         return Prompt(tokens, text, len(tokens), self.template, continuation, images=images, stops=stops)
 
     def image_tokens(self, message: Message) -> int:
-        """The tokens of a message's images."""
+        """Returns the number of tokens of a message's images."""
         images, projector = mark_images([message]).images, self._llm.context.open_projector()
         if not images or projector is None:
             return 0
         return len(projector.tokenize([""] * (len(images) + 1), images).tokens)
 
     def _n_given(self, messages: Sequence[Message]) -> int:
-        """Returns the number of characters that the template is given."""
+        """Returns the number of characters in the messages and tools that the template gets."""
         values = [value for message in messages for value in message.values()]
         return sum(len(str(value)) for value in (*values, *self._tools))
 
@@ -301,14 +302,14 @@ class _Renderer:
         texts = marked.pieces(text)
         if texts is None:
             raise TemplateError("the chat template leaves out an image; the model needs another one.")
-        texts[-1] = texts[-1] or "\n"  # the answer begins after a text
+        texts[-1] = texts[-1] or "\n"  # the answer begins after a text, not after an image
         images = projector.tokenize(texts, marked.images)
         n_bos = len(images.tokens) - len(_without_second_bos(self._first, images.tokens))
         return images.after(self._first, n_bos)
 
 
 def _shown(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a tool as the template gets it: without `strict`, which concerns the answer."""
+    """Returns a tool without `strict`, as the template gets it: `strict` only concerns the answer."""
     function = tool.get("function")
     if not isinstance(function, Mapping):
         return tool
@@ -316,7 +317,8 @@ def _shown(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _truncated(llm: Llama, request: Request, messages: Sequence[Message], render: _Renderer) -> Prompt:
-    """The prompt of the messages that leave room for an answer: system messages, and the newest others."""
+    """Returns the prompt of a conversation that leaves room for an answer. If it is too long, only system messages and
+    the newest other messages stay."""
     whole, n_ctx = render(messages), request.sampling.context_within(llm.n_ctx())
     n_answer, limit = max(1, n_ctx // ANSWER_DIVISOR), request.sampling.max_tokens
     n_room = n_ctx - (min(n_answer, limit) if limit and limit > 0 else n_answer)
@@ -332,7 +334,8 @@ def _truncated(llm: Llama, request: Request, messages: Sequence[Message], render
 
 
 def _newest(messages: Sequence[Message], render: _Renderer, n_room: int) -> tuple[list[Message], Prompt]:
-    """The newest messages that fit into `n_room` tokens; the fewest possible where none do."""
+    """Returns the newest messages that fit into `n_room` tokens, and their prompt. If none fit, returns the fewest
+    possible."""
     conversation, vocabulary = Conversation(messages), render.vocabulary
     others = [message.get("role") != "system" for message in messages]
     texts = [
@@ -342,12 +345,12 @@ def _newest(messages: Sequence[Message], render: _Renderer, n_room: int) -> tupl
     exact = sum(map(len, texts)) <= MAX_WHOLE_CHARACTERS
     sizes = [len(vocabulary.tokens(text)) if exact else len(text) // USUAL_CHARACTERS for text in texts]
     images = [render.image_tokens(message) if other else 0 for message, other in zip(messages, others, strict=True)]
-    sizes = [size and size + MESSAGE_TOKENS for size in map(add, sizes, images)]  # equal in every request
+    sizes = [size and size + MESSAGE_TOKENS for size in map(add, sizes, images)]  # estimates, the same in each request
     fixed = render(conversation.fixed)
     begin = conversation.steady_begin(sizes, n_room - fixed.n_tokens)
     found = render(conversation.kept(begin))
     later = [other for other in conversation.begins if other > begin]
-    if found.n_tokens > n_room and later:  # the sizes are estimates: the first that fits, as then do those after it
+    if found.n_tokens > n_room and later:  # the estimate was too low: search for the first begin that fits
         n = bisect_left(later, True, key=lambda other: render(conversation.kept(other)).n_tokens <= n_room)
         begin = later[min(n, len(later) - 1)]
         found = render(conversation.kept(begin))
@@ -355,8 +358,8 @@ def _newest(messages: Sequence[Message], render: _Renderer, n_room: int) -> tupl
 
 
 def _with_cut_text(messages: Sequence[Message], render: _Renderer, n_ctx: int) -> Prompt | None:
-    """The prompt with the beginning of the longest message cut off, as if its context had been shifted; None when the
-    rest of the prompt fills the context already."""
+    """Returns a prompt in which the beginning of the longest message is cut off. The prompt then has no more tokens
+    than after a shift of the context. Returns None if the other messages already fill the context."""
     at = longest(messages)
     if at is None or not isinstance(messages[at]["content"], str):
         return None
@@ -378,15 +381,17 @@ def _with_cut_text(messages: Sequence[Message], render: _Renderer, n_ctx: int) -
 
 
 def n_after_shift(n_ctx: int, n_keep: int) -> int:
-    """Tokens left of a full context of `n_ctx` when all but the first `n_keep` were halved; at least one goes."""
+    """Returns the number of tokens left of a full context after a shift: the first `n_keep` stay, the others are
+    halved. At least one token is dropped."""
     n_keep = min(max(n_keep, 0), n_ctx - 1)
     return n_ctx - max((n_ctx - n_keep) // 2, 1)
 
 
 def cut_middle(tokens: Sequence[Token], n_ctx: int, n_keep: int) -> list[Token]:
-    """The first `n_keep` tokens of a prompt that is too long, and the last ones that fit beside them after a shift.
+    """Returns the first `n_keep` tokens of a prompt that is too long, and its last tokens, as many as a shift would
+    leave.
 
-    `tokens` may be fewer: the tokens at the ends of the prompt.
+    `tokens` may lack some tokens in the middle of the prompt.
     """
     n_keep = min(max(n_keep, 0), n_ctx - 1)
     n_last = n_after_shift(n_ctx, n_keep) - n_keep
@@ -394,9 +399,10 @@ def cut_middle(tokens: Sequence[Token], n_ctx: int, n_keep: int) -> list[Token]:
 
 
 class Conversation:
-    """The messages of a conversation and the places at which it may begin: never between a call and its results.
+    """A conversation, and the messages at which a shortened conversation may begin: never between a call and its
+    results.
 
-    System messages and the last message of the user stay wherever it begins.
+    System messages and the user's last message always stay.
     """
 
     def __init__(self, messages: Sequence[Message]) -> None:
@@ -409,12 +415,12 @@ class Conversation:
 
     @property
     def fixed(self) -> list[Message]:
-        """The messages that every choice keeps, with an empty message of the user in place of the last."""
+        """The messages of the shortest conversation: the system messages, and an empty message of the user."""
         system = [message for message in self._messages if message.get("role") == "system"]
         return [*system, {"role": "user", "content": ""}]
 
     def kept(self, begin: int) -> list[Message]:
-        """Returns the messages of a conversation that begins at `begin`."""
+        """Returns the messages that stay if the conversation begins at the message with index `begin`."""
         return [
             message
             for i, message in enumerate(self._messages)
@@ -422,10 +428,10 @@ class Conversation:
         ]
 
     def steady_begin(self, n_tokens: Sequence[int], room: int) -> int:
-        """Returns the message to begin with, so that about `room` tokens suffice.
+        """Returns the index of the message to begin with, so that the messages have about `room` tokens or fewer.
 
-        The number of tokens that are left out is a multiple of half of the room. So it stays the same for several
-        turns, and a prompt mostly begins like the one before, whose tokens are in the context.
+        The number of dropped tokens is rounded up to a multiple of half of the room. So several turns begin at the
+        same message, and the context already contains most of their prompts.
 
         n_tokens: tokens of each message, 0 for system messages.
         """
@@ -438,7 +444,8 @@ class Conversation:
 
 
 def longest(messages: Sequence[Message]) -> int | None:
-    """The message with the longest text, except system messages; None when no other has a text."""
+    """Returns the index of the message with the longest text, without system messages; None if no other message has a
+    text."""
     sizes = {
         i: len(message["content"])
         for i, message in enumerate(messages)

@@ -16,29 +16,33 @@ also `thinking`, `tool_calls` (each {"id", "function": {"name", "arguments": obj
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling options, with Ollama's names and defaults; names that Ollama does not have are llama-server's.
+    """Sampling options, with Ollama's names and defaults. Options that Ollama does not have are named as in
+    llama-server.
 
     Attributes:
         temperature: 0 takes the likeliest token.
-        top_n_sigma: leaves the tokens whose logit is within this number of standard deviations of the highest one; at
-            most 0: all.
-        xtc_probability: the chance that all tokens with at least `xtc_threshold` but the least likely one are dropped.
-        dry_multiplier: tokens that would go on a repetition lose `dry_multiplier * dry_base ** (length -
-            dry_allowed_length)`, where the repetition is that long or longer; 0: none do.
-        dry_penalty_last_n: tokens in which repetitions are looked for; -1: the context's.
-        dry_sequence_breakers: texts over which no repetition reaches.
-        mirostat: 1 or 2 is that version of Mirostat, in place of the samplers that leave tokens out. It aims at an
-            entropy of `mirostat_tau`, at the rate `mirostat_eta`. 0: neither.
-        max_tokens: None: until the model ends or the context is full; where the context shifts, ten contexts.
+        top_n_sigma: keeps only the tokens whose logit is within this number of standard deviations of the highest one;
+            0 or less keeps all.
+        xtc_probability: the chance that XTC applies: all tokens with a probability of at least `xtc_threshold` are
+            dropped, except the least likely of them.
+        dry_multiplier: a token that would continue a repetition of `length` tokens has its logit lowered by
+            `dry_multiplier * dry_base ** (length - dry_allowed_length)`, if `length` is at least
+            `dry_allowed_length`; 0: no penalty.
+        dry_penalty_last_n: number of last tokens that are searched for repetitions; -1: the whole context.
+        dry_sequence_breakers: texts that end a repetition.
+        mirostat: 1 or 2 uses this version of Mirostat instead of the samplers that leave tokens out. It aims at an
+            entropy of `mirostat_tau`, at the rate `mirostat_eta`. 0: no Mirostat.
+        max_tokens: limit of the answer. None: until the model ends the answer or the context is full; if the context
+            shifts, at most ten contexts.
         num_keep: first tokens after BOS that stay when the context shifts; -1: the prompt.
         seed: None is random.
-        exact: the answer has the same bits beside other requests. A batch-invariant model (`Llama.batch_invariant`)
-            always gives these. Another model computes such a request without others and from an empty context, and a
-            request with a seed from an empty context; the last bits of other answers depend on the other sequences of
-            a pass.
+        exact: the answer has the same bits whatever other requests are computed. For a batch-invariant model
+            (`Llama.batch_invariant`) this always holds. Another model computes such a request without others and from
+            an empty context. It also computes a request with a seed from an empty context. The last bits of its other
+            answers depend on the other sequences of a pass.
         reasoning_budget_tokens: tokens of thinking, after which `reasoning_budget_message` and the end of the thinking
             are forced; 0: no thinking; None: no limit.
-        text_bias: texts whose tokens each get a bias, beside `logit_bias`.
+        text_bias: texts and biases; each token of a text gets the bias, in addition to `logit_bias`.
         ignore_eos: no token ends the answer, unless the answer follows a format.
         num_ctx: tokens of the model's context that the request may use; None: all.
     """
@@ -85,45 +89,46 @@ class Sampling:
         return min(n_ctx, self.num_ctx or n_ctx)
 
 
-REPEAT_LIMIT = 30  # Ollama's number
+REPEAT_LIMIT = 30  # Ollama's limit of repetitions, see `Request.repeat_limit`
 
 
 @dataclass(frozen=True)
 class Request:
-    """One request to a model, with `messages` (through the chat template) or with `prompt` (verbatim)."""
+    """One request to a model. It has either `messages`, which the chat template renders, or `prompt`, which is used
+    verbatim."""
 
     messages: tuple[Message, ...] | None = None
     prompt: str | None = None
-    # Tokens before the prompt, from the summary of an earlier answer with `return_context`. Texts among them become
-    # tokens, with BOS before a text that begins the context.
+    # Tokens before the prompt, from the summary of an earlier answer with `return_context`. A text in it is tokenized;
+    # if the context begins with a text, BOS stands before it.
     context: tuple[int | str, ...] = ()
-    suffix: str | None = None  # text behind the gap that the model fills
-    files: tuple[tuple[str, str], ...] = ()  # names and texts of other files that the gap may depend on
+    suffix: str | None = None  # text after the gap that the model fills
+    files: tuple[tuple[str, str], ...] = ()  # (name, text) of other files, as information for filling the gap
     tools: tuple[Mapping[str, Any], ...] = ()  # OpenAI's format: {"type": "function", "function": {...}}
     tool_choice: str = "auto"  # "auto", "none", "required" or the name of a tool
     format: str | Mapping[str, Any] | None = None  # "json", or a JSON schema that the answer follows
-    strict: bool = False  # a keyword of that schema that cannot be followed is an error
-    grammar: str | None = None  # a grammar in GBNF that the answer follows
-    think: bool | str | None = None  # a level such as "high" where the template has levels; None: where it can
-    template: str | None = None  # a Jinja template in place of the model's
+    strict: bool = False  # True: a keyword of the schema that cannot be followed is an error
+    grammar: str | None = None  # grammar in GBNF that the answer follows
+    think: bool | str | None = None  # a bool, or a level such as "high" for some templates; None: thinks if it can
+    template: str | None = None  # Jinja template instead of the model's own
     template_options: Mapping[str, Any] = field(default_factory=dict)
-    truncate: bool = True  # leaves out the oldest messages when not all fit the context; else ContextError
-    # Cuts, with `truncate`, a message or prompt that is still too long; and drops the older half of the context when an
-    # answer reaches its end.
+    truncate: bool = True  # True: leaves out the oldest messages if not all fit the context; False: ContextError
+    # True: with `truncate`, cuts a message or prompt that is still too long, and drops the older half of the context
+    # when an answer fills it.
     shift: bool = True
-    continue_final_message: bool = True  # the answer goes on with an assistant's message at the end
-    begins_answer: bool = True  # the prompt ends with the beginning of an answer, as nearly all models need it
-    n_logprobs: int | None = None  # alternatives per token, up to 20; None for no logprobs
-    prompt_logprobs: bool = False  # logprobs of the prompt's tokens, too: then the whole prompt is evaluated
-    prompt_only: bool = False  # evaluates the prompt and samples no token
+    continue_final_message: bool = True  # True: if the last message is the assistant's, the answer continues it
+    begins_answer: bool = True  # True: the template adds the header of an answer, which nearly all models need
+    n_logprobs: int | None = None  # number of alternatives per token, up to 20; None: no logprobs
+    prompt_logprobs: bool = False  # True: the prompt's tokens get logprobs, too, so the whole prompt is evaluated
+    prompt_only: bool = False  # True: evaluates the prompt and samples no token
     return_context: bool = False
-    # The text before thinking, then the texts that end the thinking, for the thinking budget of a `prompt`. A used-up
-    # budget forces the first text that ends it. () takes the model's texts.
+    # The text before the thinking, then the texts that may end it; the thinking budget uses them. When the budget is
+    # used up, the first of the ending texts is forced. (): the marks of the model's template.
     think_marks: tuple[str, ...] = ()
-    return_tokens: bool = False  # deltas have their tokens
-    repeat_limit: int = 0  # repetitions of one token, white space aside, that end the answer; 0: no number does
-    owner: str = ""  # reuses the tokens of requests with this owner only; "": of all who are not told apart
-    lora_scale: float | None = None  # scale of the model's adapter; None: the scale that the model was loaded with
+    return_tokens: bool = False  # True: deltas contain their tokens
+    repeat_limit: int = 0  # repetitions of one token (apart from white space) that end the answer; 0: no limit
+    owner: str = ""  # only requests with the same owner may reuse each other's computed tokens
+    lora_scale: float | None = None  # scale of the LoRA adapter; None: the scale that the model was loaded with
     client_key: str = ""  # key of the client that may see which experts the request uses
     sampling: Sampling = field(default_factory=Sampling)
 
@@ -133,7 +138,7 @@ class Request:
 
     @property
     def begins_with_token(self) -> bool:
-        """True where the context begins with a token, which is BOS only if the request says so."""
+        """True if the context begins with a token. No BOS is then added: the request must contain it."""
         return bool(self.context) and isinstance(self.context[0], int)
 
 
@@ -156,33 +161,34 @@ class TokenChance:
 
     @property
     def text(self) -> str:
-        """The piece as text. Part of a code point becomes U+FFFD."""
+        """The piece as text. An incomplete code point becomes U+FFFD."""
         return self.piece.decode(errors="replace")
 
 
 @dataclass(frozen=True)
 class TokenLogprob(TokenChance):
-    """A token of an answer or a prompt, and the likeliest tokens in its place."""
+    """A token of an answer or a prompt. `top`: the likeliest tokens at its position."""
 
     top: tuple[TokenChance, ...] = ()
 
 
 @dataclass(frozen=True)
 class Delta:
-    """A part of an answer: text, thinking, complete tool calls; usually only one of them is not empty. `prompt`: with
-    `prompt_logprobs` and before all else, the prompt's tokens, without a BOS that the model added. The first one's
-    logprob is 0 and means nothing. `tokens`: with `return_tokens`, those that the text came from."""
+    """A part of an answer: text, thinking or complete tool calls. Usually only one of them is not empty."""
 
     text: str = ""
     thinking: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()  # logprobs of the tokens in this part
+    # The prompt's tokens without BOS, in the first delta of a request with `prompt_logprobs`. The first logprob is
+    # always 0.
     prompt: tuple[TokenLogprob, ...] = ()
-    tokens: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()  # tokens of this part, if the request has `return_tokens`
 
 
 def join(deltas: Sequence[Delta]) -> Delta:
-    """One delta with the content of all, in order. Thinking comes before its answer, also in one delta."""
+    """Returns one delta with the content of all, in their order. (Thinking precedes text in an answer, also in one
+    delta.)"""
     if len(deltas) == 1:
         return deltas[0]
     return Delta(
@@ -197,12 +203,12 @@ def join(deltas: Sequence[Delta]) -> Delta:
 
 @dataclass(frozen=True)
 class PromptProgress:
-    """Tokens of the prompt: all, those reused from the context, and those done (reused ones included)."""
+    """The progress of a prompt's evaluation."""
 
-    n_tokens: int
-    n_cached: int
-    n_done: int
-    seconds: float
+    n_tokens: int  # tokens of the prompt
+    n_cached: int  # tokens that were reused from the context or the disk
+    n_done: int  # tokens that are done, including the reused ones
+    seconds: float  # time since the evaluation began
 
 
 @dataclass
@@ -211,25 +217,26 @@ class AnswerSummary:
 
     prompt_tokens: int = 0  # tokens of the prompt that were evaluated
     cached_tokens: int = 0  # tokens of the prompt that were reused from the context
-    disk_tokens: int = 0  # the part of cached_tokens that was on disk only
+    disk_tokens: int = 0  # the part of cached_tokens that was read from disk
     answer_tokens: int = 0
     thinking_tokens: int = 0  # tokens of the answer up to the end of its thinking
     prompt_s: float = 0.0
     answer_s: float = 0.0
     total_s: float = 0.0
     finish: str = "stop"  # "stop", "length" or "cancelled"
-    stop_string: str = ""  # the string that ended the answer
-    cut_messages: int = 0  # messages of the prompt that were left out to fit the context
-    cut_tokens: int = 0
-    n_shifts: int = 0  # number of times that the context was full and lost its older half
-    context: tuple[int, ...] = ()  # tokens of prompt and answer, with `return_context`
-    # Counts of all computation during the answer, also for other answers; `answer_stats` from its first token on.
+    stop_string: str = ""  # the stop string that ended the answer, "" if none did
+    cut_messages: int = 0  # messages that were left out so that the prompt fits the context
+    cut_tokens: int = 0  # tokens that were left out of the prompt
+    n_shifts: int = 0  # number of times that the full context lost its older half
+    context: tuple[int, ...] = ()  # tokens of prompt and answer, if the request had `return_context`
+    # Counts of all computation while the answer was computed, also for other answers. `answer_stats` counts from the
+    # answer's first token on.
     stats: Stats = field(default_factory=Stats)
     answer_stats: Stats = field(default_factory=Stats)
 
     @property
     def whole_prompt_tokens(self) -> int:
-        """Returns the tokens of the prompt, evaluated or reused."""
+        """The number of tokens of the prompt, evaluated or reused."""
         return self.prompt_tokens + self.cached_tokens
 
 
@@ -238,10 +245,10 @@ THINK_LEVELS = ("low", "medium", "high", "max")
 
 
 def sampling_with(base: Sampling, parameters: Mapping[str, Any]) -> Sampling:
-    """`base` changed by the sampling options among `parameters`; others are ignored.
+    """Returns a copy of `base` with the sampling options in `parameters`. Other parameters are ignored.
 
-    num_predict below 1, num_ctx 0 and reasoning_budget_tokens below 0 set no limit. seed -1 is random at each request,
-    others count modulo 2^32.
+    A value of num_predict below 1, num_ctx 0, or reasoning_budget_tokens below 0 sets no limit. seed -1 is random for
+    each request; other seeds count modulo 2^32.
     """
     changes: dict[str, Any] = {}
     for name, value in parameters.items():

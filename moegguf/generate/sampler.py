@@ -1,8 +1,8 @@
-"""Choice of the next token: llama.cpp's samplers, in llama-cpp-python's order, and the constraint after them.
+"""Choice of the next token: llama.cpp's samplers, in llama-cpp-python's order, and then the constraint.
 
-The constraint is checked for the sampled token only; if it forbids that one, the others are masked and the samplers run
-again, as llama.cpp's `common_sampler_sample` (common/sampling.cpp) does. It is a mask over the model's tokens, by
-llguidance, which is imported when an answer is constrained.
+A constraint is a mask over the model's tokens, computed by llguidance. First, only the sampled token is checked. If
+the constraint forbids it, all forbidden tokens are masked and the samplers run again, as in llama.cpp's
+`common_sampler_sample` (common/sampling.cpp). The first answer with a constraint imports llguidance.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
     from moegguf.engine.vocabulary import Vocabulary
     from moegguf.generate.thinking_budget import ThinkingBudget
 
-_TOKEN = re.compile(r"<\[(\^?)[0-9]+\]>")  # a token in a grammar, by its number
-MIROSTAT_TOKENS = 100  # tokens whose chances the first version compares; llama.cpp's number
-MAX_BREAKERS = 32  # each is compared with every token of the vocabulary
-MAX_BREAKER_BYTES = 40  # llama.cpp cuts longer ones
-MAX_STEP_S = 1.0  # computing time for one token
+_TOKEN = re.compile(r"<\[(\^?)[0-9]+\]>")  # a token in a grammar, written by its number
+MIROSTAT_TOKENS = 100  # tokens with which Mirostat 1 estimates the distribution; llama.cpp's number
+MAX_BREAKERS = 32  # texts; each is compared with every token of the vocabulary
+MAX_BREAKER_BYTES = 40  # llama.cpp would cut longer texts
+MAX_STEP_S = 1.0  # most seconds that llguidance may compute for one token
 _LIMITS: dict[str, Any] = {
-    "initial_lexer_fuel": 1_000_000,  # regexes of one grammar: about 20 ms
-    "step_lexer_fuel": 200_000,  # regexes for one token: about 15 ms
-    "step_max_items": 500_000,  # Earley items for one token: about 25 ms; a grammar in GBNF needs up to 200,000
-    "max_lexer_states": 50_000,  # states of one answer: about 25 MB
+    "initial_lexer_fuel": 1_000_000,  # work on the regexes of one grammar: about 20 ms
+    "step_lexer_fuel": 200_000,  # work on regexes for one token: about 15 ms
+    "step_max_items": 500_000,  # Earley items for one token: about 25 ms; a GBNF grammar needs up to 200,000
+    "max_lexer_states": 50_000,  # lexer states during one answer: about 25 MB
     "max_grammar_size": 500_000,
     "verbose_errors": False,
 }
@@ -52,9 +52,10 @@ _LIMITS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class MatcherTokens:
-    """A model's vocabulary as `Matcher` needs it: `n_tokens` tokens and the end-of-generation tokens among them.
+    """A model's vocabulary for `Matcher`. `n_tokens`: number of tokens. `end_tokens`: the end-of-generation tokens.
 
-    In `tokenizer` the latter are special tokens without text; an additional token, n_tokens, is its end token.
+    In `tokenizer` the end-of-generation tokens are special tokens without text. Its own end token is an additional one
+    with the number n_tokens.
     """
 
     tokenizer: LLTokenizer
@@ -66,10 +67,10 @@ _matcher_tokens: WeakKeyDictionary[Vocabulary, MatcherTokens] = WeakKeyDictionar
 
 
 def matcher_tokens(vocabulary: Vocabulary) -> MatcherTokens:
-    """A model's tokens for its matchers, built once per model: 0.5 s and 60 MB for 150,000 tokens.
+    """Returns a model's tokens for its matchers. They are made once per model: 0.5 s and 60 MB for 150,000 tokens.
 
-    End-of-generation tokens have no text. Other control tokens have theirs, because the marks around thinking and calls
-    are control tokens in some models and plain text in others.
+    End-of-generation tokens have no text. Other control tokens keep their text, because the marks around thinking and
+    calls are control tokens in some models and plain text in others.
     """
     from llguidance import LLTokenizer, TokenizerWrapper
 
@@ -82,24 +83,24 @@ def matcher_tokens(vocabulary: Vocabulary) -> MatcherTokens:
 
 
 class _Tokens:
-    """The interface that llguidance's TokenizerWrapper needs."""
+    """A vocabulary with the interface that llguidance's TokenizerWrapper needs."""
 
     def __init__(self, pieces: list[bytes], end_tokens: list[int]) -> None:
-        # 0xFF marks special tokens in llguidance, and never occurs in UTF-8
+        # 0xFF marks special tokens in llguidance; it never occurs in UTF-8
         self.tokens = [*(b"" if piece.startswith(b"\xff") else piece for piece in pieces), b""]
         self.bos_token_id = None
         self.eos_token_id = len(pieces)
         self.special_token_ids = [*end_tokens, self.eos_token_id]
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Unused: llguidance tokenizes only forced text, which is switched off."""
+        """Never used: llguidance would only tokenize forced text, which is switched off."""
         return []
 
 
 class Matcher:
-    """Computes which tokens of one model may follow the tokens accepted so far.
+    """Follows a grammar: computes which tokens may come after the tokens accepted so far.
 
-    Raises SchemaError when the grammar cannot be compiled, exceeds its limits or allows nothing at all.
+    Raises SchemaError if the grammar cannot be compiled, exceeds the limits, or allows no text.
     """
 
     def __init__(self, constraint: Constraint, tokens: MatcherTokens) -> None:
@@ -107,11 +108,11 @@ class Matcher:
 
         self._n_tokens, self._end_tokens = tokens.n_tokens, tokens.end_tokens
         self._mask: npt.NDArray[np.bool_] | None = None
-        # "no_forcing": the only possible text may be split into any tokens
+        # "no_forcing": text that the grammar determines may be written with any tokens
         grammar = LLMatcher.grammar_from_lark('%llguidance {"no_forcing": true}\n' + constraint.lark)
         limits = LLParserLimits(**_LIMITS)
         try:
-            # the sandbox's process has bytes in place of the model's tokens
+            # the sandbox has bytes instead of the model's tokens, so token numbers become 0
             reply_of({"grammar": _TOKEN.sub(r"<[\g<1>0]>", grammar), "limits": _LIMITS})
         except LimitedError as error:
             raise SchemaError(f"the format cannot be followed: {error}; simplify the schema or the grammar.") from error
@@ -134,7 +135,7 @@ class Matcher:
             raise SchemaError(
                 "no token of this model can continue the requested format, or nothing matches it; try another one."
             )
-        # The message has no grammar and no state of the parser.
+        # Removes the grammar and the parser's state from the error message.
         message = re.split(r"\n +\d+ \| ", error.replace("<non-verbose/>", ""), maxsplit=1)[0]
         message = re.sub(r"\A(at \d+\(\d+\): )?(failed to (compile JSON schema|parse .%json.): )?", "", message)
         message = " ".join(message.split())[:300].rstrip(". ")
@@ -146,9 +147,10 @@ class Matcher:
         return self._matcher.is_accepting()
 
     def mask(self) -> npt.NDArray[np.bool_]:
-        """[n_tokens], True for tokens that may come next, end-of-generation tokens included where the answer may end.
+        """Returns [n_tokens], True for each token that may come next. This includes end-of-generation tokens if the
+        answer may end here.
 
-        Raises SchemaError when no token may come next, or when computing the mask exceeds the limits.
+        Raises SchemaError if no token may come next, or if the computation exceeds its limits.
         """
         if self._mask is None:
             with self._step():
@@ -159,21 +161,22 @@ class Matcher:
         return self._mask
 
     def allows(self, token: int) -> bool:
-        """Returns whether `token` may come next, far cheaper than the whole mask. Raises SchemaError as `mask` does."""
+        """Returns True if `token` may come next. Much cheaper than `mask`, with the same errors."""
         if token in self._end_tokens:
             return self.finished
         with self._step():
             return self._matcher.validate_tokens([token]) == 1
 
     def accept(self, token: int) -> None:
-        """Advances past `token`, which must be allowed and not end the answer. Raises SchemaError as `mask` does."""
+        """Advances the grammar by `token`, which must be allowed and must not end the answer. Raises SchemaError as
+        `mask` does."""
         self._mask = None
         with self._step():
             self._matcher.consume_token(token)
 
     @contextmanager
     def _step(self) -> Iterator[None]:
-        """A call of llguidance for one token: raises SchemaError for an error, and when it took too long."""
+        """Surrounds a call of llguidance for one token. Raises SchemaError if it failed or took too long."""
         begin_s = time.thread_time()
         yield
         self._check()
@@ -184,8 +187,8 @@ class Matcher:
 
 
 def logprob_of(token: int, llm: Llama, n_top: int, row: int = -1) -> TokenLogprob:
-    """Returns the log probability of `token` by a row of the last pass's logits, and of the `n_top` likeliest tokens,
-    which may include it."""
+    """Returns the log probability of `token` from a row of the last pass's logits. Also returns the `n_top` likeliest
+    tokens, which may include `token`."""
     logits = llm.context.logits(row)
     most = logits.max()
     log_total = most + np.log(np.exp(logits - most, dtype=np.float64).sum())
@@ -200,11 +203,11 @@ def logprob_of(token: int, llm: Llama, n_top: int, row: int = -1) -> TokenLogpro
 
 
 class Sampler:
-    """Samples the tokens of one answer from the logits of the last pass. `prompt`: tokens that penalties count.
-    `budget`: forces the tokens that end the thinking; the constraint comes before it.
+    """Samples the tokens of one answer from the logits of the last pass. `prompt`: tokens that repetition penalties
+    count, too. `budget` may force the tokens that end the thinking, unless the constraint forbids them.
 
-    Raises OptionError for a logit_bias that is not for a token of the model, SchemaError for a constraint that cannot
-    be followed.
+    Raises OptionError if logit_bias names no token of the model or has a value that is no number. Raises SchemaError
+    for a constraint that cannot be followed.
     """
 
     def __init__(
@@ -228,7 +231,7 @@ class Sampler:
             self._candidates = self._bindings._internals.LlamaTokenDataArray(n_vocab=self._n_vocab)
 
     def _add_samplers(self, sampling: Sampling, prompt: Sequence[int], *, ends: bool) -> None:
-        """Adds the samplers of the options. `ends`: the answer may end with a token."""
+        """Adds the samplers for these options to the chain. `ends`: False forbids the end-of-generation tokens."""
         chain, vocabulary = self._chain, self._llm.vocabulary
         biases = dict(sampling.logit_bias)
         for text, bias in sampling.text_bias:
@@ -268,7 +271,7 @@ class Sampler:
             chain.add_dist(seed)
 
     def _add_penalties(self, sampling: Sampling) -> int:
-        """Adds the penalties of tokens that came before. Returns the number of last tokens that they count."""
+        """Adds the repetition penalties. Returns the number of last tokens that they count, 0 if there are none."""
         if (sampling.repeat_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.0, 0.0, 0.0):
             return 0
         n_last = self._n_last(sampling, sampling.repeat_last_n)
@@ -278,8 +281,8 @@ class Sampler:
         return n_last
 
     def _add_dry(self, sampling: Sampling) -> int:
-        """Adds the penalty of repeated sequences. Returns the number of last tokens that it reads. Raises
-        OptionError."""
+        """Adds the DRY sampler, which penalizes repeated sequences. Returns the number of last tokens that it reads, 0
+        if it is off. Raises OptionError."""
         n_last = self._n_last(sampling, sampling.dry_penalty_last_n)
         if not sampling.dry_multiplier or not n_last:
             return 0
@@ -295,14 +298,15 @@ class Sampler:
         return n_last
 
     def _n_last(self, sampling: Sampling, n_last: int) -> int:
-        """Returns a number of last tokens, where a negative one means all of the context."""
+        """Returns `n_last`, or the length of the context if it is negative."""
         return sampling.context_within(self._llm.n_ctx()) if n_last < 0 else n_last
 
     def sample(self, row: int = -1) -> int | None:
-        """The next token, by that row of the last pass's logits; -1: the last one. None when the answer is complete and
-        the model has no end-of-generation token.
+        """Returns the next token, sampled from a row of the last pass's logits (-1: the last row). Returns None if the
+        answer is complete and the model has no end-of-generation token.
 
-        Raises SchemaError when the constraint allows no token of finite logit, and what `Context.check_logits` raises.
+        Raises SchemaError if every token that the constraint allows has the logit -inf. Also raises the errors of
+        `Context.check_logits`.
         """
         token = self._forced()
         if token is not None:
@@ -321,7 +325,7 @@ class Sampler:
         return token
 
     def _forced(self) -> int | None:
-        """The token that the budget of the thinking forces, unless the constraint forbids it."""
+        """Returns the token that the thinking budget forces; None if there is none or the constraint forbids it."""
         if self._budget is None or (token := self._budget.forced) is None:
             return None
         if self._matcher is not None and not self._matcher.allows(token):
@@ -330,8 +334,8 @@ class Sampler:
         return token
 
     def _constrained(self, matcher: Matcher, row: int) -> int | None:
-        """A token that the constraint allows, not yet accepted by the samplers; None when the answer is complete and
-        the model has no end-of-generation token."""
+        """Samples a token that the constraint allows. The samplers have not accepted it yet. Returns None if the
+        answer is complete and the model has no end-of-generation token."""
         token = self._apply(row)
         if matcher.allows(token):
             return token
@@ -339,7 +343,8 @@ class Sampler:
         return self._apply(row, allowed) if allowed.any() else None
 
     def _apply(self, row: int, allowed: npt.NDArray[np.bool_] | None = None) -> int:
-        """A token by the samplers, not yet accepted by them; [n_vocab] `allowed` masks the others."""
+        """Runs the samplers and returns the token, which they have not accepted yet. `allowed`: [n_vocab], False for
+        tokens that are masked."""
         array, candidates = self._candidates, self._candidates.candidates
         array.copy_logits(self._llm.context.logits(row))
         candidates.selected = -1

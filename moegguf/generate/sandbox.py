@@ -2,18 +2,19 @@
 
 Templates come from model files and are untrusted. jinja2's ImmutableSandboxedEnvironment blocks access to Python's
 internals. The operating system limits memory, and a timer ends this process when a template takes too long. The
-configuration of jinja2 is transformers', so that prompts are equal to the prompts that models were trained with.
+configuration of jinja2 is the same as in transformers, so that prompts are equal to the prompts with which models were
+trained.
 
-Grammars are made of untrusted JSON schemas. llguidance limits most of its work, but not all of its compiling. A grammar
-that has passed here takes as long in another process.
+Grammars are made of untrusted JSON schemas. llguidance limits most of its work, but not all of the compilation. So a
+grammar is compiled here first; if this ends in time, so will the compilation in the main process.
 
-The process reads one request per line of standard input, and ends with its input. A request has a template, variables,
-and the most characters of the output, or it has a grammar and its limits. Both have a limit of computing time in
-seconds. The process writes one line for each request, with the text or with an error and its message. The error is
-"refused", "syntax", "long", "stopped" or "failed". A "syntax" error has its line.
+The process reads one request per line of standard input, and exits at the end of the input. A request has a template,
+variables, and the most characters of the output; or it has a grammar and its limits. Each request has a limit of
+computing time in seconds. The process writes one line for each request, with the text, or with an error and its
+message. The error is "refused", "syntax", "long", "stopped" or "failed". A "syntax" error also has its line.
 
-The tool calls in messages are JSON. A template that writes their arguments without a filter writes the text of OpenAI's
-API, and not Python's.
+The tool calls in messages are JSON. If a template writes their arguments without a filter, they are written as JSON,
+as in OpenAI's API, and not as Python objects.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_MEMORY_BYTES = 512 << 20  # beyond the use before the first template
-MAX_COMPILED = 32  # cached templates
+MAX_MEMORY_BYTES = 512 << 20  # limit, in addition to the memory used before the first template
+MAX_COMPILED = 32  # compiled templates in the cache
 
 
 class RefusedError(Exception):
-    """raise_exception() of a template, for a conversation that the model does not support."""
+    """Raised if a template calls raise_exception(), because the model does not support the conversation."""
 
 
 class OutputError(Exception):
-    """A template writes more than the limit."""
+    """Raised if a template writes more characters than the limit."""
 
 
 class Json:
-    """A part of a tool call, whose text is JSON."""
+    """Base class of objects and arrays in a tool call: str() of them is JSON."""
 
     def __str__(self) -> str:
         return _to_json(self)
@@ -66,22 +67,22 @@ class Json:
 
 
 class JsonObject(Json, dict[str, Any]):
-    """An object in a tool call."""
+    """An object in a tool call. str() of it is JSON."""
 
 
 class JsonArray(Json, list[Any]):
-    """An array in a tool call."""
+    """An array in a tool call. str() of it is JSON."""
 
 
 def _as_json(value: Any) -> Any:
-    """Returns a copy in which objects and arrays have JSON as their text."""
+    """Returns a copy in which str() of objects and arrays is JSON."""
     if isinstance(value, dict):
         return JsonObject((key, _as_json(item)) for key, item in value.items())
     return JsonArray(map(_as_json, value)) if isinstance(value, list) else value
 
 
 class Blank(jinja2.ChainableUndefined):
-    """A variable or a field that is not there, as llama.cpp treats it: it adds nothing to a text."""
+    """A variable or field that does not exist, treated as in llama.cpp: it adds nothing to a text."""
 
     def __add__(self, other: Any) -> Any:
         return other
@@ -90,19 +91,19 @@ class Blank(jinja2.ChainableUndefined):
 
 
 class GenerationTag(Extension):
-    """`{% generation %}` marks what a model is trained on; rendering ignores the tag."""
+    """The tag `{% generation %}`, which marks the text that a model is trained on. Rendering ignores it."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's type)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The statements inside the tag."""
+        """Returns the statements inside the tag."""
         parser.stream.skip(1)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """transformers' environment, with two differences: `append` and `pop` of lists are allowed, because Kimi-K2's
-    template uses them, and forbidden attributes always raise SecurityError."""
+    """The jinja2 environment of transformers, with two differences. `append` and `pop` of lists are allowed, because
+    Kimi-K2's template uses them. Access to a forbidden attribute always raises SecurityError."""
 
     def __init__(self, lenient: bool = False) -> None:
         super().__init__(
@@ -115,11 +116,11 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals.update(raise_exception=_raise_exception, strftime_now=lambda form: datetime.now().strftime(form))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Returns whether a template may read the attribute."""
+        """Returns True if a template may read the attribute."""
         return (isinstance(obj, list) and attr in ("append", "pop")) or super().is_safe_attribute(obj, attr, value)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
-        """Raises SecurityError."""
+        """Raises SecurityError for a forbidden attribute."""
         raise SecurityError(f"access to attribute {attribute!r} of a {type(obj).__name__!r} object is not allowed")
 
 
@@ -130,7 +131,8 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as in transformers: without HTML escapes, keys in order. Accepts undefined values and iterators too."""
+    """Returns JSON as in transformers: without HTML escapes, keys in their order. An undefined value becomes its text,
+    and an iterator becomes a list."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys,
         default=lambda value: str(value) if isinstance(value, jinja2.Undefined) else list(value),
@@ -150,8 +152,8 @@ def _compile(template: str, lenient: bool) -> jinja2.Template:
 
 
 def _render(template: str, variables: dict[str, Any], characters: int) -> str:
-    """Returns the text of a template. A template that needs a variable or field that is not there is rendered again
-    with `Blank`: tools need no description, for example."""
+    """Returns the rendered text. If a template uses a part of a variable or field that does not exist, it is rendered
+    again with `Blank`. For example, the description of a tool is optional."""
     try:
         return "".join(_bounded(_compile(template, False).generate(variables), characters))
     except jinja2.UndefinedError:
@@ -159,7 +161,7 @@ def _render(template: str, variables: dict[str, Any], characters: int) -> str:
 
 
 def reply_to(template: str, variables: dict[str, Any], characters: int) -> dict[str, Any]:
-    """Returns the reply for one template. `characters`: the limit of the output."""
+    """Renders one template and returns the reply to the request. `characters`: the limit of the output."""
     try:
         for message in variables["messages"]:
             if "tool_calls" in message:
@@ -177,12 +179,13 @@ def reply_to(template: str, variables: dict[str, Any], characters: int) -> dict[
         return {"error": "stopped", "message": str(error)}
     except MemoryError:
         return {"error": "stopped", "message": f"it takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory"}
-    except Exception as error:  # a template can cause any exception
+    except Exception as error:  # a template can raise any exception
         return {"error": "failed", "message": str(error)}
 
 
 def compile_grammar(grammar: str, limits: dict[str, Any]) -> dict[str, Any]:
-    """Returns the reply for a grammar that compiles within the limits, or has errors: its user finds these, too."""
+    """Compiles a grammar and returns an empty reply, also for an invalid grammar: the caller compiles it again and
+    finds the error. If the compilation takes too long, the process is killed."""
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
     matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=LLParserLimits(**limits))
@@ -200,7 +203,8 @@ def _bounded(parts: Iterable[str], characters: int) -> Iterable[str]:
 
 
 def main() -> None:
-    """Serves requests until the input ends. SIGPROF, which has no handler here, ends the process at the time limit."""
+    """Answers requests until the input ends. SIGPROF, which has no handler here, kills the process at the time
+    limit."""
     _sandbox(False)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError, ValueError):  # a system without /proc limits only time and output

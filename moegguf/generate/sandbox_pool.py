@@ -1,8 +1,8 @@
-"""Processes that do what untrusted texts ask for (sandbox.py), within limits, and can be killed: chat templates are
-rendered there, and grammars compiled.
+"""Child processes that render chat templates and compile grammars (sandbox.py), with limits of time and memory. These
+texts are untrusted, so a process may be killed.
 
-A process is started by the first request and kept for the next; others only for requests at the same time, at most
-MAX_PROCESSES, for which further ones wait. They end with this process.
+The first request starts a process, which is kept for the next request. Simultaneous requests start further processes,
+up to MAX_PROCESSES; more requests wait. The child processes end with this process.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from typing import Any
 
 from moegguf.child import child_command, child_environment
 
-MAX_S = 2.0  # computing time for one request
+MAX_S = 2.0  # seconds of CPU time for one request
 MAX_PROCESSES = 3
 COMMAND = child_command(f"{__package__}.sandbox")
 Child = subprocess.Popen[bytes]
 
 
 class LimitedError(Exception):
-    """A request failed. `kind`: an error of the sandbox. `line`: of a template's source, 0 if unknown."""
+    """A request failed. `kind`: the error from sandbox.py, such as "syntax". `line`: line in the template, 0 if
+    unknown."""
 
     def __init__(self, kind: str, message: str, line: int = 0) -> None:
         super().__init__(message)
@@ -35,8 +36,8 @@ class LimitedError(Exception):
 
 
 def reply_of(request: Mapping[str, Any]) -> str:
-    """The text of a process's reply to a request (sandbox.py), where what JSON does not have is text. Raises
-    LimitedError, also when a limit of time, memory or output is reached."""
+    """Sends a request to a child process and returns the text of its reply. Values that JSON does not have are sent as
+    their text. Raises LimitedError, also if the request exceeds a limit of time, memory or output."""
     try:
         text = json.dumps(
             {**request, "seconds": MAX_S}, ensure_ascii=False,
@@ -55,13 +56,14 @@ def reply_of(request: Mapping[str, Any]) -> str:
 
 
 def start() -> None:
-    """Starts the first process, so that the first template need not wait a tenth of a second for it."""
+    """Starts the first process in advance, so that the first template does not have to wait a tenth of a second for
+    it."""
     with suppress(LimitedError), _process():
         pass
 
 
 def _reply(process: Child, line: bytes) -> dict[str, Any]:
-    """Raises LimitedError when the process ends instead."""
+    """Sends a request line and returns the reply. Raises LimitedError if the process ends before it replies."""
     assert process.stdin and process.stdout
     with suppress(BrokenPipeError):
         process.stdin.write(line + b"\n")
@@ -78,7 +80,8 @@ def _reply(process: Child, line: bytes) -> dict[str, Any]:
 
 @contextmanager
 def _process() -> Iterator[Child]:
-    """A running process, which an error ends: the next request would read this one's reply. Raises LimitedError."""
+    """Lends a child process for one request. An exception kills the process, because otherwise the next request could
+    read this one's reply. Raises LimitedError if no process can be started."""
     with _running:
         process = None
         try:
@@ -96,7 +99,7 @@ def _process() -> Iterator[Child]:
 
 def _started() -> Child:
     pipe, environment = subprocess.PIPE, child_environment()
-    try:  # the child has a group of its own: Ctrl-C in the terminal interrupts this process only
+    try:  # the child's own process group protects it from Ctrl-C in the terminal
         return subprocess.Popen(
             COMMAND, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=environment, process_group=0
         )
@@ -114,13 +117,13 @@ def _kill(process: Child) -> None:
 
 @atexit.register
 def close() -> None:
-    """Kills the idle processes; the next request starts a new one."""
+    """Kills the idle processes. The next request starts a new one."""
     with suppress(IndexError):
         while True:
             _kill(_idle.pop())
 
 
-_idle: list[Child] = []  # processes that have no request now, the last used last
+_idle: list[Child] = []  # processes without a request; the last used one is the last of the list
 _running = BoundedSemaphore(MAX_PROCESSES)
 
 

@@ -1,6 +1,7 @@
 """A request in the batch loop, from its submission to its end: prompt, sampler, constraint, text, stops and limits.
 
-`batching` evaluates its tokens, and `kv_sequences` gives it a place in the context."""
+`batching` evaluates the tokens of a sequence, and `kv_sequences` assigns its place in the KV cache.
+"""
 
 from __future__ import annotations
 
@@ -25,99 +26,101 @@ if TYPE_CHECKING:
     from moegguf.engine.stats import Stats
 
 
-MAX_CONTEXTS = 10  # length of an answer without a limit, in contexts, when the context shifts; Ollama's number
+MAX_CONTEXTS = 10  # length limit of an answer when the context shifts, in contexts; Ollama's number
 
-MAX_PERIOD = 4  # tokens that an answer may repeat in turn
-CYCLE_PATIENCE = 8  # rows of numbers repeat tokens, too
-AT_SCALE = " adapter at "  # separates the owner of tokens from the scale that they were computed with
+MAX_PERIOD = 4  # longest cycle of tokens in which repetition is found
+CYCLE_PATIENCE = 8  # factor of the limit for cycles of several tokens: rows of numbers repeat tokens, too
+AT_SCALE = " adapter at "  # separates the owner from the adapter's scale with which the tokens were computed
 
 _tickets = itertools.count(1)
 
 
 def owner_part(owner: str) -> tuple[str, str]:
-    """Returns an owner of tokens without the scale of the adapter, and what says the scale."""
+    """Splits an owner of tokens: returns the owner without the adapter's scale, and the part with the scale ("" if
+    none)."""
     alone, at, scale = owner.partition(AT_SCALE)
     return alone, at + scale
 
 
 class AnswerEvents(Protocol):
-    """Receives an answer while it is computed, on the loop's thread. What it raises ends the loop."""
+    """Callbacks for one answer, called on the batch loop's thread. An exception from a callback ends the whole loop."""
 
     def on_progress(self, progress: PromptProgress) -> object:
-        """A part of the prompt was evaluated."""
+        """Called when a part of the prompt was evaluated."""
         return None
 
     def on_delta(self, delta: Delta) -> object:
-        """A part of the answer."""
+        """Called with each part of the answer."""
 
     def on_end(self, summary: AnswerSummary, error: Exception | None) -> object:
-        """The answer has ended, with `error` or without. Called once, last."""
+        """Called once, last, when the answer has ended. `error` is None if there was no error."""
 
 
 @dataclass(eq=False)
 class KvSequence:
-    """A sequence's place in the context: the tokens that the KV cache holds of it."""
+    """A place in the context: one sequence id of llama.cpp, and the tokens that the KV cache contains for it."""
 
     seq_id: int
     tokens: list[int] = field(default_factory=list)
     owner: str = ""  # owner of these tokens
-    sequence: Sequence | None = None  # the sequence that uses the place
-    n_used: int = 0  # the step in which it was last used
-    n_clean: int | None = None  # tokens at the beginning of a shifted context, as if nothing had shifted
+    sequence: Sequence | None = None  # the sequence that uses the place, None: free
+    n_used: int = 0  # number of the step that used it last
+    # leading tokens that were computed without tokens that a shift has dropped; None: no shift
+    n_clean: int | None = None
 
 
 @dataclass(eq=False)
 class Task:
-    """Work that needs the model for itself."""
+    """Work that needs the whole model: the batch loop runs it while no answer is computed."""
 
     run: Callable[[], object]
-    stop: Callable[[], object]  # ends `run`
-    fail: Callable[[Exception], object]  # called instead of `run` where the task does not begin any more
-    client_key: str = ""  # key of the client that the task is for
-    keeps_context: bool = False  # it computes nothing, and finds the context as requests have left it
+    stop: Callable[[], object]  # called by another thread to end `run`
+    fail: Callable[[Exception], object]  # called instead of `run` if the task is cancelled before its start
+    client_key: str = ""  # key of the client that started the task
+    keeps_context: bool = False  # True: the task computes nothing, and the tokens in the context stay
     ticket: int = field(default_factory=lambda: next(_tickets))  # order of arrival
     cancelled: bool = False
 
 
 class Sequence:
-    """A request that the batch loop decodes. Its `summary` is complete at the end.
+    """A request while the batch loop computes it. Its `summary` is complete at the end.
 
     A `Schedule` may read `ticket`, `context`, `n_evaluated`, `number`, `decodes` and `generated`. `prompt`, `sampler`,
-    `shifts`, `n_ctx` and `limit` exist once the request was read.
+    `shifts`, `n_ctx` and `limit` exist after `read`.
     """
 
     prompt: Prompt
     sampler: Sampler
-    shifts: bool  # a full context loses its older half
-    n_ctx: int  # the most tokens of the context that this request may use
-    limit: int  # the most tokens of the answer
+    shifts: bool  # True: if the context is full, its older half is dropped
+    n_ctx: int  # tokens of the context that this request may use
+    limit: int  # most tokens of the answer
 
     def __init__(self, request: Request, events: AnswerEvents) -> None:
         self.ticket = next(_tickets)  # order of arrival
         self.request = request
         self.events = events
         self.summary = AnswerSummary(finish="cancelled")
-        self.context: list[int] = []  # tokens that the KV cache has to hold before the next one is sampled
+        self.context: list[int] = []  # prompt and answer so far: tokens to evaluate before the next one is sampled
         self.generated: list[int] = []  # tokens of the answer, without an end token
         self.n_next = 0  # tokens of `context` that the next pass evaluates
-        self.draft: tuple[int, ...] = ()  # tokens that the next pass evaluates behind them
-        self.number = -1  # number of the request in routing events
+        self.draft: tuple[int, ...] = ()  # drafted tokens that the next pass evaluates after these
+        self.number = -1  # number of the request in routing events; -1: not begun
         self.cancelled = False
-        self.error: Exception | None = None  # error of reading the request
+        self.error: Exception | None = None  # error of `read`
         self.kv: KvSequence | None = None
-        self.has_begun = False  # has begun since it got its place
-        self.ended = False  # the last token was sampled
+        self.has_begun = False  # False until its prefix was copied to its current place
+        self.ended = False  # True after the last token was sampled
         self._llm: Llama
-        self._prompt_logprobs: list[TokenLogprob] = []  # until they are sent
-        self._last_texts = deque[bytes](maxlen=MAX_PERIOD)  # texts of the last tokens, the newest first
-        self._n_repeats = Counter[int]()  # {n: tokens, up to the last, each with the text of the n-th one before it}
+        self._prompt_logprobs: list[TokenLogprob] = []  # not sent yet
+        self._last_texts = deque[bytes](maxlen=MAX_PERIOD)  # texts of the last tokens, the newest one first
+        self._n_repeats = Counter[int]()  # {n: number of last tokens that each equal the n-th token before}
         self._start_s = 0.0
-        self._before: Stats | None = None  # the model's counters at the start
-        self._first: Stats | None = None  # and at the first token
+        self._before: Stats | None = None  # the model's counters when the sequence began
+        self._first: Stats | None = None  # the model's counters at the first sampled token
 
     def read(self, llm: Llama) -> None:
-        """Reads the request. Sets `error` to a ContextError, TemplateError, CapabilityError, SchemaError or OptionError
-        where the request cannot be answered."""
+        """Makes the prompt, the sampler and the limits from the request. If the request cannot be answered, sets
+        `error`. It is usually a ContextError, TemplateError, CapabilityError, SchemaError or OptionError."""
         self._llm = llm
         request = self.request
         try:
@@ -146,37 +149,37 @@ class Sequence:
             self.limit = min(self.limit, wanted)
 
     def fail(self, error: Exception) -> None:
-        """Ends an answer that has not begun."""
+        """Ends an answer with an error before it has begun."""
         self.events.on_end(self.summary, error)
 
     @property
     def owner(self) -> str:
-        """Returns who may reuse what the sequence computes: requests of the same owner with the same scale of the
-        model's adapter."""
+        """The owner of the computed tokens. Only requests of the same owner with the same scale of the model's adapter
+        may reuse them."""
         request, scale = self.request, self.request.lora_scale
         is_loaded = scale is None or scale == self._llm.lora_scale
         return request.owner if is_loaded else f"{request.owner}{AT_SCALE}{scale}"
 
     def computes_with(self, other: Sequence) -> bool:
-        """Returns whether both can be in one pass, which has one scale of the model's adapter."""
+        """Returns True if both sequences may be in one pass. A pass has only one scale of the model's adapter."""
         default = self._llm.lora_scale
         scales = {default if each.request.lora_scale is None else each.request.lora_scale for each in (self, other)}
         return len(scales) == 1 and not self.alone and not other.alone
 
     @property
     def reuses_prefix(self) -> bool:
-        """Returns whether tokens of earlier requests may be reused. Prompt logprobs need the logits of all
-        tokens. With a seed or `exact`, bits have to be the same again. But where a model is not batch-invariant, the
-        last bits of a token's K and V depend on the tokens beside which it was evaluated."""
+        """True if the sequence may reuse tokens of earlier requests. False with prompt logprobs, which need the logits
+        of all tokens. If the model is not batch-invariant, also False with a seed or `exact`. The last bits of K and V
+        then depend on the other tokens of the passes that computed them."""
         sampling = self.request.sampling
         is_same = self._llm.batch_invariant or (sampling.seed is None and not sampling.exact)
         return is_same and not self.request.prompt_logprobs
 
     @property
     def alone(self) -> bool:
-        """Returns whether the sequence is computed without others: with images, and with `exact` where others in its
-        passes may change bits. A context that becomes full changes them, too: among others it is evaluated again, which
-        rounds in another way than moving its cells."""
+        """True if the sequence must be computed without others: with images, or with `exact` if others could change
+        bits. They could if the model is not batch-invariant or if the context may shift. If others are computed too, a
+        shift evaluates tokens again, which rounds differently than moving their cells."""
         if self.prompt.images is not None:
             return True
         may_shift = self.shifts and len(self.prompt.tokens) + self.limit > self.n_ctx
@@ -184,44 +187,46 @@ class Sequence:
 
     @property
     def place(self) -> KvSequence:
-        """Returns its place in the context. It must have one."""
+        """The place of the sequence in the context. It must have one."""
         assert self.kv is not None
         return self.kv
 
     @property
     def n_evaluated(self) -> int:
-        """Tokens of `context` that the KV cache holds."""
+        """The number of tokens of `context` that are in the KV cache."""
         return len(self.kv.tokens) if self.kv is not None else 0
 
     @property
     def n_pending(self) -> int:
-        """Tokens of `context` to evaluate before the next one is sampled."""
+        """The number of tokens of `context` that must be evaluated before the next token is sampled."""
         return len(self.context) - self.n_evaluated
 
     @property
     def decodes(self) -> bool:
-        """Returns whether only the token that was sampled last is left to evaluate."""
+        """True if only the token that was sampled last must still be evaluated."""
         return self.n_pending == 1 and bool(self.generated)
 
     @property
     def image(self) -> ImageSpan | None:
-        """Returns the next image of the prompt that is not evaluated yet."""
+        """The next image of the prompt that is not evaluated yet; None if there is none."""
         spans = self.prompt.images.spans if self.prompt.images is not None else ()
         return next((span for span in spans if span.begin >= self.n_evaluated), None)
 
     def begin(self, number: int, stats: Stats) -> None:
-        """Notes that the sequence is computed from now on."""
+        """Begins the computation of the sequence. `number`: its number in routing events. `stats`: the model's
+        counters now."""
         self.number, self.context = number, list(self.prompt.tokens)
         self._start_s, self._before = time.perf_counter(), stats
 
     def progress(self) -> PromptProgress:
-        """Returns how much of the prompt is evaluated."""
+        """Returns the progress of the prompt's evaluation."""
         n_tokens = len(self.prompt.tokens)
         seconds = time.perf_counter() - self._start_s
         return PromptProgress(n_tokens, self.summary.cached_tokens, min(self.n_evaluated, n_tokens), seconds)
 
     def note_prompt(self, n_done: int, n_tokens: int, row: int) -> None:
-        """Keeps logprobs of `n_tokens` tokens of the prompt after the first `n_done`. `row`: of the last one."""
+        """Keeps the logprobs of the `n_tokens` prompt tokens that a pass has evaluated after the first `n_done`.
+        `row`: index of the last one in the logits."""
         tokens, known = self.prompt.tokens, self._prompt_logprobs
         vocabulary, has_own_begin = self._llm.vocabulary, self.request.begins_with_token or len(tokens) == 1
         n_bos = 0 if has_own_begin else len(vocabulary.bos_tokens)
@@ -232,8 +237,8 @@ class Sequence:
             known.append(logprob_of(tokens[n], self._llm, n_top, row - n_done - n_tokens + n))
 
     def sample(self, row: int, stats: Callable[[], Stats]) -> Exception | None:
-        """Takes the next token by a row of logits and sends what the token adds to the answer, which may be the end.
-        Returns the error, if any. `stats` returns the model's counters."""
+        """Samples the next token from a row of the logits and sends the new part of the answer. The token may end the
+        answer. Returns the error, None if there is none. `stats` returns the model's counters."""
         if self._prompt_logprobs:
             self.events.on_delta(Delta(prompt=tuple(self._prompt_logprobs)))
             self._prompt_logprobs = []
@@ -273,8 +278,8 @@ class Sequence:
         return delta
 
     def _repeats(self, token: int) -> bool:
-        """Returns whether the answer only repeats a token by now, or for much longer a few tokens in turn. Tokens count
-        as one that differ in white space."""
+        """Returns True if the answer should end because it only repeats one token, or (after many more tokens) a short
+        cycle of tokens. Tokens that differ only in white space count as equal."""
         if not (limit := self.request.repeat_limit):
             return False
         text = self._llm.vocabulary.piece(token, special=True).strip()
@@ -290,8 +295,8 @@ class Sequence:
         self.ended, self.summary.finish = True, reason
 
     def complete(self, stats: Stats, error: Exception | None) -> Exception | None:
-        """Sends the text that was held back, and completes the summary of an answer that has begun. Returns `error`, or
-        the error of reading the text."""
+        """Sends the text that was held back, and completes the summary. Returns `error`, or else the error of parsing
+        the text."""
         try:
             delta = self._transcript.end(cut=self.summary.finish == "length") if error is None else None
         except Exception as found:

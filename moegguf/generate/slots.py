@@ -1,7 +1,7 @@
-"""Slots as llama-server has them: what a place in the context holds is saved to a file, restored or erased.
+"""llama-server's slots: saves the tokens of a place in the context to a file, restores them, or erases them.
 
-A file has the tokens and llama.cpp's state of them. It is restored only into a model that computes the same bits: the
-file has the name that contexts on disk have. For the thread of the batch loop, between two passes.
+A file contains the tokens and llama.cpp's state of them. It is restored only if the model computes the same bits: the
+file contains the name under which the model stores contexts on disk. Called on the batch loop's thread between passes.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
 
 MAGIC = b"moegslt1"
-_HEADER = struct.Struct("<8s16sI")  # MAGIC, the digest of what follows, bytes of the description in JSON
+_HEADER = struct.Struct("<8s16sI")  # MAGIC, hash of the rest of the file, bytes of the JSON description
 _NOT_WHOLE = "is no slot that was saved whole; save it again."
 
 
 def run_action(llm: Llama, places: KvSequences, action: str, slot: int, owner: str, **fields: Any) -> dict[str, Any]:
-    """Saves, restores or erases a slot of an owner. Returns the counts of llama-server's reply. Raises OptionError,
-    UnknownIdError, CapabilityError, StorageError."""
+    """Saves, restores or erases a slot that belongs to `owner`. Returns the counts for llama-server's reply. Raises
+    OptionError, UnknownIdError, CapabilityError, StorageError."""
     if not 0 <= slot < len(places):
         raise OptionError(f"a slot is a number from 0 to {len(places) - 1}, but is {slot}.")
     kv = places[slot]
@@ -85,7 +85,8 @@ def _restore(places: KvSequences, kv: KvSequence, path: Path, owner: str, name: 
 
 
 def _read(path: Path) -> tuple[Mapping[str, Any], bytes]:
-    """Returns the description and the state in a file. Raises UnknownIdError, OptionError."""
+    """Returns the description and llama.cpp's state from a file. Raises UnknownIdError if there is no file,
+    OptionError if it is damaged."""
     try:
         with open_regular(path, own=True) as file:
             content = file.read()

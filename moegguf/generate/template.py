@@ -1,7 +1,7 @@
 """Renders a conversation to a prompt with the model's chat template, which is untrusted.
 
-Templates are rendered with the variables that transformers defines, in limited processes. Does not know models or
-tokens.
+Templates get the variables that transformers defines, and are rendered in child processes with limits of time and
+memory. Does not know models or tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_TEMPLATE_BYTES = 128 << 10
 
 
 class LongPromptError(TemplateError):
-    """A template writes more characters than the caller allows."""
+    """Raised if a template writes more characters than the caller allows."""
 
 
 def render(
@@ -33,19 +33,19 @@ def render(
     begins_answer: bool = True,
     characters: int = MAX_CHARACTERS,
 ) -> str:
-    """Returns the prompt.
+    """Returns the prompt of a conversation.
 
     `tools` have OpenAI's form. `bos` and `eos` are the texts of these tokens.
 
     think: True, False or a level. It becomes the variables that templates know: enable_thinking (Qwen, GLM), thinking
-    (DeepSeek, Granite), thinking_mode (MiniMax), thinking_budget (Seed), reasoning_effort (gpt-oss). None sets
-    enable_thinking only, as llama-server does, unless `options` decide it.
+    (DeepSeek, Granite), thinking_mode (MiniMax), thinking_budget (Seed), reasoning_effort (gpt-oss). None sets only
+    enable_thinking, to True as in llama-server, unless `options` has it.
 
     options: further variables.
 
-    begins_answer: the prompt ends with the beginning of an answer.
+    begins_answer: True adds the header of an answer to the end of the prompt.
 
-    Raises LongPromptError for a prompt of more than `characters` characters. Raises TemplateError when the template is
+    Raises LongPromptError for a prompt of more than `characters` characters. Raises TemplateError if the template is
     too long or invalid, rejects the conversation, fails, or exceeds the limits of time or memory.
     """
     variables = default_variables() | _reasoning(options or {}) | {"bos_token": bos, "eos_token": eos}
@@ -77,7 +77,8 @@ def render(
 
 
 def _reasoning(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options, and what llama-server adds to them: other names of templates for the same choice."""
+    """Returns the options together with synonyms: other templates have other names for the same choice. llama-server
+    adds the same ones."""
     added = dict[str, Any]()
     if isinstance(keeps := options.get("preserve_reasoning"), bool):
         added = {"preserve_thinking": keeps}

@@ -1,10 +1,10 @@
-"""The forms in which a chat template reads a conversation.
+"""Finds out the form in which a chat template expects a conversation.
 
-Content is a text or a list of parts, the arguments of a call are an object or a text, and a template may read no system
-message. Templates do not say which forms they read, and a template that meets another form leaves out the text.
-`forms_of` renders short conversations of marked texts, once for each template. It chooses the forms in which no mark is
-lost, as llama.cpp does (common/jinja/caps.cpp). Messages in these forms are rendered in limited processes
-(sandbox_pool.py).
+The content of a message is a text or a list of parts. The arguments of a call are an object or a text. Some templates
+do not support system messages. Templates do not declare which forms they expect, and a template that gets another form
+leaves out the text. So `forms_of` renders short conversations in which each text begins with a marker, once for each
+template. It chooses the forms that lose no marker, as llama.cpp does (common/jinja/caps.cpp). Messages are then
+rendered in these forms in limited processes (sandbox_pool.py).
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from typing import Any
 from moegguf.generate.request import Message
 from moegguf.generate.sandbox_pool import LimitedError, reply_of
 
-MAX_CHARACTERS = 16 << 20  # characters of a prompt
-MAX_KNOWN = 64  # templates whose forms are kept
+MAX_CHARACTERS = 16 << 20  # most characters of a prompt
+MAX_KNOWN = 64  # templates whose forms are cached
 
 Tools = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Forms:
-    """The forms that a template reads."""
+    """The forms of messages that a template expects."""
 
-    part_roles: frozenset[str] = frozenset()  # roles whose content is a list of parts
-    merges_system: bool = False  # the text of a system message begins the next message of the user
-    user_results: bool = False  # the result of a tool is a message of the user
-    null_content: bool = False  # the content of a message of calls alone is none
-    text_arguments: bool = False  # the arguments of a call are the text of their JSON
-    empty_tools: bool = False  # no tools are an empty list
+    part_roles: frozenset[str] = frozenset()  # roles whose content must be a list of parts
+    merges_system: bool = False  # system messages become the beginning of the next user message
+    user_results: bool = False  # results of tools are user messages
+    null_content: bool = False  # the content of a message with only calls is null, not ""
+    text_arguments: bool = False  # the arguments of a call are a JSON text, not an object
+    empty_tools: bool = False  # if there are no tools, `tools` is an empty list, not null
 
     def messages(self, messages: Iterable[Message]) -> list[Message]:
         """Returns the messages in these forms."""
@@ -51,7 +51,8 @@ class Forms:
         return formed
 
     def _message(self, message: Message) -> Message:
-        """Returns a copy with the fields that templates use. Templates distinguish absent fields from empty ones."""
+        """Returns a copy with only the fields that templates use. Absent fields stay absent, because templates
+        distinguish them from empty ones."""
         formed = {key: value for key, value in message.items() if value is not None and key not in ("images", "index")}
         formed.setdefault("content", "")
         if thinking := formed.get("thinking"):
@@ -70,13 +71,13 @@ class Forms:
         if self.text_arguments and not isinstance(given, str):
             function["arguments"] = json.dumps(given, ensure_ascii=False)
         elif not self.text_arguments and isinstance(given, str):
-            with suppress(ValueError):  # invalid JSON of a model stays text
+            with suppress(ValueError):  # arguments that are invalid JSON stay a text
                 function["arguments"] = json.loads(given)
         return {"id": call.get("id", ""), "type": "function", "function": function}
 
 
 def _without_system(messages: Iterable[Message]) -> Iterator[Message]:
-    """Yields the messages, where the text of system messages begins the next message of the user."""
+    """Yields the messages without system messages. Their text is put before the text of the next user message."""
     texts = list[str]()
     for message in messages:
         if message.get("role") == "system":
@@ -91,7 +92,7 @@ def _without_system(messages: Iterable[Message]) -> Iterator[Message]:
 
 
 def default_variables() -> dict[str, Any]:
-    """Returns the variables that every template has, with llama-server's values."""
+    """Returns the variables that every template gets, with llama-server's values."""
     now = datetime.now()
     return {
         "add_generation_prompt": True,
@@ -111,7 +112,7 @@ def rendered(
     variables: Mapping[str, Any],
     characters: int = MAX_CHARACTERS,
 ) -> str:
-    """Returns the prompt of a conversation in these forms. Raises LimitedError above `characters`."""
+    """Renders a conversation in these forms. Raises LimitedError, also if the prompt has more than `characters`."""
     formed = forms.messages(messages)
     if "length 9" in template:
         _shorten_ids(formed)
@@ -122,7 +123,7 @@ def rendered(
 
 
 def _shorten_ids(messages: Iterable[Message]) -> None:
-    """Changes the ids of calls into what Mistral's templates accept: nine letters and digits."""
+    """Replaces the ids of calls by ids that Mistral's templates accept: nine letters and digits."""
 
     def shortened(text: Any) -> str:
         return "".join(c for c in str(text) if c.isascii() and c.isalnum())[-9:].rjust(9, "0")
@@ -136,23 +137,23 @@ def _shorten_ids(messages: Iterable[Message]) -> None:
 
 # Probes
 
-# A form that a template cannot know without this word is not tried.
+# A form is tried only if the template contains its word; otherwise the template cannot know the form.
 _WORDS = {"part_roles": "text", "null_content": "tool_calls", "text_arguments": "arguments", "empty_tools": "tools"}
-_MARK = "q7z"  # begins each marked text; letters may change their case
+_MARK = "q7z"  # marker at the beginning of each text; the case is ignored
 
 
 @dataclass(frozen=True)
 class _Probe:
-    """A conversation of marked texts, and the choices of forms that may save them."""
+    """A conversation in which each text begins with a marker, and the forms to try."""
 
     messages: Sequence[Message]
     choices: Sequence[Mapping[str, Any]]
     tools: Tools = ()
 
     def n_lost(self, template: str, forms: Forms) -> int:
-        """Returns the number of marks that are not in the prompt. A system message that is merged counts as lost, so
-        that only a template that rejects or fails with system messages gets none. Raises LimitedError where no form
-        helps."""
+        """Returns the number of markers that are missing in the prompt. Merging the system message counts as one more,
+        so that it is chosen only if a template rejects system messages or fails. Raises LimitedError for an error that
+        other forms cannot avoid."""
         marks = {word for word in json.dumps(self.messages).split('"') if word.startswith(_MARK)}
         try:
             prompt = rendered(template, forms, self.messages, self.tools, default_variables())
@@ -165,7 +166,7 @@ class _Probe:
 
 
 def _choices(**values: Sequence[Any]) -> list[dict[str, Any]]:
-    """Returns all combinations of these values of the fields of `Forms`. Those of the first values come first."""
+    """Returns all combinations of values for fields of `Forms`. Combinations of the first values come first."""
     return [dict(zip(values, chosen, strict=True)) for chosen in product(*values.values())]
 
 
@@ -219,7 +220,8 @@ _PROBES = (
 
 @functools.lru_cache(MAX_KNOWN)
 def forms_of(template: str) -> Forms:
-    """Returns the forms that a template reads. Raises LimitedError for a template that cannot be rendered at all."""
+    """Returns the forms that a template expects. Raises LimitedError for a template that cannot be rendered in any
+    form."""
     forms = Forms()
     for probe in _PROBES:
         forms = _best(template, probe, forms)
@@ -227,7 +229,7 @@ def forms_of(template: str) -> Forms:
 
 
 def _best(template: str, probe: _Probe, known: Forms) -> Forms:
-    """Returns the first of a probe's choices that loses the fewest marks."""
+    """Returns the first of a probe's forms that loses the fewest markers."""
     losses = dict[Forms, int]()
     for choice in probe.choices:
         if any(choice.get(field) and word not in template for field, word in _WORDS.items()):

@@ -1,7 +1,7 @@
-"""The budget of an answer's thinking: how many tokens it may have, and the tokens that end it when they are used up.
+"""The budget of an answer's thinking: the number of thinking tokens, and the tokens that end the thinking after them.
 
-Thinking is found in the text, as the parser of the answer finds it, so that the budget does not depend on how tokens
-divide a mark. A `Sampler` takes the tokens that are `forced` in place of those that the model would choose.
+The marks of thinking are searched in the text, as the parser of the answer does, because tokens may divide a mark in
+different ways. A `Sampler` takes the tokens in `forced` instead of the tokens that the model would choose.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class _Channels(NamedTuple):
-    """The marks of messages that have a channel or a recipient.
+    """The marks in the format of models whose messages have a channel or a recipient.
 
-    `open` and `close` are the beginning and the end of a message of thinking. `next_message` begins the next message,
-    and `answer` makes it the answer.
+    `open` and `close` match the start and the end of a message of thinking. `next_message` begins another message. If
+    `answer` follows, this message is the answer.
     """
 
     open: re.Pattern[str]
@@ -47,21 +47,21 @@ _RECIPIENTS = _Channels(
     "<|eom|><|start|>assistant",
     " to=user<|message|>",
 )
-_WINDOW = 512  # characters of the text in which a mark is looked for
+_WINDOW = 512  # last characters of the text that are searched for a mark
 
 
 @dataclass
 class ThinkingBudget:
-    """Counts the tokens of one answer's thinking."""
+    """Counts the thinking tokens of one answer, and forces the end of the thinking when the budget is used up."""
 
     vocabulary: Vocabulary
-    open: re.Pattern[str]  # stands before the thinking
-    close: re.Pattern[str]  # stands behind it
-    n_left: int  # the budget, for all thinking of the answer
-    ends: list[list[int]]  # tokens that end the thinking the first time, the second and so on; the last ones stay
-    only_first: bool = False  # thinking can only be at the beginning of the answer
-    message: Sequence[int] = ()  # tokens before the end
-    text: str = ""  # end of the text since the thinking began or ended; at first the prompt's end, which may begin it
+    open: re.Pattern[str]  # mark before the thinking
+    close: re.Pattern[str]  # mark after the thinking
+    n_left: int  # tokens left for all thinking of the answer
+    ends: list[list[int]]  # tokens that end the thinking the first time, the second time, ...; the last entry repeats
+    only_first: bool = False  # True: only the start of the answer can be thinking
+    message: Sequence[int] = ()  # tokens forced before the end
+    text: str = ""  # text since the last mark, at most _WINDOW characters; at first the end of the prompt
     thinks: bool = False
 
     def __post_init__(self) -> None:
@@ -73,15 +73,15 @@ class ThinkingBudget:
 
     @property
     def forced(self) -> int | None:
-        """The token that has to come next; None for any."""
+        """The token that must come next; None if any token may come."""
         return self._forced[0] if self._forced else None
 
     def release(self) -> None:
-        """Lets the model choose the next token, where the format of the answer does not allow the forced one."""
+        """Stops forcing tokens, because the required format of the answer does not allow the forced one."""
         self._forced.clear()
 
     def accept(self, token: int) -> None:
-        """Advances past a token of the answer."""
+        """Notes the next token of the answer."""
         if self._is_over:
             return
         self._last.append(token)
@@ -93,7 +93,7 @@ class ThinkingBudget:
         self._look()
 
     def _look(self) -> None:
-        """Notes where the thinking begins and ends, and ends it once the budget is used up."""
+        """Finds the start and the end of thinking in the text. Forces the end if the budget is used up."""
         if not self.thinks and (match := self.open.search(self.text)):
             self.thinks = True
             self.text = self.text[match.end() :]
@@ -104,12 +104,12 @@ class ThinkingBudget:
             self.text = self.text[match.start() :]
             self._is_over = self.only_first
         self.text = self.text[-_WINDOW:]
-        is_whole = not self._decoder.getstate()[0]  # no character is cut in two
+        is_whole = not self._decoder.getstate()[0]  # False: the last token ends within a character
         if self.thinks and self.n_left <= 0 and is_whole and not self._forced:
             self._force()
 
     def _force(self) -> None:
-        """Forces the end, or the rest of an end that the model has begun."""
+        """Forces the tokens that end the thinking; if the model has already begun them, only the rest."""
         end, last = self.ends[0], list(self._last)
         if len(self.ends) > 1:
             del self.ends[0]
@@ -118,9 +118,11 @@ class ThinkingBudget:
 
 
 def thinking_budget_of(llm: Llama, request: Request, prompt: Prompt) -> ThinkingBudget | None:
-    """The budget of the answer to `request`; None where it has no limit, or nothing is known of the model's thinking.
+    """Returns the budget for the answer to `request`; None if it has no limit or the model's marks of thinking are
+    unknown.
 
-    A prompt without a chat template has the marks that the request names, or the marks of the model's own template.
+    The request may name the marks. Otherwise the chat template determines them; for a prompt without a template, the
+    model's own template.
     """
     n_tokens, tokens = request.sampling.reasoning_budget_tokens, llm.vocabulary.tokens
     if n_tokens is None or request.suffix is not None:
@@ -132,7 +134,7 @@ def thinking_budget_of(llm: Llama, request: Request, prompt: Prompt) -> Thinking
         open_pattern, close_pattern, next_message, answer = _HARMONY if form.is_harmony else _RECIPIENTS
         last = _end_of(llm, prompt).rpartition("<|start|>")[2]
         may_call = bool(request.tools) and request.tool_choice != "none"
-        ends = [next_message] if may_call else []  # a call may follow, too
+        ends = [next_message] if may_call else []  # a call is allowed instead of the answer
         ids = [tokens(end) for end in (*ends, next_message + answer)]
         return ThinkingBudget(llm.vocabulary, open_pattern, close_pattern, n_tokens, ids, message=message, text=last)
     marks = form.think
@@ -158,6 +160,6 @@ def thinking_budget_of(llm: Llama, request: Request, prompt: Prompt) -> Thinking
 
 
 def _end_of(llm: Llama, prompt: Prompt) -> str:
-    """The prompt's text; of a prompt without a template, from its tokens."""
+    """Returns the text of the prompt. If it is not known, decodes it from the tokens."""
     pieces = (llm.vocabulary.piece(token, special=True) for token in prompt.text_tokens)
     return prompt.end or b"".join(pieces).decode(errors="replace")

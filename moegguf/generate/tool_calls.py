@@ -1,8 +1,8 @@
-"""Reads the tool calls that models write: JSON objects, names with arguments between marks, Python's and Gemma's forms.
+"""Reads the tool calls that models write: JSON objects, names with arguments between marks, Python's and Gemma's
+forms.
 
-A reader takes the text of a block of calls and returns the calls, or None when the text is no call. Readers never
-raise: a text that is no call is text. `call_format.py` learns from a chat template which reader
-applies.
+A reader gets the text of a block of calls. It returns the calls, or None if the text is no call; the text is then
+normal text, not an error. `call_format.py` learns from a chat template which reader to use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Call = tuple[str, dict[str, Any]]
 """Name and arguments."""
 
 NAME_PATTERN = r"[\w./-]{1,128}"
-MAX_NESTING = 64  # depth of values in formats that are not JSON
+MAX_NESTING = 64  # levels of nested values in formats that are not JSON
 
 
 def _reject_constant(constant: str) -> None:
@@ -33,7 +33,8 @@ def _reject_constant(constant: str) -> None:
 
 
 def _finite(text: str) -> float:
-    """Returns a JSON number. Raises ValueError for one that no double holds: no JSON could be written of its value."""
+    """Returns a JSON number. Raises ValueError for a number that is too large for a double, because inf is not valid
+    JSON."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text[:20]} is too large")
@@ -45,13 +46,13 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 
 def ends_within_string(text: str) -> bool:
-    """Returns whether the text begins JSON and ends within one of its strings."""
+    """Returns True if the text contains the beginning of a JSON object and ends within one of its strings."""
     begin = text.find("{")
     return begin >= 0 and '"' in _STRING.sub("", text[begin:])
 
 
 def json_value(text: str) -> Any:
-    """Returns the value of a JSON text, None when it is not JSON."""
+    """Returns the value of a JSON text, None if it is not valid JSON."""
     try:
         return _DECODER.decode(text)
     except (ValueError, RecursionError):
@@ -59,7 +60,7 @@ def json_value(text: str) -> Any:
 
 
 def json_at(text: str, at: int) -> tuple[Any, int] | None:
-    """Returns the JSON value that begins at `at` and the position behind it, None when there is none."""
+    """Returns the JSON value that begins at position `at`, and the position after it; None if there is none."""
     try:
         return _DECODER.raw_decode(text, at)
     except (ValueError, RecursionError):
@@ -67,7 +68,7 @@ def json_at(text: str, at: int) -> tuple[Any, int] | None:
 
 
 def literal_value(text: str) -> Any:
-    """Returns the value of a JSON or Python literal; the text itself when it is neither."""
+    """Returns the value of a JSON or Python literal. Returns the text itself if it is neither."""
     stripped = text.strip()
     value = json_value(stripped)
     if value is not None or stripped == "null":
@@ -80,7 +81,7 @@ def literal_value(text: str) -> Any:
     return value
 
 
-# The schemas of parameters, for formats that write values as text
+# The schemas of parameters, for formats whose values are not JSON
 
 _MAX_REFERENCES = 16
 _COMBINING = ("anyOf", "oneOf", "allOf")
@@ -89,13 +90,14 @@ _KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", type(
 
 @dataclass(frozen=True)
 class Parameter:
-    """A part of a tool's JSON schema."""
+    """A parameter of a tool, or a part of it, with its JSON schema."""
 
     schema: Any = None
-    root: Any = None  # the schema in which references are followed
+    root: Any = None  # the whole schema, in which references are resolved
 
     def parts(self, combining: Sequence[str] = _COMBINING) -> Iterator[Mapping[str, Any]]:
-        """Yields the schema and the schemas that it refers to or combines by the keywords `combining`."""
+        """Yields the schema itself, and all schemas that it contains by the keywords `combining` or refers to by
+        "$ref"."""
         todo = [(self.schema, 0)]
         while todo:
             schema, depth = todo.pop()
@@ -112,7 +114,7 @@ class Parameter:
             todo += [(part, depth + 1) for part in reversed(inner)]
 
     def kinds(self) -> set[str]:
-        """Returns the JSON types that a value may have; empty where the schema does not say."""
+        """Returns the JSON types that a value may have; an empty set if the schema does not restrict the type."""
         found = set[str]()
         for part in self.parts():
             kind = part.get("type")
@@ -125,13 +127,13 @@ class Parameter:
         return found
 
     def properties(self) -> Iterator[str]:
-        """Yields the names of an object's properties."""
+        """Yields the names of the properties if the value is an object."""
         for part in self.parts():
             if isinstance(properties := part.get("properties"), Mapping):
                 yield from properties
 
     def property(self, name: str) -> Parameter:
-        """Returns the schema of a property of an object."""
+        """Returns the parameter for a property of an object; without a schema if the property has none."""
         for part in self.parts():
             properties = part.get("properties")
             if isinstance(properties, Mapping) and name in properties:
@@ -139,7 +141,7 @@ class Parameter:
         return Parameter()
 
     def items(self) -> Parameter:
-        """Returns the schema of the items of a list."""
+        """Returns the parameter for the items of a list; without a schema if the items have none."""
         return Parameter(next((part["items"] for part in self.parts() if "items" in part), None), self.root)
 
 
@@ -149,7 +151,7 @@ NO_TYPES: Types = {}
 
 
 def types_of(tools: Sequence[Mapping[str, Any]]) -> Types:
-    """Returns the schemas of the tools' parameters."""
+    """Returns the schemas of the parameters of all tools."""
     types = {}
     for tool in tools:
         function = tool.get("function", tool)
@@ -161,8 +163,8 @@ def types_of(tools: Sequence[Mapping[str, Any]]) -> Types:
 
 
 def parameter_value(text: str, parameter: Parameter) -> Any:
-    """Returns a parameter's value from its text. A value that may be a string and no number stays text; without a
-    schema, text that is JSON is read as JSON."""
+    """Converts the text of a parameter to its value. The text stays a string if the schema allows strings but no other
+    type except null. Otherwise, and without a schema, a text that is JSON or a Python literal is converted."""
     kinds = parameter.kinds()
     if "string" in kinds and not kinds & {"integer", "number", "boolean", "object", "array"}:
         return None if "null" in kinds and text.strip() == "null" else text
@@ -173,8 +175,8 @@ def parameter_value(text: str, parameter: Parameter) -> Any:
 
 
 def call_of(value: Any, *, name_is_key: bool = False) -> Call | None:
-    """Returns the call in one of the usual JSON objects: {"name", "arguments"}, {"function": {...}} or variants of
-    them. With `name_is_key` also {NAME: arguments}."""
+    """Converts a JSON object to a call: {"name", "arguments"}, {"function": {...}} or variants of them. With
+    `name_is_key` also {NAME: arguments}. Returns None if the object is no call."""
     if not isinstance(value, dict):
         return None
     if name_is_key and len(value) == 1:
@@ -195,35 +197,36 @@ def call_of(value: Any, *, name_is_key: bool = False) -> Call | None:
 
 
 def calls_in(value: Any, *, name_is_key: bool = False) -> list[Call] | None:
-    """Returns the call of an object, or the calls of a list of them; None when one of them is no call."""
+    """Returns the calls in a JSON object or a list of objects; None if any of them is no call."""
     calls = [call_of(item, name_is_key=name_is_key) for item in (value if isinstance(value, list) else [value])]
     found = [call for call in calls if call is not None]
     return found if len(found) == len(calls) else None
 
 
-# Readers
+# Readers of calls
 
 _SEPARATORS = re.compile(r"[\s,;]*")
 
 
 def _behind(pattern: str | re.Pattern[str], text: str, at: int) -> int:
-    """Returns the position behind what a pattern matches at `at`; `at` without a match."""
+    """Returns the position after the match of a pattern at position `at`; `at` itself if the pattern does not match."""
     match = re.compile(pattern).match(text, at)
     return match.end() if match else at
 
 
 def pattern_of(text: str) -> str:
-    """Returns a pattern for a mark: blanks may be missing or doubled, and a number may be another one."""
+    """Returns a regular expression for a mark. In the place of blanks, it matches any blanks or none; in the place of
+    a number, any number."""
     parts = re.split(r"(\s+|\d+)", text)
     return "".join(r"\s*" if part.isspace() else r"\d+" if part.isdigit() else re.escape(part) for part in parts)
 
 
 class Reader:
-    """Reads the calls in a block without its outer marks."""
+    """Base class: reads the calls in a block, which is given without its outer marks. Subclasses implement `_next`."""
 
     def __call__(self, text: str, types: Types = NO_TYPES, *, final: bool = False) -> list[Call] | None:
-        """Returns the calls, None when the text is no call. With `final` the answer has ended, and marks may be missing
-        at the end of the text."""
+        """Returns the calls in a block, None if the text is no call. `final`: the answer has ended, so marks at the
+        end of the text may be missing."""
         calls = list[Call]()
         at = 0
         while (at := _behind(_SEPARATORS, text, at)) < len(text):
@@ -235,18 +238,18 @@ class Reader:
         return calls or None
 
     def _next(self, text: str, at: int, types: Types, final: bool) -> tuple[list[Call], int] | None:
-        """Returns the calls that begin at `at`, and the position behind them; None where no whole call stands there.
-        `final`: as in `__call__`."""
+        """Returns the calls that begin at position `at`, and the position after them; None if there is no complete
+        call. `final`: see `__call__`."""
         raise NotImplementedError
 
     def is_open(self, text: str) -> bool:
-        """Returns whether the text ends within a value, so that a mark behind it may be a part of that value."""
+        """Returns True if the text ends within a value. A closing mark after it may then be a part of the value."""
         return ends_within_string(text)
 
 
 @dataclass(frozen=True)
 class JsonCalls(Reader):
-    """Reads JSON objects and lists of them. `name_is_key`: an object has the form {NAME: arguments}."""
+    """Reads JSON objects and lists of them. `name_is_key`: True if an object has the form {NAME: arguments}."""
 
     name_is_key: bool = False
 
@@ -258,16 +261,16 @@ class JsonCalls(Reader):
 
 @dataclass(frozen=True)
 class MarkedCalls(Reader):
-    """Reads names between marks. All marks are patterns."""
+    """Base class for names between marks. All marks are regular expressions."""
 
-    before: str = ""  # a name
-    between: str = ""  # the name and the arguments
-    after: str = ""  # the arguments
+    before: str = ""  # mark before a name
+    between: str = ""  # mark between name and arguments
+    after: str = ""  # mark after the arguments
 
 
 @dataclass(frozen=True)
 class NamedCalls(MarkedCalls):
-    """Reads names, each followed by a JSON object."""
+    """Reads calls that are a name followed by a JSON object with the arguments."""
 
     def _next(self, text: str, at: int, types: Types, final: bool) -> tuple[list[Call], int] | None:
         begin = re.compile(rf"(?:{self.before})?\s*({NAME_PATTERN}){self.between}\s*(?=\{{)").match(text, at)
@@ -279,23 +282,24 @@ class NamedCalls(MarkedCalls):
 
 @dataclass(frozen=True)
 class TaggedCalls(MarkedCalls):
-    """Reads names, each followed by arguments that have marks of their own.
+    """Reads calls that are a name followed by arguments with their own marks.
 
-    A group in `key_close` is the value's type. `key_close` matches blanks only where the template writes them, so that
-    they are no part of the value.
+    If `key_close` has a group, the group is the name of the value's type. `key_close` matches blanks only if the
+    template writes them, because other blanks belong to the value.
     """
 
-    key_open: str = ""  # text before an argument's name
-    key_close: str = ""  # text after the name
-    value_close: str = ""  # text after the value
-    string_sign: str = ""  # the type of a text
+    key_open: str = ""  # mark before an argument's name
+    key_close: str = ""  # mark after an argument's name
+    value_close: str = ""  # mark after an argument's value
+    string_sign: str = ""  # name of the type of strings, if `key_close` has a group
 
     def _next(self, text: str, at: int, types: Types, final: bool) -> tuple[list[Call], int] | None:
         begin = re.compile(rf"(?:{self.before})?\s*({NAME_PATTERN})\s*{self.between}").match(text, at)
         if begin is None:
             return None
         key = re.compile(rf"\s*{self.key_open}\s*([^<>\"\n]+?)\s*{self.key_close}", re.DOTALL)
-        # The mark also ends a value where another one or the end follows, and is a part of the text elsewhere.
+        # The mark ends a value only if another argument or the end of the call follows; elsewhere it is part of the
+        # value.
         close = re.compile(rf"{self.value_close}(?=\s*(?:{self.key_open}|{self.after or chr(36)}|$))")
         arguments = dict[str, Any]()
         at = begin.end()
@@ -313,7 +317,7 @@ class TaggedCalls(MarkedCalls):
         return None if at == begin.end() < len(text) else ([(begin[1], arguments)], at)
 
     def is_open(self, text: str) -> bool:
-        """Returns whether the last argument has no mark behind its value."""
+        """Returns True if the last argument's value has no closing mark yet."""
         keys = [match.end() for match in re.finditer(self.key_open, text)]
         return bool(keys) and re.search(self.value_close, text[keys[-1] :]) is None
 
@@ -328,10 +332,10 @@ class TaggedCalls(MarkedCalls):
 
 @dataclass(frozen=True)
 class ElementCalls(MarkedCalls):
-    """Reads calls whose arguments are elements named like the parameters, nested for objects and lists, as MiniMax-M3
-    writes them."""
+    """Reads calls in MiniMax-M3's format: each argument is an element <name>value</name>, nested for objects and
+    lists."""
 
-    sign: str = ""  # the text before each tag
+    sign: str = ""  # text before each tag
 
     def _next(self, text: str, at: int, types: Types, final: bool) -> tuple[list[Call], int] | None:
         begin = re.compile(rf"(?:{self.before})?\s*({NAME_PATTERN}){self.between}").match(text, at)
@@ -347,12 +351,13 @@ class ElementCalls(MarkedCalls):
         return None if close is None and not (final and at == len(text)) else ([(begin[1], arguments)], at)
 
     def is_open(self, text: str) -> bool:
-        """Returns whether the last element is not closed."""
+        """Returns True if the last element is not closed yet."""
         marks = re.findall(rf"{re.escape(self.sign)}<(/?)", text)
         return bool(marks) and not marks[-1]
 
     def _element(self, text: str, at: int, final: bool = False) -> tuple[str, str, int] | None:
-        """Returns the name and the content of the element at `at`, and the position behind it."""
+        """Returns the name and the content of the element at position `at`, and the position after it. Returns None if
+        there is no element, or if it is not closed and `final` is False."""
         sign = re.escape(self.sign)
         opened = re.compile(rf"\s*{sign}<([^<>/\s]+)>").match(text, at)
         if opened is None:
@@ -392,7 +397,7 @@ _PYTHON_VALUE = re.compile(r"[\s\S]+?" + _QUOTED_END)
 
 @dataclass(frozen=True)
 class PythonCalls(MarkedCalls):
-    """Reads calls of Python functions with named arguments. `raw`: texts stand between quotes without escapes."""
+    """Reads calls of Python functions with named arguments. `raw`: True if strings between quotes have no escapes."""
 
     raw: bool = False
 
@@ -425,7 +430,7 @@ class PythonCalls(MarkedCalls):
 
 
 def _unescaped(text: str, quote: str) -> str:
-    """Returns the value of a Python string; the text itself when it is no valid one."""
+    """Returns the value of a Python string literal; `text` itself if the literal is not valid."""
     quoted = f"{quote * 3}{text}{quote * 3}"
     value = literal_value(quoted)
     return value if isinstance(value, str) and value != quoted else text
@@ -439,7 +444,7 @@ _RELAXED_WORD = re.compile(r"[^,{}\[\]]*")
 
 @dataclass(frozen=True)
 class RelaxedCalls(MarkedCalls):
-    """Reads objects whose keys have no quotes and whose texts stand between `quote` marks."""
+    """Reads calls in Gemma's format: the keys of objects have no quotes, and strings stand between `quote` marks."""
 
     quote: str = ""
 
@@ -482,13 +487,13 @@ class RelaxedCalls(MarkedCalls):
         return (dict(pairs) if is_object else [value for _, value in pairs]), at + 1
 
 
-# Formats that models write whatever their template shows: Qwen3-Coder's and GLM's within <tool_call>
+# Formats that models use whatever their template shows: Qwen3-Coder's, and GLM's within <tool_call>
 FUNCTIONS = TaggedCalls(r"<function=", r">\n?", r"</function>", r"<parameter=", r">\n?", r"\n?</parameter>")
 _ARGUMENT_PAIRS = TaggedCalls("", "", "", r"<arg_key>", r"</arg_key>\s*<arg_value>", r"</arg_value>")
 
 
 class ToolCallBlock(Reader):
-    """Reads a <tool_call> block in any of the forms that models write into it."""
+    """Reads the content of a <tool_call> block, in any of the formats that models use in it."""
 
     def _reader(self, text: str) -> Reader:
         if text.lstrip().startswith(("{", "[")):
@@ -496,11 +501,11 @@ class ToolCallBlock(Reader):
         return FUNCTIONS if "<function=" in text else _ARGUMENT_PAIRS
 
     def __call__(self, text: str, types: Types = NO_TYPES, *, final: bool = False) -> list[Call] | None:
-        """Returns the calls of a block."""
+        """Returns the calls in a block, None if the text is no call."""
         return self._reader(text)(text.strip(), types, final=final)
 
     def is_open(self, text: str) -> bool:
-        """Returns whether the text ends within a value."""
+        """Returns True if the text ends within a value."""
         return self._reader(text).is_open(text)
 
 
@@ -513,7 +518,7 @@ _MISTRAL = re.compile(
 
 
 class MistralCalls(Reader):
-    """Reads the text behind [TOOL_CALLS] of Mistral's models: a JSON list, or names with [ARGS] and objects."""
+    """Reads the text after Mistral's [TOOL_CALLS]: a JSON list, or names that are followed by [ARGS] and an object."""
 
     def _next(self, text: str, at: int, types: Types, final: bool) -> tuple[list[Call], int] | None:
         begin = _MISTRAL.match(text, at)
@@ -532,7 +537,8 @@ _CUT_MEMBER = re.compile(r'(?:(?<=[{\[])|,)\s*(?:"(?:[^"\\]|\\.)*"?\s*:?\s*)?[\w
 
 
 def closed_json(text: str) -> Iterator[str]:
-    """Yields texts that may be JSON, for JSON that was cut: what is open is closed, with the last part or without."""
+    """Yields two texts that may be valid JSON for a JSON text that was cut: first with all strings and brackets
+    closed, then also without the last, incomplete member."""
     yield _closed(text)
     yield _closed(_CUT_MEMBER.sub("", text))
 
@@ -552,5 +558,5 @@ def _closed(text: str) -> str:
 
 
 def tool_call(name: str, arguments: Mapping[str, Any]) -> ToolCall:
-    """Returns a call with a new id."""
+    """Returns a call with a new random id."""
     return ToolCall(f"call_{uuid.uuid4().hex[:8]}", name, arguments)

@@ -1,4 +1,5 @@
-"""Replays of one recorded trace: by policy, predictor and budget, in one tier or two, and what is saved of them."""
+"""Replays one recorded trace with different policies, predictors and budgets, in one tier or two, and saves the
+results."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ from moegguf.trace.simulate import SimOptions, SimResult, Simulation, fitted, sl
 from moegguf.trace.trace import Trace
 
 ALL = "all"
-IN_TIME_US = 1.0  # time of a layer, if transfers take no time
-Progress = Callable[[str, float], object]  # "stage: current step", share of the stage done
+IN_TIME_US = 1.0  # time of a layer if transfers take no time, in microseconds
+Progress = Callable[[str, float], object]  # "stage: current step", finished share of the stage (0 to 1)
 
 
 def no_progress(step: str, share: float) -> None:
@@ -45,7 +46,8 @@ def no_progress(step: str, share: float) -> None:
 
 
 def step_reporter(progress: Progress, stage: str, n_steps: int) -> Callable[[str], None]:
-    """A function that reports the start of each of the n_steps steps of a stage to `progress`."""
+    """Returns a function to call at the start of each of the `n_steps` steps of a stage. It reports the step to
+    `progress`."""
     started = itertools.count()
 
     def report(step: str) -> None:
@@ -55,9 +57,10 @@ def step_reporter(progress: Progress, stage: str, n_steps: int) -> Callable[[str
 
 
 def sample_sequences(trace: Trace, n_tokens: int) -> list[int]:
-    """Requests with about `n_tokens` decoded tokens, taken round-robin from the kinds of text.
+    """Returns the numbers of requests with about `n_tokens` decoded tokens together, taken in turn from each kind of
+    text.
 
-    The first request of every kind is among them.
+    The first request of every kind is always among them.
     """
     decoded_tokens = Counter(trace.sequence_of[trace.phase_of == Phase.DECODE].tolist())
     chosen = list[int]()
@@ -71,7 +74,7 @@ def sample_sequences(trace: Trace, n_tokens: int) -> list[int]:
 
 
 def _by_kind(trace: Trace) -> list[list[int]]:
-    """The requests of each kind of text."""
+    """Returns a list for each kind of text, with the numbers of its requests."""
     kinds: dict[str, list[int]] = {}
     for sequence in trace.sequences():
         kinds.setdefault(trace.header.labels.get(sequence, ""), []).append(sequence)
@@ -80,10 +83,11 @@ def _by_kind(trace: Trace) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Row:
-    """One replay. `simulated` is None for Belady's bound, which has no store and no time.
+    """The result of one replay, or Belady's bound. For Belady's bound `simulated` is None: it has no store and no
+    times.
 
-    `ram_share` is the share of all experts with slots in RAM below a device; None with one tier. `devices` has the
-    shares of several devices by name, else it is empty.
+    `ram_share`: share of all experts that have slots in RAM below a device; None if there is only one tier. `devices`:
+    {name of a device: share of all experts that have slots there}; empty unless there are several devices.
     """
 
     policy: str
@@ -99,13 +103,14 @@ class Row:
 
 
 def gap_closed_by(rows: Sequence[Row], row: Row) -> float | None:
-    """Returns `gap_closed` by the decode hit rate of a row, among the rows with its share."""
+    """Returns `gap_closed` for the decode hit rate of a row. LRU and Belady's bound are taken from the rows with the
+    same share."""
     at = {(other.policy, other.predictor): other.decode_hit_rate for other in rows if other.share == row.share}
     return gap_closed(row.decode_hit_rate, at.get((LRU.name, NoPrediction.name)), at.get((BELADY, NoPrediction.name)))
 
 
 def hit_ranges(rows: Sequence[Row]) -> dict[str, dict[float, tuple[float, float]]]:
-    """Returns {policy: {share: (low, high)}}: 49 in 50 requests have a decode hit rate between the two."""
+    """Returns {policy: {share: (low, high)}}. 98 % of the requests have a decode hit rate between low and high."""
     rates: dict[tuple[str, float], list[float]] = {}
     for row in rows:
         if row.simulated is not None:
@@ -119,16 +124,16 @@ def hit_ranges(rows: Sequence[Row]) -> dict[str, dict[float, tuple[float, float]
 
 
 def _prefetching(options: SimOptions, timed: bool, predictors: Sequence[str]) -> SimOptions:
-    """Returns the options with which predictions are acted on. Raises OptionError for prefetching without a
-    predictor."""
+    """Returns the options for replays with these predictors. If nothing is `timed`, prefetches always arrive in time.
+    Raises OptionError for prefetching without a predictor."""
     if options.prefetch and set(predictors) == {"none"}:
         raise OptionError("--prefetch needs a predictor: --predictor.")
     return options if timed else _in_time(options)
 
 
 def _in_time(options: SimOptions) -> SimOptions:
-    """Returns options of a replay without a link, in which every expert that is fetched ahead arrives in time: layers
-    take some time and transfers none. No time can be saved, so no watchdog looks for that."""
+    """Returns options for a replay without a link, in which every prefetched expert arrives in time. For this, layers
+    take some time and transfers take none. The watchdog, which stops prefetching that saves no time, is off."""
     if options.prefetch is None:
         return options
     return replace(options, prefetch=replace(options.prefetch, watchdog=False), layer_pass_us=IN_TIME_US)
@@ -136,7 +141,7 @@ def _in_time(options: SimOptions) -> SimOptions:
 
 @dataclass(frozen=True)
 class TraceAnalysis:
-    """A trace, and the saved artifacts of the model it was recorded from."""
+    """A trace, and the saved artifacts of the model from which it was recorded."""
 
     trace: Trace
     artifacts: Artifacts
@@ -144,7 +149,8 @@ class TraceAnalysis:
 
     @classmethod
     def open(cls, path: Path, model: Path | None = None, folder: Path | None = None) -> Self:
-        """Raises TraceError for a damaged trace, OptionError when it is of another model or has only prompts."""
+        """Reads a trace and finds its model's artifacts. Raises TraceError for a damaged trace. Raises OptionError if
+        the trace was recorded from another model or contains only prompts."""
         trace = read(path)
         if not trace.decode().n_pass:
             raise OptionError(f"{path} has no answers, only prompts; record it again with --max-tokens above 0.")
@@ -157,12 +163,14 @@ class TraceAnalysis:
         return cls(trace, Artifacts(layout, trace.header.fingerprint, folder))
 
     def limited(self, n_tokens: int) -> Self:
-        """A sample of about `n_tokens` decoded tokens, of all kinds of text; 0: all of them."""
+        """Returns a sample of the requests with about `n_tokens` decoded tokens, of all kinds of text. 0: all
+        requests."""
         chosen = sample_sequences(self.trace, n_tokens) if n_tokens else self.trace.sequences()
         return replace(self, trace=self.trace.select(chosen))
 
     def halves(self) -> tuple[Self, Self]:
-        """Every second request of each kind of text, and the others. Raises OptionError for a single request."""
+        """Splits the requests into two halves, which both have about half of each kind of text. Raises OptionError if
+        there is only one request."""
         one_by_one = list(itertools.chain(*_by_kind(self.trace)))
         if len(one_by_one) < 2:
             raise OptionError("the policy is chosen by other requests than are reported; record a trace of several.")
@@ -170,24 +178,26 @@ class TraceAnalysis:
         return first, second
 
     def each(self) -> Iterator[Self]:
-        """Every request by itself."""
+        """Yields an analysis with a single request, for each request."""
         return (replace(self, trace=self.trace.select([sequence])) for sequence in self.trace.sequences())
 
     def sample_size(self, whole: TraceAnalysis) -> str:
-        """The size of this sample of `whole`, as text."""
+        """Returns a text with the size of this sample and of `whole`."""
         parts = (self.trace, whole.trace)
         n, n_all = (len(trace.sequences()) for trace in parts)
         tokens, all_tokens = (trace.decode().n_tokens for trace in parts)
         return f"{n:,} of {n_all:,} requests with {tokens:,} of {all_tokens:,} decoded tokens"
 
     def policies(self, names: Sequence[str]) -> list[str]:
-        """The names; "all" is every available policy. Raises OptionError for an unavailable one, and for no name."""
+        """Returns the names of policies, with "all" replaced by every available policy. Raises OptionError for a
+        policy that is not available, and if `names` is empty."""
         return self._names("policy", names, policy_names(), self.policy)
 
     def predictors(self, names: Sequence[str]) -> list[str]:
-        """The names; "all" is every available predictor. Raises OptionError for an unavailable one, and for no name.
+        """Returns the names of predictors, with "all" replaced by every available predictor. Raises OptionError for a
+        predictor that is not available, and if `names` is empty.
 
-        A warning names what "all" leaves out.
+        Prints a warning with the predictors that "all" leaves out.
         """
         found = self._names("predictor", names, self.known_predictors, self.predictor)
         return [name for name in found if name != "none"] if ALL in names else found
@@ -202,7 +212,7 @@ class TraceAnalysis:
             return list(dict.fromkeys(names))
         reasons = {name: reason for name in known if (reason := self.why_not(make, name))}
         groups: dict[str, list[str]] = {}
-        for name, reason in reasons.items():  # reasons that differ only in the name are one reason
+        for name, reason in reasons.items():  # merge reasons that differ only in the name
             groups.setdefault(reason.replace(f"the {kind} ", "").replace(repr(name), "it"), []).append(name)
         if groups:
             told = "; ".join(f"{', '.join(group)} ({reason})" for reason, group in groups.items())
@@ -211,7 +221,8 @@ class TraceAnalysis:
 
     @staticmethod
     def why_not(make: Callable[[str], object], name: str) -> str:
-        """Returns the reason why `make` (`policy` or `predictor`) does not accept this name; "" when it does."""
+        """Returns the reason why `make` (the method `policy` or `predictor`) rejects this name; "" if it accepts the
+        name."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -221,18 +232,19 @@ class TraceAnalysis:
         return ""
 
     def policy(self, name: str) -> AnyPolicy:
-        """A new policy of this name. Raises OptionError."""
+        """Returns a new policy with this name. Raises OptionError."""
         return make_policy(name, self.trace.shape, self.artifacts)
 
     def predictor(self, name: str) -> Predictor:
-        """A new predictor of this name. Raises OptionError, also when the trace lacks its inputs."""
+        """Returns a new predictor with this name. Raises OptionError, also if the predictor needs inputs of routers
+        that the trace does not have."""
         predictor = self.new_predictor(name)
         if predictor.needs_inputs and self.trace.inputs is None:
             raise OptionError(f"{name!r} reads the inputs of the routers: record the trace with --inputs.")
         return predictor
 
     def new_predictor(self, name: str) -> Predictor:
-        """Returns a new predictor of this name, whatever inputs the trace has. Raises OptionError."""
+        """Returns a new predictor with this name, even if the trace does not have its inputs. Raises OptionError."""
         return make_predictor(name, self.trace.shape, self.artifacts)
 
     def simulate(
@@ -243,10 +255,11 @@ class TraceAnalysis:
         options: SimOptions = SimOptions(),
         progress: Progress = no_progress,
     ) -> list[Row]:
-        """Replays with every policy, predictor and share, and Belady's bound. "all" is every available name.
+        """Replays the trace with every combination of policy, predictor and share, and adds Belady's bound for each
+        share. "all" stands for every available name.
 
-        Raises OptionError for unknown names, and for prefetching without a predictor. Without a link every expert that
-        is fetched ahead arrives in time.
+        Raises OptionError for an unknown name, and for prefetching without a predictor. If the options have no link,
+        every prefetched expert arrives in time.
         """
         options = _prefetching(options, options.timed, predictors)
         policies = self.policies(policies)
@@ -265,10 +278,10 @@ class TraceAnalysis:
         self, policy: str, predictor: str, n_slots: int | Sequence[DeviceSlots], options: SimOptions, share: float,
         **others: Any,
     ) -> Row:  # fmt: skip
-        """One replay, with a policy and a predictor that are made anew from these names."""
+        """Replays the trace once, with a new policy and a new predictor of these names."""
         result = Simulation(self.trace, self.policy(policy), self.predictor(predictor), n_slots, options).run()
         rates = result.n_slots, result.hit_rate, result.decode_hit_rate
-        if names_file(policy):  # classes of several files may have one name
+        if names_file(policy):  # two files may contain classes of the same name
             result = replace(result, policy=policy)
         if names_file(predictor):
             result = replace(result, predictor=predictor)
@@ -288,11 +301,15 @@ class TraceAnalysis:
         options: SimOptions = SimOptions(),
         progress: Progress = no_progress,
     ) -> list[Row]:
-        """Replays with slots on devices and slots in RAM below them, for every policy, predictor and pair of budgets.
+        """Replays the trace with slots on devices and slots in RAM below them, for every combination of policy,
+        predictor, share in VRAM and share in RAM.
 
-        policies: names, of VRAM over LRU in RAM, or "vram=NAME,ram=NAME". budgets: {share of the experts in VRAM:
-        devices, with slots and staging tensors as a plan divides it}. Prompts are staged, or cut into passes
-        that the slots compute exactly. Raises OptionError as `simulate` does.
+        policies: names of VRAM's policies, with LRU in RAM, or "vram=NAME,ram=NAME".
+
+        budgets: {share of the experts in VRAM: devices}. A plan has divided slots and staging tensors among the
+        devices. Prompts are staged, or cut into passes small enough that the slots compute them exactly.
+
+        Raises OptionError as `simulate` does.
         """
         timed = options.timed or any(device.link for devices in budgets.values() for device in devices)
         options = _prefetching(options, timed, predictors)
@@ -327,11 +344,13 @@ class TraceAnalysis:
         prefetch: bool | None = None,
         progress: Progress = no_progress,
     ) -> list[Row]:
-        """Replays strategies as a whole, with the parts named replaced, and Belady's bound. "all": every available one.
+        """Replays the trace with whole strategies, and adds Belady's bound. "all" stands for every available strategy.
+        `policy`, `predictor` and `prefetch` replace the corresponding part of each strategy, unless they are "auto" or
+        None.
 
-        options: the link and the time of a layer; whether to prefetch is the strategy's, or `prefetch`. Raises
-        OptionError for unknown names and parts that this model lacks, and for prefetching without a link. A warning
-        names what "all" leaves out.
+        options: the link and the time of a layer. Raises OptionError for unknown names, and for parts that this model
+        lacks. Also raises it if a strategy prefetches but there is no link, unless `prefetch` is True. Prints a
+        warning with the strategies that "all" leaves out.
         """
 
         def check_parts(name: str) -> None:
@@ -368,7 +387,8 @@ class TraceAnalysis:
         return rows
 
     def _measured_choice(self, share: float, timed: bool) -> ControllerChoice:
-        """The live choice; without a link, or what predictions need of the trace or its model, without predictions."""
+        """Returns the policy and the predictor that a live run would choose for a share. Without saved hit rates,
+        predictions are used only if the replay has a link and the trace has the predictor's inputs."""
         if measured := self.artifacts.measured():
             return measured.choose(share)
         name = prefetch_predictor(self.artifacts)
@@ -377,14 +397,14 @@ class TraceAnalysis:
         return replace(UNMEASURED, predictor=name)
 
     def save(self, rows: Sequence[Row], reported: Sequence[Row], alone: Sequence[Row] = ()) -> Path:
-        """Saves decode hit rates where `policy="auto"` finds them; returns the path.
+        """Saves decode hit rates in the file that `policy="auto"` reads. Returns the path.
 
-        rows: replays of the requests by which `auto` chooses. If one policy has several predictors, the predictor with
-        the highest mean hit rate is saved.
+        rows: replays of the requests from which `auto` learns. If a policy has several predictors, the one with the
+        highest mean hit rate is saved.
 
         reported: replays of other requests, which `show` and `estimate` print.
 
-        alone: replays of each of these requests by itself, from an empty cache.
+        alone: replays of each of these other requests by itself, starting from an empty cache.
         """
         rates: dict[tuple[str, str], dict[float, float]] = {}
         for row in rows:

@@ -1,9 +1,9 @@
-"""Belady's optimum (Belady 1966): an offline replay of a trace's lookups with the store's rules.
+"""Belady's optimum (Belady 1966): replays a trace's lookups with the fewest misses that are possible.
 
-Rules: one lookup per distinct expert of a routing event; one pool over all layers; no prefetching.
-`belady` holds all experts of an event at once, as slots do. `least_misses` may also compute with an
-expert that gets no slot (bypass), as streamed prompts do. No policy reads fewer experts, whatever it
-knows. No store, no native library.
+Rules: each distinct expert of a routing event is one lookup; all layers share one pool; there is no prefetching.
+`belady` needs a slot for every expert of an event at the same time. `least_misses` may also compute with an expert
+that gets no slot (bypass), as for streamed prompts. No policy can read fewer experts. This module does not use the
+store or the native library.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from moegguf.errors import OptionError
 from moegguf.native.events import Phase
 from moegguf.trace.trace import Trace
 
-BELADY = "belady"  # name among policies
+BELADY = "belady"  # name of the bound in tables of policies
 
 Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class ReplayCounts:
-    """Lookups and hits of all passes, and of the decode passes."""
+    """Counts of lookups and hits, in all passes and in the decode passes."""
 
     lookups: int
     hits: int
@@ -35,17 +35,18 @@ class ReplayCounts:
 
     @property
     def hit_rate(self) -> float:
-        """Hits per lookup, 0 to 1; 0 without lookups."""
+        """Hits per lookup in all passes, 0 to 1; 0 if there are no lookups."""
         return self.hits / max(1, self.lookups)
 
     @property
     def decode_hit_rate(self) -> float:
-        """`hit_rate` of the decode passes."""
+        """Hits per lookup in the decode passes, 0 to 1; 0 if there are no lookups."""
         return self.decode_hits / max(1, self.decode_lookups)
 
 
 def gap_closed(rate: float | None, lru: float | None, bound: float | None) -> float | None:
-    """Share of the gap between the hit rates of LRU and Belady's bound that a rate closes; None without a gap."""
+    """Returns the share of the gap between LRU's hit rate and Belady's bound that `rate` closes: 0 for LRU, 1 for the
+    bound. Returns None if there is no gap."""
     if rate is None or lru is None or bound is None or bound - lru <= 1e-9:
         return None
     return (rate - lru) / (bound - lru)
@@ -53,20 +54,17 @@ def gap_closed(rate: float | None, lru: float | None, bound: float | None) -> fl
 
 @dataclass(frozen=True)
 class Lookups:
-    """A trace as events of distinct experts: event i looks up keys[start[i]:start[i + 1]], in order of first choice.
+    """A trace as events. Event i looks up the distinct experts keys[start[i]:start[i + 1]], in order of first
+    choice."""
 
-    A key is row * n_expert + expert. The row is the layer's index among the layers with experts. next_use (n_lookups,)
-    is the event that looks the key up next, n_events when there is none. decode is (n_events,).
-    """
-
-    keys: Ints
-    start: Ints
-    next_use: Ints
-    decode: npt.NDArray[np.bool_]
+    keys: Ints  # (n_lookups,) index of the MoE layer * n_expert + expert
+    start: Ints  # (n_events + 1,)
+    next_use: Ints  # (n_lookups,) the event that looks up the key next; n_events: none
+    decode: npt.NDArray[np.bool_]  # (n_events,) True: the event belongs to a decode pass
 
     @classmethod
     def of(cls, trace: Trace) -> Lookups:
-        """Events in live order: pass by pass, layer by layer."""
+        """Returns the events of a trace in their live order: pass by pass, and layer by layer within a pass."""
         n_row = len(trace.shape.layers)
         n_expert = trace.shape.n_expert
         pass_of = np.repeat(np.arange(trace.n_pass), np.diff(trace.pass_start))
@@ -74,7 +72,7 @@ class Lookups:
         event = np.broadcast_to((pass_of * n_row)[:, None] + np.arange(n_row)[:, None, None], ids.shape)
         keys = ids + np.arange(n_row)[:, None, None] * n_expert
         present = ids >= 0
-        order = np.argsort(event[present], kind="stable")  # tokens and choices of an event stay in order
+        order = np.argsort(event[present], kind="stable")  # keeps the order within an event
         events = event[present][order]
         keys = keys[present][order]
         _, first = np.unique(events * (n_row * n_expert) + keys, return_index=True)
@@ -98,10 +96,11 @@ def _next_use(keys: Ints, events: Ints, never: int) -> Ints:
 
 
 def belady(lookups: Lookups, n_slots: int) -> ReplayCounts:
-    """The most hits any policy can have: evicts the resident whose next use is farthest.
+    """Returns the most hits that any policy can have. Always evicts the expert whose next use is farthest in the
+    future.
 
-    Experts of the current event are due now, so they are never the farthest. Raises OptionError when an event does not
-    fit.
+    Experts of the current event are used now, so they are never evicted. Raises OptionError if an event needs more
+    than `n_slots` experts.
     """
     looked_up = np.diff(lookups.start)
     widest = int(looked_up.max(initial=0))
@@ -113,9 +112,9 @@ def belady(lookups: Lookups, n_slots: int) -> ReplayCounts:
 
 
 def least_misses(lookups: Lookups, n_slots: int, resident: Iterable[int] = ()) -> Ints:
-    """Returns the keys of the experts that have to be read. No policy reads fewer, with bypass or without.
+    """Returns the keys of the experts that must be read, in order. No policy can read fewer, with or without bypass.
 
-    A key that is read twice is there twice. resident: keys that have slots at the beginning.
+    An expert that is read twice appears twice. resident: keys of the experts that have slots at the start.
     """
     return lookups.keys[_missed(lookups, n_slots, resident, bypass=True)]
 
@@ -123,8 +122,8 @@ def least_misses(lookups: Lookups, n_slots: int, resident: Iterable[int] = ()) -
 def _missed(
     lookups: Lookups, n_slots: int, resident: Iterable[int] = (), bypass: bool = False
 ) -> npt.NDArray[np.bool_]:
-    """Returns which lookups (n_lookups,) miss when the resident goes whose next use is farthest.
-    bypass: also where this is an expert of the current event."""
+    """Returns (n_lookups,), True for each lookup that misses. The expert whose next use is farthest is always evicted.
+    With `bypass`, this may be an expert of the current event."""
     keys = lookups.keys.tolist()
     start = lookups.start.tolist()
     next_use = lookups.next_use.tolist()
@@ -132,8 +131,8 @@ def _missed(
     first_use: dict[int, int] = {}
     for event in reversed(range(n_events)):
         first_use |= dict.fromkeys(keys[start[event] : start[event + 1]], event)
-    due = {key: first_use.get(key, n_events) for key in resident}  # key -> event of its next use, of residents
-    farthest = [(-event, key) for key, event in due.items()]  # outdated entries are skipped
+    due = {key: first_use.get(key, n_events) for key in resident}  # expert with a slot -> event of its next use
+    farthest = [(-event, key) for key, event in due.items()]  # heap; entries that differ from `due` are outdated
     heapq.heapify(farthest)
     missed = np.zeros(len(keys), np.bool_)
     for event in range(n_events):
@@ -152,7 +151,7 @@ def _missed(
 
 
 def _evict(farthest: list[tuple[int, int]], due: dict[int, int], n_slots: int) -> None:
-    """Removes the residents whose next use is farthest until `n_slots` are left."""
+    """Removes the experts whose next use is farthest from `due` until only `n_slots` are left."""
     while len(due) > n_slots:
         negative, key = heapq.heappop(farthest)
         if due.get(key) == -negative:

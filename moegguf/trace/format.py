@@ -1,11 +1,12 @@
-"""The trace file: an .npz of blocks, written while the model runs and fully validated when read.
+"""The trace file: an .npz of blocks, which is written while the model runs and completely checked when it is read.
 
-The file is a zip. Block i is the members NAME.00000i.npy, with the names and shapes of `Trace`'s arrays (pass_start
-counts from the block's first token); `header.json` is the last member and lists the blocks, so a truncated file has
-none. `numpy.load(path, allow_pickle=False)` opens it without moegguf. Inputs are stored uncompressed (they hardly
-compress), everything else is deflated.
+The file is a zip. Block i consists of the members NAME.00000i.npy, with the names and shapes of `Trace`'s arrays. Its
+pass_start counts from the block's first token. The last member, `header.json`, lists the blocks, so a truncated file
+has no header. `numpy.load(path, allow_pickle=False)` opens a trace without moegguf. Inputs are stored uncompressed,
+because they hardly compress; everything else is compressed (deflate).
 
-Not imported before a trace is read or written: pydantic takes a twentieth of a second to load."""
+This module is imported only when a trace is read or written, because pydantic takes 0.05 s to load.
+"""
 
 from __future__ import annotations
 
@@ -44,15 +45,12 @@ Flag = Annotated[int, Field(ge=0, le=1)]
 
 
 class Block(NamedTuple):
-    """One block of a trace file: its numbers of passes and tokens, and whether it has the routers' inputs.
-
-    With `batches` it has the request and the phase of each token, because some passes have tokens of several requests.
-    """
+    """The size of one block of a trace file, and its optional arrays."""
 
     n_pass: Count
     n_tokens: Count
-    inputs: Flag
-    batches: Flag
+    inputs: Flag  # 1: the block has the routers' inputs
+    batches: Flag  # 1: passes have tokens of several requests, so each token has its request and phase
 
 
 class _Shape(BaseModel, strict=True, extra="forbid"):
@@ -75,7 +73,7 @@ class _Shape(BaseModel, strict=True, extra="forbid"):
 
 
 class FileHeader(BaseModel, strict=True):
-    """The header of a trace file. weights, inputs: whether these were recorded. blocks: the file's blocks, in order."""
+    """The header of a trace file."""
 
     format: Literal["moegguf-trace"] = "moegguf-trace"
     version: Literal[2] = 2
@@ -84,11 +82,11 @@ class FileHeader(BaseModel, strict=True):
     fingerprint: Text
     labels: dict[Sequence, Text]
     settings: dict[Text, int | FiniteFloat | Text]
-    weights: bool
-    inputs: bool
+    weights: bool  # True: the factors of the experts' outputs were recorded
+    inputs: bool  # True: the routers' inputs were recorded
     n_pass: Count
     n_tokens: Count
-    blocks: Annotated[list[Block], Field(max_length=MAX_BLOCKS)]
+    blocks: Annotated[list[Block], Field(max_length=MAX_BLOCKS)]  # blocks in the order of the file
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -102,17 +100,17 @@ class FileHeader(BaseModel, strict=True):
 
     @property
     def about(self) -> TraceHeader:
-        """The origin of the trace."""
+        """The header of the trace in memory."""
         return TraceHeader(self.model, self.fingerprint, self.labels, self.settings)
 
 
 def _sizes(blocks: Iterable[Block]) -> tuple[int, int]:
-    """Passes and tokens of all blocks."""
+    """Returns the number of passes and the number of tokens in all blocks."""
     return sum(block.n_pass for block in blocks), sum(block.n_tokens for block in blocks)
 
 
 def encode(shape: MoeShape, header: TraceHeader, *, weights: bool, inputs: bool, blocks: list[Block]) -> bytes:
-    """The JSON text of a header. Raises TraceError when `decode` would refuse it."""
+    """Returns the JSON text of a header. Raises TraceError if `decode` would reject it."""
     n_pass, n_tokens = _sizes(blocks)
     facts = {"shape": asdict(shape), **asdict(header), "weights": weights, "inputs": inputs}
     data = json.dumps(facts | {"n_pass": n_pass, "n_tokens": n_tokens, "blocks": blocks})
@@ -120,7 +118,7 @@ def encode(shape: MoeShape, header: TraceHeader, *, weights: bool, inputs: bool,
 
 
 def decode(data: bytes) -> FileHeader:
-    """Parses a header. Raises TraceError for the first field that is missing or out of its limits."""
+    """Parses a header. Raises TraceError for the first field that is missing or not within its limits."""
     try:
         return FileHeader.model_validate_json(data)
     except ValidationError as error:
@@ -133,10 +131,10 @@ def decode(data: bytes) -> FileHeader:
 
 MAX_HEADER_BYTES = 32 << 20
 HEADER = "header.json"
-MAX_TRACE_BYTES = 16 << 30  # bytes of a whole trace in memory
-_NPY_BYTES = 4096  # maximum size of a member's npy header
-_DEFLATE_LEVEL = 1  # routing shrinks to the same size within a tenth at any level
-# Exceptions that zipfile, numpy and json raise on invalid data.
+MAX_TRACE_BYTES = 16 << 30  # limit for a whole trace in memory
+_NPY_BYTES = 4096  # most bytes of the npy header of a member
+_DEFLATE_LEVEL = 1  # other levels change the size of routing by less than a tenth
+# Exceptions that zipfile, numpy and json raise for invalid data.
 DAMAGE = (
     zipfile.BadZipFile, zlib.error, struct.error, tokenize.TokenError, ArithmeticError, EOFError, LookupError,
     MemoryError, RuntimeError, SyntaxError, TypeError, ValueError,
@@ -144,7 +142,7 @@ DAMAGE = (
 
 
 def check(trace: Trace) -> None:
-    """Raises TraceError for the first rule that the values break; types and shapes must be right."""
+    """Raises TraceError for the first rule that the values of a trace break. Types and shapes must already be right."""
     starts = trace.pass_start
     tokens = trace.tokens
     ids = trace.expert_ids
@@ -174,14 +172,15 @@ def _require(holds: Any, name: str, rule: str) -> None:
 
 
 def _computes_last_tokens(trace: Trace) -> bool:
-    """Returns whether, in passes of one request and phase, a layer was computed for the last tokens."""
+    """Returns True if layers that skip tokens of a pass skip only its first tokens. Only passes of a single request
+    and phase are checked."""
     lengths = np.diff(trace.pass_start)
     of_pass = np.repeat(np.stack([trace.pass_sequence, trace.pass_phase]), lengths, axis=1)
     other = (of_pass != np.stack([trace.sequence_of, trace.phase_of])).any(axis=0)
     n_others = np.diff(np.concatenate([[0], np.cumsum(other)])[trace.pass_start])
     computed = trace.expert_ids[:, :, 0] >= 0
     ends = computed[:, :-1] & ~computed[:, 1:] & np.repeat(n_others == 0, lengths)[:-1]
-    ends[:, trace.pass_start[1:-1] - 1] = False  # the next token belongs to another pass
+    ends[:, trace.pass_start[1:-1] - 1] = False  # a pass's last token is followed by another pass
     return not bool(ends.any())
 
 
@@ -189,7 +188,7 @@ Spec = dict[str, tuple[npt.DTypeLike, tuple[int, ...]]]
 
 
 def _spec(shape: MoeShape, n_pass: int, n_tokens: int, *, weights: bool, inputs: bool, batches: bool) -> Spec:
-    """Returns the type and shape of each array of `n_pass` passes and `n_tokens` tokens."""
+    """Returns the type and shape of each array for `n_pass` passes and `n_tokens` tokens."""
     chosen = (len(shape.layers), n_tokens, shape.n_expert_used)
     spec: Spec = {
         "pass_sequence": (np.int32, (n_pass,)),
@@ -214,7 +213,7 @@ def _spec_bytes(spec: Spec) -> int:
 
 
 def _array_bytes(dtype: npt.DTypeLike, shape: tuple[int, ...]) -> int:
-    return np.dtype(dtype).itemsize * math.prod(shape)  # Python's integers: a forged header must not overflow
+    return np.dtype(dtype).itemsize * math.prod(shape)  # Python integers, so no forged header overflows
 
 
 def _member(name: str, block: int) -> str:
@@ -222,14 +221,15 @@ def _member(name: str, block: int) -> str:
 
 
 def partial_of(path: Path) -> Path:
-    """The path of a trace until it is complete."""
+    """Returns the temporary path of a trace that is still being written."""
     return path.with_name(path.name + ".partial")
 
 
 class TraceWriter:
-    """Writes a trace block by block to PATH.partial, which becomes PATH at close().
+    """Writes a trace block by block to PATH.partial, which `close` renames to PATH.
 
-    A killed recording leaves no file at PATH. Raises TraceError when a write fails or a block does not fit the shape.
+    If the recording is killed, there is no file at PATH. Raises TraceError if a write fails or a block has wrong
+    shapes.
     """
 
     def __init__(self, path: str | os.PathLike[str], shape: MoeShape, *, weights: bool, inputs: bool) -> None:
@@ -245,7 +245,7 @@ class TraceWriter:
             self._zip = zipfile.ZipFile(self.partial, "w", zipfile.ZIP_DEFLATED, compresslevel=_DEFLATE_LEVEL)
 
     def add(self, block: Trace) -> None:
-        """Appends the passes of `block`, whose inputs may be None. Raises TraceError."""
+        """Appends the passes of `block`. Its inputs may be None. Raises TraceError."""
         has_inputs = block.inputs is not None
         batches = block.token_sequence is not None
         spec = _spec(self.shape, block.n_pass, block.n_tokens, weights=self.weights, inputs=has_inputs, batches=batches)
@@ -259,7 +259,7 @@ class TraceWriter:
             for name in spec:
                 member = _member(name, len(self._blocks))
                 array = getattr(block, name)
-                # A ZipInfo is stored, a name is deflated.
+                # A member opened by a ZipInfo is stored; one opened by name is compressed.
                 target: str | zipfile.ZipInfo = zipfile.ZipInfo(member) if name == "inputs" else member
                 with self._zip.open(target, "w", force_zip64=array.nbytes > 1 << 30) as file:
                     np.lib.format.write_array(file, np.ascontiguousarray(array), allow_pickle=False)
@@ -274,8 +274,8 @@ class TraceWriter:
             os.replace(self.partial, self.path)
 
     def discard(self) -> None:
-        """Removes the file, unless it is complete."""
-        with suppress(OSError):  # disk full: the file is removed anyway
+        """Removes the unfinished file. Does nothing after `close`."""
+        with suppress(OSError):  # if the disk is full: the file is removed anyway
             self._zip.close()
         self.partial.unlink(missing_ok=True)
 
@@ -290,7 +290,7 @@ class TraceWriter:
 
 
 def write(path: str | os.PathLike[str], trace: Trace) -> None:
-    """Writes `trace` to `path`, replacing an existing file. Raises TraceError when it cannot be written."""
+    """Writes `trace` to `path`, replacing an existing file. Raises TraceError if it cannot be written."""
     writer = TraceWriter(path, trace.shape, weights=trace.weights is not None, inputs=trace.inputs is not None)
     try:
         if trace.n_pass:
@@ -301,10 +301,10 @@ def write(path: str | os.PathLike[str], trace: Trace) -> None:
 
 
 def read(path: str | os.PathLike[str], max_bytes: int = MAX_TRACE_BYTES) -> Trace:
-    """The trace at `path`, every rule checked. Raises TraceError when it is missing, damaged or too large.
+    """Reads the trace at `path` and checks every rule. Raises TraceError if it is missing, damaged or too large.
 
-    No member is unpacked before its declared size has been compared with what the header implies, and all of these
-    with `max_bytes`. Other members are ignored.
+    Before a member of the zip file is unpacked, its declared size is compared with the size that the header implies,
+    and the size of all members together with `max_bytes`. Unknown members are ignored.
     """
     path = Path(path)
     try:
@@ -325,7 +325,7 @@ def _read(archive: zipfile.ZipFile, max_bytes: int) -> Trace:
     spec = _spec(moe, header.n_pass, header.n_tokens, weights=header.weights, inputs=header.inputs, batches=batches)
     if _spec_bytes(spec) > max_bytes:
         raise TraceError(f"holds {_spec_bytes(spec)} bytes, at most {max_bytes} are allowed; record a shorter one.")
-    # Zeros, not empty: blocks may lack inputs, and untouched pages take no memory.
+    # np.zeros, not np.empty: blocks may lack inputs, and zero pages that are never written take no memory.
     arrays: dict[str, Any] = {name: np.zeros(shape, dtype) for name, (dtype, shape) in spec.items()}
     first_pass = first_token = 0
     for number, block in enumerate(header.blocks):
@@ -357,7 +357,7 @@ def _load(archive: zipfile.ZipFile, member: str, dtype: np.dtype[Any], shape: tu
         raise TraceError(
             f"{member} has {found_bytes} bytes, but {n_bytes} and a header are expected; record the trace again."
         )
-    file = io.BytesIO(archive.read(member))  # checks the CRC
+    file = io.BytesIO(archive.read(member))  # also checks the CRC
     array = np.lib.format.read_array(file, allow_pickle=False)
     if array.shape != shape or array.dtype != dtype or file.read(1):
         found = f"{array.dtype} {array.shape}"
@@ -368,7 +368,7 @@ def _load(archive: zipfile.ZipFile, member: str, dtype: np.dtype[Any], shape: tu
 
 
 def _copy_block(target: npt.NDArray[Any], name: str, part: npt.NDArray[Any], first_pass: int, tokens: slice) -> None:
-    """Copies a block's array to its position in the whole."""
+    """Copies an array of one block to its position in the array of the whole trace."""
     if name == "pass_start":
         if part[0] != 0 or part[-1] != tokens.stop - tokens.start:
             raise TraceError(f"pass_start must go from 0 to {tokens.stop - tokens.start}; record the trace again.")
@@ -382,7 +382,7 @@ def _copy_block(target: npt.NDArray[Any], name: str, part: npt.NDArray[Any], fir
 
 
 def _fill_in(arrays: dict[str, Any], passes: slice) -> None:
-    """The request and phase of each token, of passes that have one of each."""
+    """Sets the request and phase of each token in these passes, which each have only one request and phase."""
     starts = arrays["pass_start"][passes.start : passes.stop + 1]
     for of_token, of_pass in (("token_sequence", "pass_sequence"), ("token_phase", "pass_phase")):
         arrays[of_token][starts[0] : starts[-1]] = np.repeat(arrays[of_pass][passes], np.diff(starts))

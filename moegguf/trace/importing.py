@@ -1,8 +1,7 @@
-"""Traces from routing that other programs recorded: `moegguf trace import`.
+"""Makes traces from routing that other programs recorded: `moegguf trace import`.
 
-A trace made here has the form of a recorded one, without times, weights and router inputs. A prompt
-becomes passes of at most PROMPT_PASS tokens, and each later token a pass of its own, as llama.cpp
-evaluates them.
+Such a trace has the form of a recorded one, without times, weights and router inputs. A prompt is divided into passes
+of at most PROMPT_PASS tokens, and each later token is a separate pass, as llama.cpp evaluates them.
 """
 
 from __future__ import annotations
@@ -35,31 +34,30 @@ _NEEDED = {
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """Facts that a user gives beside the files, named as in `MoeShape`.
+    """Facts about the model that the user gives in addition to the files, with the names of `MoeShape`'s fields.
 
-    None leaves a fact to the files, or to the model.
+    A fact that is None is taken from the files or from the model.
     """
 
-    model: Path | None = None  # the recorded model as GGUF: the trace gets its shape and fingerprint
+    model: Path | None = None  # GGUF file of the recorded model: the trace gets its shape and fingerprint
     n_expert: int | None = None
     n_expert_used: int | None = None
     layers: tuple[int, ...] | None = None
     expert_bytes: int | None = None
-    n_prompt: int = 1  # tokens of each prompt whose file does not say
+    n_prompt: int = 1  # tokens of each prompt, if the file does not state this
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Returns the facts about the model that are given."""
+        """The given facts about the model, by name."""
         given = asdict(self)
         return {name: given[name] for name in (*_NEEDED, "layers") if given[name] is not None}
 
 
 def import_trace(paths: Sequence[Path], out: Path, options: ImportOptions) -> Trace:
-    """Writes the routing in these files as one trace to `out`, and returns it.
+    """Combines the routing in these files into one trace, writes it to `out`, and returns it.
 
-    Raises TraceError for a file that breaks a rule, for files or options that disagree about the
-    model, and for a fact that none of them has; `out` is then unchanged. Raises what `read_layout`
-    raises.
+    Raises TraceError for a file that breaks a rule, for files or options that contradict each other about the model,
+    and for a fact that is given nowhere. `out` is then unchanged. Also raises the errors of `read_layout`.
     """
     facts = _Facts()
     header = TraceHeader(paths[0].stem, settings={"imported_from": paths[0].name, "imported_files": len(paths)})
@@ -81,13 +79,13 @@ def import_trace(paths: Sequence[Path], out: Path, options: ImportOptions) -> Tr
 
 
 class _Facts:
-    """Facts about the recorded model, each with its source."""
+    """Collects facts about the recorded model, and the source of each fact."""
 
     def __init__(self) -> None:
         self._found: dict[str, tuple[Any, str]] = {}
 
     def add(self, source: str, facts: Mapping[str, Any]) -> None:
-        """Adds facts. Raises TraceError when one of them contradicts an earlier one."""
+        """Adds facts. Raises TraceError if one of them contradicts an earlier one."""
         for name, value in facts.items():
             known, where = self._found.setdefault(name, (value, source))
             if known != value:
@@ -97,13 +95,13 @@ class _Facts:
                 )
 
     def add_model(self, path: Path) -> str:
-        """Adds the shape of a GGUF file; returns its fingerprint."""
+        """Adds the shape of the model in a GGUF file. Returns the fingerprint of its routers."""
         layout = read_layout(path)
         self.add(path.name, asdict(MoeShape.of(layout)))
         return fingerprint(layout)
 
     def get(self, name: str) -> Any:
-        """Returns a fact. Raises TraceError, with the option that names it, when nobody said it."""
+        """Returns a fact. If it is missing, raises TraceError, which names the option for it."""
         if name not in self._found:
             raise TraceError(
                 f"{name} is needed, but neither in the files nor given; add {_NEEDED[name]}, or --model FILE.gguf."
@@ -111,7 +109,7 @@ class _Facts:
         return self._found[name][0]
 
     def shape(self, n_rows: int) -> MoeShape:
-        """Returns the model's shape; n_rows: layers of the first request. Raises TraceError."""
+        """Returns the model's shape. `n_rows`: number of layers in the first request. Raises TraceError."""
         known = {name: value for name, (value, _) in self._found.items()}
         layers = known.setdefault("layers", tuple(range(n_rows)))
         if layers[0] < 0 or any(b <= a for a, b in pairwise(layers)):
@@ -125,7 +123,8 @@ def _short(value: Any) -> str:
 
 
 def _with_experts(name: str, routing: Routing, facts: _Facts) -> Routing:
-    """Returns a request with expert ids. From logits it chooses the largest. Raises TraceError."""
+    """Returns a request with expert ids. If it has logits instead, chooses the experts with the largest ones. Raises
+    TraceError."""
     if not routing.has_logits:
         return routing
     n_used = facts.get("n_expert_used")
@@ -137,8 +136,8 @@ def _with_experts(name: str, routing: Routing, facts: _Facts) -> Routing:
 
 
 def _check_ids(name: str, routing: Routing, shape: MoeShape) -> None:
-    """Raises TraceError unless each token uses different experts of the model in each of its
-    layers."""
+    """Raises TraceError if an expert id is not one of the model's, or if a token has the same expert twice in a
+    layer."""
     ids = routing.chosen
     if ids.shape[1] != len(shape.layers):
         raise TraceError(
@@ -162,8 +161,8 @@ def _check_ids(name: str, routing: Routing, shape: MoeShape) -> None:
 
 
 def _trace(shape: MoeShape, header: TraceHeader, requests: Iterable[Routing], n_prompt: int) -> Trace:
-    """Returns a trace of these requests, one after another. Raises TraceError for a prompt longer
-    than its request."""
+    """Returns a trace of these requests, one after another. `n_prompt`: tokens of each prompt that does not state its
+    own number. Raises TraceError for a prompt that is longer than its request."""
     lengths = list[int]()
     firsts = list[int]()
     phases = list[int]()

@@ -1,7 +1,7 @@
-"""Reads prompt files, the input of trace recordings and benchmarks. Independent of models and tokenizers.
+"""Reads prompt files, the input of trace recordings and benchmarks. Does not depend on models and tokenizers.
 
 NAME.jsonl has one object per line: {"prompt": "...", "label": "...", "n_predict": 64, "completion": "..."}. Only the
-prompt is required. Any other file is plain text, one prompt per paragraph, separated by empty lines.
+prompt is required. Any other file is plain text with one prompt per paragraph; empty lines separate the paragraphs.
 """
 
 from __future__ import annotations
@@ -25,16 +25,12 @@ Label = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, ma
 
 @dataclass(frozen=True)
 class Prompt:
-    """One request.
-
-    label: kind of text. n_predict: tokens to generate, None for the caller's default. completion: an answer whose
-    tokens are evaluated instead of sampled ones, None to sample.
-    """
+    """One prompt of a file, and the answer to compute."""
 
     text: str
-    label: str
-    n_predict: int | None = None
-    completion: str | None = None
+    label: str  # kind of text
+    n_predict: int | None = None  # tokens to generate; None: the caller's default
+    completion: str | None = None  # an answer whose tokens are evaluated; None: tokens are sampled
 
 
 class _Line(BaseModel, strict=True, extra="forbid"):
@@ -45,12 +41,12 @@ class _Line(BaseModel, strict=True, extra="forbid"):
 
 
 def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
-    """The prompts in a file, in order; the default label is the file's name without extension.
+    """Returns the prompts in a file, in order. The default label is the file's name without extension.
 
-    Raises OptionError, with the line, for a file that is missing, not UTF-8, or holds no valid prompts.
+    Raises OptionError for a file that is missing, not UTF-8 or without prompts, or for the first invalid line.
     """
     path = Path(path)
-    lines = _read_text(path).replace("\r\n", "\n").split("\n")  # not splitlines: JSON may hold its other separators
+    lines = _read_text(path).replace("\r\n", "\n").split("\n")  # splitlines would also split within JSON
     label = path.stem[:MAX_LABEL_CHARACTERS] or "text"
     if path.suffix.lower() == ".jsonl":
         found = [_prompt(path, number, line, label) for number, line in enumerate(lines, 1) if line.strip()]

@@ -1,7 +1,8 @@
-"""Records announcements and routing events into a trace file, block by block, while the model decodes.
+"""Records announcements and routing events into a trace file, block by block, while the model computes.
 
-Per event it only copies and appends; arrays are built once per block. announce() and observe() are called from one
-thread; label() may be called from any.
+An announcement has the tokens that are evaluated next. For each event, the recorder only copies the event's arrays;
+the arrays of a block are built once per block. Only one thread may call announce() and observe(). Any thread may call
+label().
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from moegguf.trace.format import TraceWriter, encode
 from moegguf.trace.trace import MAX_TEXT, Setting, Trace, TraceHeader
 
 BLOCK_PASSES = 256
-BLOCK_BYTES = 64 << 20  # bytes of one block in memory, unless a single pass has more
+BLOCK_BYTES = 64 << 20  # most bytes of a block in memory; a single pass may have more
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class _Pass:
-    """A pass while it is recorded: its first event, and for each layer its row and its event, with arrays copied."""
+    """A pass that is being recorded. `announced`: the announcement of its tokens. `layers`: for each event, the
+    layer's index among the MoE layers, and a copy of the event."""
 
     first: RoutingEvent
     announced: Announcement | None
@@ -37,7 +39,8 @@ class _Pass:
 
     @property
     def n_tokens(self) -> int:
-        """The maximum over layers: the last layer may be computed for some tokens only."""
+        """The number of tokens: the maximum over the layers, because the last layer may be computed for some tokens
+        only."""
         return max((len(event.expert_ids) for _, event in self.layers), default=0)
 
     @property
@@ -46,11 +49,11 @@ class _Pass:
 
     @property
     def is_mixed(self) -> bool:
-        """Returns whether the pass has tokens of several requests or phases."""
+        """True if the pass has tokens of several requests or phases."""
         return self.first.first_token >= 0 and self.announced is not None and self.announced.sequences is not None
 
     def of_tokens(self, name: str, unknown: int) -> Int32s:
-        """(n_tokens,): an array of the announcement; `unknown` where it says nothing."""
+        """Returns (n_tokens,), the part of an array of the announcement for this pass. Unknown values are `unknown`."""
         found = np.full(self.n_tokens, unknown, np.int32)
         values = getattr(self.announced, name, None)
         if self.first.first_token >= 0 and values is not None:
@@ -59,7 +62,8 @@ class _Pass:
         return found
 
     def of_layers(self, shape: MoeShape, name: str, size: int, empty: npt.ArrayLike) -> npt.NDArray[Any]:
-        """(n_moe_layer, n_tokens, size): an array of the events; `empty`, whose type it has, where there is none."""
+        """Returns (n_moe_layer, n_tokens, size), an array of the events of all layers. Missing values are `empty`,
+        which also determines the type of the array."""
         n_tokens = self.n_tokens
         found = np.full((len(shape.layers), n_tokens, size), empty)
         for row, event in self.layers:
@@ -67,7 +71,7 @@ class _Pass:
             if values is None:
                 continue
             here: Any = slice(n_tokens - len(values), n_tokens)
-            if len(values) < n_tokens and self.is_mixed:  # values of the tokens with logits, else of the last tokens
+            if len(values) < n_tokens and self.is_mixed:  # the layer was computed only for tokens with logits
                 wanted = np.flatnonzero(self.of_tokens("outputs", 0))
                 here = wanted if len(wanted) == len(values) else here
             found[row, here, : values.shape[1]] = values
@@ -75,23 +79,24 @@ class _Pass:
 
 
 class Recorder:
-    """Writes routing to `path`; the file has a temporary name until close().
+    """Writes routing to a trace file, which has a temporary name until close().
 
-    inputs: whether these are recorded, if events carry them. Raises TraceError when `path` cannot be written
-    or `header` cannot be stored. A write error later ends the recording, not the model: close() raises it.
+    inputs: True if the routers' inputs are recorded when events have them. Raises TraceError if `path` cannot be
+    written or `header` is invalid. A later write error ends only the recording, not the model's run; close() raises
+    it.
     """
 
     def __init__(
         self, path: str | os.PathLike[str], shape: MoeShape, header: TraceHeader, *, inputs: bool = False
     ) -> None:
-        encode(shape, header, weights=True, inputs=inputs, blocks=[])  # raises now rather than at close()
+        encode(shape, header, weights=True, inputs=inputs, blocks=[])  # raises an error now, not only in close()
         self.shape = shape
         self.header = header
         self._labels = dict(header.labels)
         self._inputs = inputs
         self._rows = shape.row_of
         self._announced: Announcement | None = None
-        self._open: _Pass | None = None  # the pass in progress
+        self._open: _Pass | None = None  # the current pass
         self._finished: list[_Pass] = []
         self._pending_bytes = 0
         self._error: TraceError | None = None
@@ -99,14 +104,14 @@ class Recorder:
         self._writer = TraceWriter(path, shape, weights=True, inputs=inputs)
 
     def announce(self, announcement: Announcement) -> None:
-        """Tokens are evaluated next."""
+        """Notes the tokens that are evaluated next."""
         copied: dict[str, Any] = announcement._asdict()
         for name in ("tokens", "sequences", "phases", "outputs"):
             copied[name] = None if copied[name] is None else copied[name].copy()
         self._announced = Announcement(**copied)
 
     def observe(self, event: RoutingEvent) -> None:
-        """A layer was routed. Layers and sizes outside the shape are left out."""
+        """Records the routing event of a layer. Ignores an event that does not fit the model's shape."""
         if self._closed or self._error is not None:
             return
         current = self._open
@@ -126,9 +131,9 @@ class Recorder:
         self._labels[sequence] = text[:MAX_TEXT]
 
     def close(self, **settings: Setting) -> None:
-        """Writes the remaining passes and completes the file. Adds `settings` to the header's settings.
+        """Writes the remaining passes and completes the file. Adds `settings` to the settings in the header.
 
-        No event may follow. Raises TraceError when something could not be written.
+        No event may follow. Raises TraceError if anything could not be written.
         """
         if self._closed:
             return
@@ -148,7 +153,7 @@ class Recorder:
             self._writer.discard()
 
     def _begin(self, event: RoutingEvent) -> _Pass:
-        """The pass that begins with this event; finishes the one before."""
+        """Begins a new pass with this event, and finishes the previous pass."""
         self._finish()
         if len(self._finished) >= BLOCK_PASSES or self._pending_bytes >= BLOCK_BYTES:
             self._flush()
@@ -157,13 +162,13 @@ class Recorder:
         return self._open
 
     def _finish(self) -> None:
-        """The pass in progress has ended; one without tokens was none."""
+        """Finishes the current pass. A pass without tokens is dropped."""
         if self._open is not None and self._open.n_tokens:
             self._finished.append(self._open)
         self._open = None
 
     def _flush(self) -> None:
-        """Writes all finished passes, those with inputs apart from those without."""
+        """Writes all finished passes. Passes with inputs and passes without inputs go to different blocks."""
         passes = self._finished
         self._finished = []
         self._pending_bytes = 0
@@ -182,12 +187,12 @@ class Recorder:
 
 
 def _block(shape: MoeShape, header: TraceHeader, passes: list[_Pass], *, inputs: bool) -> Trace:
-    """Returns the passes as arrays."""
+    """Returns the passes as a block, with one array for each kind of value."""
 
     def joined(name: str, size: int, empty: npt.ArrayLike) -> npt.NDArray[Any]:
         with np.errstate(over="ignore", invalid="ignore"):
             found = np.concatenate([one.of_layers(shape, name, size, empty) for one in passes], axis=1)
-        # Values beyond float16 become its largest number, and NaN becomes 0.
+        # A value that is too large for float16 becomes the largest float16, and NaN becomes 0.
         return np.nan_to_num(found, copy=False) if found.dtype == np.float16 else found
 
     def by_token(name: str, unknown: Callable[[_Pass], int]) -> Int32s:

@@ -1,11 +1,10 @@
-"""Files of routing that other programs write: arrays (npz, npy, safetensors) and tables (CSV,
-JSONL).
+"""Reads files of routing from other programs: arrays (npz, npy, safetensors) and tables (CSV, JSONL).
 
-A file of arrays holds one request. `expert_ids` is (token, layer, expert of the token), or
-`router_logits` is (token, layer, expert); the optional ones are in `_OPTIONAL`. A .npy file is one
-of the two by its type. A table has a row for each request, position and layer, with the columns
-`request`, `position`, `layer` and `experts`, and optionally `token` and `phase`. Every value is
-checked; nothing in a file is ever executed.
+A file of arrays has one request. Its array `expert_ids` has the axes (token, layer, expert of the token), or its array
+`router_logits` has the axes (token, layer, expert). `_OPTIONAL` has the names of optional arrays. The type of a .npy
+file's array shows which of the two it is. A table has a row for each request, position and layer, with the columns
+`request`, `position`, `layer` and `experts`, and optionally `token` and `phase`. Every value is checked; nothing in a
+file is ever executed.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from moegguf.regular_file import open_regular
 from moegguf.trace.format import DAMAGE, HEADER, MAX_TRACE_BYTES
 
 IDS, LOGITS = "expert_ids", "router_logits"
-_FACTS = ("n_expert", "n_expert_used", "n_layer", "n_vocab", "expert_bytes")  # one number each
+_FACTS = ("n_expert", "n_expert_used", "n_layer", "n_vocab", "expert_bytes")  # each is a single number
 _OPTIONAL = ("tokens", "n_prompt", "layers", *_FACTS)
 _COLUMNS = ("request", "position", "layer", "experts")
 PHASES = ("prefill", "decode")
-_MOST = 1 << 31  # ids are below
+_MOST = 1 << 31  # all numbers in a file are smaller
 
 Ids = npt.NDArray[np.int64]
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -45,35 +44,30 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Routing:
-    """The routing of one request.
+    """The routing of one request."""
 
-    chosen: expert ids (n_tokens, n_layers, n_expert_used), or a router's logits (n_tokens,
-    n_layers, n_expert). tokens: (n_tokens,), -1 where unknown. n_prompt: tokens of the prompt, None
-    where the file does not say.
-    """
-
-    chosen: npt.NDArray[Any]
-    tokens: Ids
-    n_prompt: int | None = None
+    chosen: npt.NDArray[Any]  # ids (n_tokens, n_layers, n_expert_used), or logits (n_tokens, n_layers, n_expert)
+    tokens: Ids  # (n_tokens,), -1 if unknown
+    n_prompt: int | None = None  # tokens of the prompt; None: not in the file
 
     @property
     def has_logits(self) -> bool:
-        """Returns whether `chosen` holds logits, from which the experts still have to be chosen."""
+        """True if `chosen` has logits, so that the experts must still be chosen."""
         return self.chosen.dtype.kind == "f"
 
 
 @dataclass(frozen=True)
 class RoutingFile:
-    """The requests of one file, and the facts about the model that it holds: `layers` (a tuple),
-    and numbers by the names of `MoeShape`'s fields."""
+    """The requests in one file, and facts about the model. `facts`: `layers` (a tuple), and numbers with the names of
+    `MoeShape`'s fields."""
 
     requests: list[Routing]
     facts: Mapping[str, Any]
 
 
 def read_routing(path: Path) -> RoutingFile:
-    """Reads a file by its suffix. Raises TraceError for a file that is missing, damaged, too large
-    or of another form."""
+    """Reads a file in the format that its suffix names. Raises TraceError for a file that is missing, damaged, too
+    large or in another format."""
     read = _READERS.get(path.suffix.lower())
     if read is None:
         raise TraceError(
@@ -88,7 +82,7 @@ def read_routing(path: Path) -> RoutingFile:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Turns every error of reading into a TraceError with the file's name."""
+    """Converts every error of reading into a TraceError with the file's name."""
     try:
         yield
     except TraceError as error:
@@ -129,8 +123,7 @@ def _of_arrays(read: Callable[[Path], Arrays]) -> Callable[[Path], RoutingFile]:
 
 
 def _checked(arrays: Arrays) -> RoutingFile:
-    """Returns the one request in a file of arrays. Raises TraceError for the first rule that is
-    broken."""
+    """Returns the one request in a file of arrays. Raises TraceError for the first rule that the arrays break."""
     name = IDS if IDS in arrays else LOGITS
     chosen = arrays.get(name)
     if chosen is None:
@@ -156,8 +149,7 @@ def _checked(arrays: Arrays) -> RoutingFile:
 
 
 def _agree(facts: dict[str, Any], fact: str, found: int, name: str) -> None:
-    """Notes a fact that follows from an array's shape. Raises TraceError when the file says another
-    number."""
+    """Adds a fact that follows from an array's shape. Raises TraceError if the file contains another number for it."""
     if facts.setdefault(fact, found) != found:
         raise TraceError(f"{fact} is {facts[fact]}, but {name} has {found} of them in its last axis; save both anew.")
 
@@ -201,10 +193,10 @@ def _of_table(read: Callable[[Path], Iterator[tuple[int, Row]]]) -> Callable[[Pa
 
 
 def _collected(rows: Iterable[tuple[int, Row]]) -> RoutingFile:
-    """Returns the requests of a table, in order of first appearance. Raises TraceError for the
-    first rule that is broken."""
+    """Returns the requests in a table, in order of first appearance. Raises TraceError for the first rule that a row
+    breaks."""
     numbers: dict[str, int] = {}
-    keys = array("q")  # request, position, layer, token and phase of each row
+    keys = array("q")  # five numbers per row: request, position, layer, token and phase
     experts = array("q")
     n_used = 0
     for line, row in rows:
@@ -236,10 +228,10 @@ def _collected(rows: Iterable[tuple[int, Row]]) -> RoutingFile:
 
 
 def _request(name: str, table: Ids, ids: Ids, layers: Ids) -> Routing:
-    """Returns one request of a sorted table. Raises TraceError unless each position has each layer
-    once."""
+    """Returns one request from its sorted rows. Raises TraceError if a layer is missing at a position or appears
+    twice."""
     n_rows = len(table)
-    row = np.arange(n_rows + 1)  # one more than there are
+    row = np.arange(n_rows + 1)  # one more, to name a missing last row
     expected = np.stack([row // len(layers), layers[row % len(layers)]], axis=1)
     wrong = np.flatnonzero((table[:, 1:3] != expected[:-1]).any(axis=1))
     if len(wrong) or n_rows % len(layers):
@@ -258,8 +250,8 @@ def _request(name: str, table: Ids, ids: Ids, layers: Ids) -> Routing:
 
 
 def _expert_list(value: Any, line: int) -> list[int]:
-    """Returns the experts of a row: a list, or numbers between which there are spaces, semicolons
-    or commas."""
+    """Returns the experts of a row. `value` is a list, or a text with spaces, semicolons or commas between the
+    numbers."""
     parts = value if isinstance(value, list) else re.split(r"[\s;,]+", str(value).strip().strip("[]"))
     return [_whole(part, "experts", line) for part in parts]
 
@@ -272,7 +264,7 @@ def _whole(value: Any, name: str, line: int) -> int:
 
 
 def _phase(value: Any, line: int) -> int:
-    """Returns the number of a phase in `PHASES`; -1 for none."""
+    """Returns the index of a phase in `PHASES`; -1 if the row has none."""
     if value in (None, ""):
         return -1
     if value not in PHASES:

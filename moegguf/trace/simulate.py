@@ -1,8 +1,9 @@
-"""Replays a trace against the same store and the same controller as live, on a modelled link: hits, bytes, stall, t/s.
+"""Replays a trace with the same store and the same controller as a live run, and a simulated link. The results are
+hits, bytes, stall and tokens per second.
 
-Its counters equal the counters of a live run with the same trace, policy and slots. It needs the native library but no
-model: the layout comes from the trace's shape. Layers may compute on one or several devices, with slots there and in
-RAM below them.
+The counters are equal to the counters of a live run with the same trace, policy and slots. The native library is
+needed but no model: the layout comes from the trace's shape. One or several devices may compute layers from their
+slots, with slots in RAM below them.
 """
 
 from __future__ import annotations
@@ -27,33 +28,29 @@ from moegguf.native.slot_sizes import slot_tokens
 from moegguf.native.store import DeviceSlots, Store, StoreContext, StoreOptions, Tier
 from moegguf.trace.trace import Trace
 
-GGML_TYPE_I8 = 24  # one byte per value: an expert of any size is one row
-NO_LIMIT = 1 << 30  # tokens of a pass
-REAL_TIME = ("hook_ns", "forecast_ns")  # the counters that do not follow from the trace
+GGML_TYPE_I8 = 24  # one byte per value, so a matrix of any size can be a single row
+NO_LIMIT = 1 << 30  # no limit of the tokens in a pass
+REAL_TIME = ("hook_ns", "forecast_ns")  # counters that are measured in real time and do not follow from the trace
 VRAM, RAM, STAGING = "VRAM", "RAM", "staging"  # keys of `SimResult.tiers`
-SIMULATED = "CUDA"  # backend of the devices whose slots are simulated, by ggml's name
+SIMULATED = "CUDA"  # ggml's name for the backend of simulated devices
 
 
 @dataclass(frozen=True)
 class SimOptions:
-    """Options of a replay. A layer takes `layer_compute_us` for each token and `layer_pass_us` for each pass.
+    """Options of a replay."""
 
-    `n_ram_slots` slots in RAM lie below the slots of devices, with the native policy `ram_policy`. A bandwidth of 0
-    makes transfers free.
-    """
-
-    prefetch: PrefetchOptions | None = None
-    link_bytes_per_s: float = 0.0
+    prefetch: PrefetchOptions | None = None  # None: no prefetching
+    link_bytes_per_s: float = 0.0  # 0: transfers take no time
     link_latency_s: float = 0.0
-    layer_compute_us: float = 0.0
-    layer_pass_us: float = 0.0
+    layer_compute_us: float = 0.0  # time of a layer for each token
+    layer_pass_us: float = 0.0  # additional time of a layer for each pass
     store: StoreOptions = field(default_factory=StoreOptions)
-    n_ram_slots: int = 0
-    ram_policy: str = LRU.name
+    n_ram_slots: int = 0  # slots in RAM below the slots of devices
+    ram_policy: str = LRU.name  # native policy of the slots in RAM
 
     @property
     def timed(self) -> bool:
-        """Returns whether reads take time."""
+        """True if transfers take time."""
         return self.link_bytes_per_s > 0
 
     @property
@@ -66,7 +63,7 @@ class SimOptions:
 
 
 class _Sums:
-    """Counters that add up field by field."""
+    """Base class of counters that are added and subtracted field by field."""
 
     lookups: int
     hits: int
@@ -79,13 +76,13 @@ class _Sums:
 
     @property
     def hit_rate(self) -> float:
-        """Hits per lookup, 0 to 1; 0 without lookups."""
+        """Hits per lookup, 0 to 1; 0 if there are no lookups."""
         return self.hits / max(1, self.lookups)
 
 
 @dataclass(frozen=True)
 class Span(_Sums):
-    """Counters over some of the passes. bytes_useful: of experts that were fetched ahead and there when asked for."""
+    """Counters of a store over some of the passes."""
 
     tokens: int = 0
     lookups: int = 0
@@ -93,33 +90,29 @@ class Span(_Sums):
     bytes_missed: int = 0
     bytes_prefetched: int = 0
     stall_ns: int = 0
-    clock_ns: int = 0
-    bytes_useful: int = 0
+    clock_ns: int = 0  # simulated time of the passes
+    bytes_useful: int = 0  # bytes of prefetched experts that were in their slots when they were used
 
     @property
     def moved_per_useful(self) -> float | None:
-        """Bytes fetched ahead for one of them that was used and in time; None where none was."""
+        """Prefetched bytes per byte that was used and came in time; None if there was no such byte."""
         return self.bytes_prefetched / self.bytes_useful if self.bytes_useful else None
 
 
 @dataclass(frozen=True)
 class TierSpan(_Sums):
-    """Counters of one tier over some of the passes. In RAM behind a device, a lookup is one that missed there.
-
-    bytes_in: that came into its slots, from wherever. copy_ns: of copies from RAM. stall_ns: that layers waited; in
-    RAM, while something was still to be read from the file.
-    """
+    """Counters of one tier over some of the passes. In RAM below a device, each lookup is a miss of the device."""
 
     lookups: int = 0
     hits: int = 0
     evictions: int = 0
-    bytes_in: int = 0
-    copy_ns: int = 0
-    stall_ns: int = 0
+    bytes_in: int = 0  # bytes that came into the tier's slots
+    copy_ns: int = 0  # time of copies into the tier's slots
+    stall_ns: int = 0  # time that layers waited; in RAM: for reads from the file
 
     @classmethod
     def of(cls, figures: Mapping[str, int]) -> TierSpan:
-        """The counters in the figures of `Store.tier` since the store was opened."""
+        """Returns the counters from the figures of `Store.tier`, which count since the store was opened."""
         n_bytes = figures["bytes_missed"] + figures["bytes_prefetched"]
         hits = figures["hits_ready"] + figures["hits_late"]
         counted = figures["lookups"], hits, figures["evictions"], n_bytes, figures["copy_ns"], figures["stall_ns"]
@@ -128,48 +121,45 @@ class TierSpan(_Sums):
 
 @dataclass(frozen=True)
 class SimResult:
-    """The counts of a replay.
+    """The result of a replay.
 
-    `counters` has the store's counters that follow from the trace. `decode` counts decode passes, `whole` all passes.
-    `sequences` has the decode passes of each request, or all passes of a request without any.
-
-    `tiers` counts all passes by tier: "VRAM", "RAM" and, if prompts are staged, "staging". `decode_tiers` counts decode
-    passes. Both are empty with one tier. With several devices "VRAM" is all of them together, and each device is there
-    by its name, too. `t_per_s` is the decoded tokens per modelled second, None without a link.
+    `tiers` has counters by tier: "VRAM", "RAM" and, if prompts are staged, "staging". With several devices, "VRAM" is
+    their sum, and each device also has an entry with its name. `decode_tiers` has the same for decode passes only.
+    Both are empty if there is only one tier.
     """
 
     policy: str
     predictor: str
     n_slots: int
     share: float
-    counters: Mapping[str, int]
-    whole: Span
-    decode: Span
-    sequences: Mapping[int, Span] = field(default_factory=dict)
-    t_per_s: float | None = None
+    counters: Mapping[str, int]  # the store's counters, except for measured times
+    whole: Span  # all passes
+    decode: Span  # decode passes
+    sequences: Mapping[int, Span] = field(default_factory=dict)  # {request: its decode passes, or else all passes}
+    t_per_s: float | None = None  # decoded tokens per simulated second; None without a link
     tiers: Mapping[str, TierSpan] = field(default_factory=dict)
     decode_tiers: Mapping[str, TierSpan] = field(default_factory=dict)
 
     @property
     def hit_rate(self) -> float:
-        """`Span.hit_rate` of all passes."""
+        """Hits per lookup in all passes, 0 to 1."""
         return self.whole.hit_rate
 
     @property
     def prefetch_accuracy(self) -> float | None:
-        """Returns how many of the experts that were fetched ahead were used, in time or late; None where none was
-        fetched."""
+        """The share of prefetched experts that were used, in time or late; None if there were no prefetches."""
         used = self.counters["prefetch_useful"] + self.counters["prefetch_late"]
         return used / self.counters["prefetch_started"] if self.counters["prefetch_started"] else None
 
     @property
     def decode_hit_rate(self) -> float:
-        """`Span.hit_rate` of the decode passes."""
+        """Hits per lookup in the decode passes, 0 to 1."""
         return self.decode.hit_rate
 
 
 def layout_of(shape: MoeShape) -> ExpertLayout:
-    """A layout with this shape and no files, for a simulated store. Experts have shape.expert_bytes each."""
+    """Returns a layout with this shape but no files, for a simulated store. Each expert has shape.expert_bytes
+    bytes."""
     third = max(1, shape.expert_bytes // 3)
     n = shape.n_layer
     k = shape.n_expert_used
@@ -193,21 +183,23 @@ def layout_of(shape: MoeShape) -> ExpertLayout:
 
 
 def slots_of(shape: MoeShape, share: float) -> int:
-    """The number of slots for a share (0 to 1) of all experts: at least n_expert_used. Raises OptionError."""
+    """Returns the number of slots for a share (0 to 1) of all experts, but at least n_expert_used. Raises
+    OptionError."""
     if not 0 < share <= 1:
         raise OptionError(f"a share of the experts lies above 0 and up to 1 (100%), but is {share}.")
     return max(shape.n_expert_used, round(share * len(shape.layers) * shape.n_expert))
 
 
 def fitted(trace: Trace, n_slots: int) -> Trace:
-    """The trace with passes split, so that no event needs more than n_slots experts: where they cannot be streamed."""
+    """Returns the trace with long passes split, so that no routing event needs more than n_slots experts. A store that
+    cannot stream experts needs this."""
     return _cut(trace, _most_tokens(trace, n_slots, len(trace.shape.layers), NO_LIMIT))
 
 
 def _most_tokens(trace: Trace, n_slots: int, n_layers: int, slot_tokens: int) -> int:
-    """Returns the largest number of tokens in a pass with n_slots slots for n_layers layers.
+    """Returns the most tokens that a pass may have with n_slots slots for n_layers layers.
 
-    slot_tokens: the limit if not every expert has a slot.
+    slot_tokens: additional limit if not every expert has a slot.
     """
     shape = trace.shape
     longest = int(np.diff(trace.pass_start).max(initial=0))
@@ -218,7 +210,7 @@ def _most_tokens(trace: Trace, n_slots: int, n_layers: int, slot_tokens: int) ->
 
 
 def _cut(trace: Trace, most: int) -> Trace:
-    """The trace with no pass of more tokens."""
+    """Returns the trace with passes split, so that no pass has more than `most` tokens."""
     lengths = np.diff(trace.pass_start)
     if lengths.max(initial=0) <= most:
         return trace
@@ -234,11 +226,11 @@ def _cut(trace: Trace, most: int) -> Trace:
 
 
 class Simulation:
-    """One replay of a trace with one policy and predictor, which must be new: they keep state.
+    """One replay of a trace. The policy and the predictor must be new, because they keep state.
 
-    n_slots: slots of the CPU, which then computes every layer, or slots of devices. Devices may have tensors in which
-    passes of more than one token are staged. Without such tensors, passes are cut to the tokens that slots compute
-    exactly. Raises OptionError for slots that cannot hold one token's experts of a layer.
+    n_slots: slots of the CPU, which then computes every layer, or slots of devices. Devices may have staging tensors
+    for passes of more than one token. Without these, passes are cut to the number of tokens that slots compute
+    exactly. Raises OptionError if the slots cannot hold one token's experts of a layer.
     """
 
     def __init__(
@@ -270,7 +262,7 @@ class Simulation:
         self.n_slots = sum(device.n_slots for device in devices)
 
     def run(self) -> SimResult:
-        """Replays all passes. Raises CallbackError when the policy or predictor fails."""
+        """Replays all passes. Raises CallbackError if the policy or predictor fails."""
         n_ram = self.options.n_ram_slots
         store = Store(layout_of(self.trace.shape), self.slots, self.options.simulated, n_ram_slots=n_ram)
         try:
@@ -281,8 +273,8 @@ class Simulation:
             store.close()
 
     def _controller(self, store: Store) -> Controller | None:
-        """Returns the controller that a live run would have; None where the store needs none. A
-        policy or predictor that fails ends the simulation."""
+        """Returns the controller that a live run would have; None if the policy and predictor need none. An exception
+        in the policy or predictor ends the simulation."""
         acting = ActingOptions(
             self.options.prefetch, strict=True, clock_ns=lambda: store.counters()["sim_clock_ns"],
         )  # fmt: skip
@@ -293,7 +285,7 @@ class Simulation:
         meter = _Meter(store, self.trace.shape.expert_bytes)
         if controller is None and self.trace.token_sequence is None and not self._is_staged:
             self._replay_passes(store.context, meter)
-        else:  # the end of a staged prompt counts
+        else:  # events one by one: the store must know where a staged prompt ends
             self._replay_events(store, controller, meter)
         failure = store.context.take_failure()
         if failure is not None:
@@ -301,7 +293,7 @@ class Simulation:
         return self._result(meter)
 
     def _replay_passes(self, context: StoreContext, meter: _Meter) -> None:
-        """The events of a pass at once, without announcements."""
+        """Replays whole passes, with all routing events of a pass in one call and without announcements."""
         trace = self.trace
         layers = np.array(self.trace.shape.layers, np.int32)
         used = np.array(trace.used(), np.int32)
@@ -319,7 +311,8 @@ class Simulation:
             context.replay(layers[rows], n_tokens, used[rows], ids[ids >= 0].astype(np.int32), layer_ns)
 
     def _layer_ns(self, n_tokens: Any) -> Any:
-        """Returns the ns that layers take for `n_tokens` (a number, or uint64); None where they take no time."""
+        """Returns the nanoseconds that a layer takes for `n_tokens` tokens (a number or an array); None if layers take
+        no time."""
         token_us = self.options.layer_compute_us
         pass_us = self.options.layer_pass_us
         return round(token_us * 1000) * n_tokens + round(pass_us * 1000) if token_us or pass_us else None
@@ -358,7 +351,7 @@ class Simulation:
 
 
 def announce_to(context: StoreContext, event: Announcement) -> None:
-    """Tells a store which tokens are evaluated next."""
+    """Passes an announcement (the tokens that are evaluated next) to a store."""
     if event.sequences is None or event.phases is None:
         context.announce(event.sequence, event.phase, event.tokens)
     else:
@@ -366,23 +359,26 @@ def announce_to(context: StoreContext, event: Announcement) -> None:
 
 
 class _Meter:
-    """Splits the store's counters by phase and request; it reads them only when one of these changes.
+    """Divides the store's counters by phase and request. It reads the counters only when the phase or the request
+    changes.
 
-    A pass that decodes counts as decoding, with all that it needed; its tokens of prompts count as the prompts'.
+    A pass in which any token decodes counts as a decode pass, with all of its counters. But its prompt tokens are not
+    counted as decoded tokens.
     """
 
     def __init__(self, store: Store, expert_bytes: int) -> None:
         self._store = store
         self._expert_bytes = expert_bytes
         self._now: tuple[int, Phase] | None = None
-        self._tokens = self._n_read = 0  # n_read: of prompts, in passes that decode
+        self._tokens = self._n_read = 0  # n_read: prompt tokens in decode passes
         self._parts: dict[tuple[int, Phase], Span] = {}
         self.counters = store.counters()
         self.tiers = _tier_spans(store)
         self.decode_tiers: dict[str, TierSpan] = {}
 
     def begin(self, sequence: int, phase: Phase, n_tokens: int, n_decoded: int) -> None:
-        """Begins passes of n_tokens tokens, before their first routing event. n_decoded of the tokens decode."""
+        """Notes a pass of n_tokens tokens before its first routing event. n_decoded of the tokens decode, the others
+        belong to prompts."""
         if (sequence, phase) != self._now:
             self.end()
             self._now = sequence, phase
@@ -412,16 +408,16 @@ class _Meter:
 
     @property
     def decode(self) -> Span:
-        """Returns the counters of passes that decode."""
+        """The counters of passes in which any token decodes."""
         return sum((span for (_, phase), span in self._parts.items() if phase == Phase.DECODE), Span())
 
     @property
     def whole(self) -> Span:
-        """Returns the counters of all passes."""
+        """The counters of all passes."""
         return sum(self._parts.values(), Span(self._n_read))
 
     def requests(self) -> dict[int, Span]:
-        """{sequence: its decode passes, or all of them where it has none}."""
+        """Returns {request: its decode passes, or its other passes if it has no decode passes}."""
         return {
             sequence: self._parts.get((sequence, Phase.DECODE)) or self._parts[sequence, phase]
             for sequence, phase in self._parts
@@ -429,7 +425,7 @@ class _Meter:
 
 
 def _tier_spans(store: Store) -> dict[str, TierSpan]:
-    """Returns the counters of each tier since the store was opened; empty with one tier."""
+    """Returns the counters of each tier since the store was opened; {} if there is only one tier."""
     if len(store.tiers) == 1:
         return {}
     found = {name: store.tier(tier) for name, tier in ((VRAM, Tier.COMPUTE), (RAM, Tier.RAM))}

@@ -1,4 +1,4 @@
-"""Counts that describe a trace: `moegguf trace show`."""
+"""Counts that describe a trace, for `moegguf trace show`."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from moegguf.trace.trace import Trace
 
 @dataclass(frozen=True)
 class TraceSummary:
-    """Facts about a trace."""
+    """Facts and counts about a trace."""
 
     model: str
     fingerprint: str
     shape: MoeShape
     settings: Mapping[str, object]
     n_requests: int
-    kinds: Mapping[str, int]  # {label: requests}
+    kinds: Mapping[str, int]  # {kind of text: number of requests}
     n_passes: int
     n_tokens: int
     n_decoded: int
-    recorded: tuple[str, ...]  # optional arrays that are there
-    reuse: float  # share of a decoded token's experts that the token before used in the same layer
-    top_tenth: float  # share of all uses that fall on the most used tenth of the experts
+    recorded: tuple[str, ...]  # names of the optional arrays that were recorded
+    reuse: float  # share of a decoded token's experts that the previous token also used in the same layer
+    top_tenth: float  # share of all uses that belongs to the most used tenth of the experts
 
 
 def summary(trace: Trace) -> TraceSummary:
-    """Counts what a trace holds."""
+    """Counts the passes, tokens, requests and repeated uses of experts in a trace."""
     header = trace.header
     sequences = trace.sequences()
     optional = {"weights": trace.weights, "inputs": trace.inputs}

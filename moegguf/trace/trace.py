@@ -1,7 +1,7 @@
 """Recorded routing in memory: the tokens of each pass, and the experts that the router chose for them.
 
-A trace has the events of a running model (`events`), can be cut by request, and shuffled for control experiments. The
-file is in format.py, recording in recorder.py.
+A trace yields the events of the recorded run (`events`). It can be reduced to some requests, and its tokens can be
+rearranged for control experiments. The file format is in format.py, the recorder in recorder.py.
 """
 
 from __future__ import annotations
@@ -16,64 +16,54 @@ import numpy.typing as npt
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Announcement, Int32s, Phase, RoutingEvent
 
-MAX_TEXT = 4096  # characters of a label, a name or a setting
+MAX_TEXT = 4096  # most characters of a label, a name or a setting
 
 Setting = str | int | float
 
 
 @dataclass(frozen=True)
 class TraceHeader:
-    """The origin of a trace.
+    """The origin of a trace."""
 
-    model: its name. fingerprint: hex digits of its routers (`moegguf.gguf.fingerprint`), "" when unknown. labels: kind
-    of text of each sequence. settings: how it was recorded (budget, policy, threads, ...).
-    """
-
-    model: str = ""
-    fingerprint: str = ""
-    labels: dict[int, str] = field(default_factory=dict)
-    settings: dict[str, Setting] = field(default_factory=dict)
+    model: str = ""  # name of the model
+    fingerprint: str = ""  # hex digits for the model's routers (`moegguf.gguf.fingerprint`); "" if unknown
+    labels: dict[int, str] = field(default_factory=dict)  # {request: kind of text}
+    settings: dict[str, Setting] = field(default_factory=dict)  # options of the recorded run, such as the budget
 
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Routing of n_pass passes over n_tokens tokens, in the order they were evaluated.
+    """Routing of n_pass passes over n_tokens tokens, in the order in which they were evaluated.
 
-    Arrays of passes: pass_sequence, pass_phase, pass_first_token and pass_ns are (n_pass,), with the meaning of
-    RoutingEvent's fields. pass_start is (n_pass + 1,): pass p has tokens[pass_start[p]:pass_start[p + 1]].
+    An announcement has the tokens of one or more passes before they are evaluated. pass_sequence, pass_phase,
+    pass_first_token and pass_ns have the meaning of the corresponding fields of `RoutingEvent`.
 
-    Arrays of tokens: tokens (n_tokens,) has -1 for unknown ones. expert_ids (len(shape.layers), n_tokens,
-    n_expert_used) has -1 where a layer was not computed for a token, and after the experts of a layer that uses fewer.
-    `weights` has this shape, too, or is None. `inputs` (len(shape.layers), n_tokens, n_embd) may be None. Both are zero
-    where nothing was computed; `inputs` are zero also where they were not recorded.
-
-    If passes have tokens of several requests, token_sequence and token_phase (n_tokens,) have each token's request and
-    phase. pass_sequence and pass_phase then belong to the pass's announcement. Otherwise both are None. `sequence_of`
-    and `phase_of` are always there.
+    If passes have tokens of several requests, token_sequence and token_phase are not None, and pass_sequence and
+    pass_phase then belong to the announcement. `sequence_of` and `phase_of` work in both cases.
     """
 
     shape: MoeShape
     header: TraceHeader
-    pass_sequence: Int32s
-    pass_phase: npt.NDArray[np.uint8]
-    pass_first_token: Int32s
-    pass_ns: npt.NDArray[np.int64]
-    pass_start: npt.NDArray[np.int64]
-    tokens: Int32s
-    expert_ids: npt.NDArray[np.int16]
-    weights: npt.NDArray[np.float16] | None = None
-    inputs: npt.NDArray[np.float16] | None = None
-    token_sequence: Int32s | None = None
-    token_phase: npt.NDArray[np.uint8] | None = None
+    pass_sequence: Int32s  # (n_pass,) number of the request
+    pass_phase: npt.NDArray[np.uint8]  # (n_pass,) see `Phase`
+    pass_first_token: Int32s  # (n_pass,) index of the pass's first token in its announcement; -1: not announced
+    pass_ns: npt.NDArray[np.int64]  # (n_pass,) time of the pass's first routing event
+    pass_start: npt.NDArray[np.int64]  # (n_pass + 1,) pass p has tokens[pass_start[p]:pass_start[p + 1]]
+    tokens: Int32s  # (n_tokens,) -1: unknown
+    expert_ids: npt.NDArray[np.int16]  # (n_moe_layer, n_tokens, n_expert_used); -1: no expert
+    weights: npt.NDArray[np.float16] | None = None  # factors of the experts' outputs, in the shape of expert_ids
+    inputs: npt.NDArray[np.float16] | None = None  # (n_moe_layer, n_tokens, n_embd) inputs of routers; 0: not recorded
+    token_sequence: Int32s | None = None  # (n_tokens,) request of each token
+    token_phase: npt.NDArray[np.uint8] | None = None  # (n_tokens,) phase of each token
 
     @property
     def n_pass(self) -> int:
-        """Number of passes."""
+        """The number of passes."""
         return len(self.pass_sequence)
 
     @property
     def n_tokens(self) -> int:
-        """Number of tokens, of all passes."""
+        """The number of tokens in all passes."""
         return len(self.tokens)
 
     @property
@@ -89,33 +79,34 @@ class Trace:
         return np.repeat(self.pass_phase, np.diff(self.pass_start)) if self.token_phase is None else self.token_phase
 
     def sequences(self) -> list[int]:
-        """The requests in it, in order of first appearance."""
+        """Returns the numbers of the requests in the trace, in order of first appearance."""
         of = self.pass_sequence if self.token_sequence is None else self.token_sequence
         return list(dict.fromkeys(of.tolist()))
 
     def select(self, sequences: Iterable[int]) -> Trace:
-        """The passes of these requests only, of passes of several requests their tokens."""
+        """Returns a trace with only the tokens of these requests."""
         wanted = set(sequences)
         labels = {sequence: label for sequence, label in self.header.labels.items() if sequence in wanted}
         part = self.keep(np.isin(self.sequence_of, list(wanted)))
         return replace(part, header=replace(self.header, labels=labels))
 
     def decode(self) -> Trace:
-        """The decode passes only; of passes in which others read prompts, the tokens that decode."""
+        """Returns a trace with only the tokens that decode. Passes without such tokens are left out."""
         return self.keep(self.phase_of == Phase.DECODE)
 
     def keep(self, wanted: npt.NDArray[np.bool_]) -> Trace:
-        """The tokens that are `wanted` (n_tokens,), in the passes that still have some."""
+        """Returns a trace with only the tokens for which `wanted` (n_tokens,) is True. Passes without tokens are left
+        out."""
         starts = np.concatenate([[0], np.cumsum(wanted)])[self.pass_start]
         passes = np.flatnonzero(np.diff(starts))
         if np.array_equal(starts[passes + 1] - starts[passes], np.diff(self.pass_start)[passes]):
-            return self.take(passes)  # whole passes
+            return self.take(passes)  # only whole passes stay
         tokens = np.flatnonzero(wanted)
         return self.rearranged(tokens, starts[:-1][passes], passes, self.announced_at()[tokens])
 
     def announced_at(self) -> npt.NDArray[np.int64]:
-        """(n_tokens,): for each token the index of the first token that was announced with it. Tokens of a pass whose
-        announcement is not known have a negative number that only this pass has."""
+        """Returns (n_tokens,): for each token, the index of the first token of its announcement. If a pass has no
+        known announcement, its tokens have a negative number that no other pass has."""
         announced = np.where(self.pass_first_token < 0, -1, self.pass_start[:-1] - self.pass_first_token)
         unknown = -1 - np.arange(self.n_pass)
         return np.repeat(np.where(announced < 0, unknown, announced), np.diff(self.pass_start))
@@ -127,7 +118,8 @@ class Trace:
         passes: npt.NDArray[np.int64],
         announcements: npt.NDArray[np.int64],
     ) -> Trace:
-        """Returns these tokens in passes that begin at `starts` of them and were part of `passes`.
+        """Returns a trace with these tokens, in this order. `starts`: index in `tokens` of each new pass's first
+        token. `passes`: the old pass that gives each new pass its time.
 
         announcements (len(tokens),): equal for tokens that are announced together.
         """
@@ -146,7 +138,7 @@ class Trace:
         )
 
     def take(self, passes: npt.NDArray[np.int64]) -> Trace:
-        """Returns these passes, in this order."""
+        """Returns a trace with only these passes, in this order."""
         lengths = np.diff(self.pass_start)[passes]
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
         tokens = np.repeat(self.pass_start[passes] - starts[:-1], lengths) + np.arange(starts[-1])
@@ -161,22 +153,23 @@ class Trace:
         )
 
     def of_tokens(self, tokens: npt.NDArray[np.int64]) -> dict[str, Any]:
-        """The arrays by token, of these."""
+        """Returns {name: array} for the arrays with one entry per token, reduced to these tokens."""
         rows = {"tokens": self.tokens, "token_sequence": self.token_sequence, "token_phase": self.token_phase}
         columns = {"expert_ids": self.expert_ids, "weights": self.weights, "inputs": self.inputs}
         found = {name: None if array is None else array[tokens] for name, array in rows.items()}
         return found | {name: None if array is None else array[:, tokens] for name, array in columns.items()}
 
     def events(self) -> Iterator[Announcement | RoutingEvent]:
-        """The events of the live run, in order, pass by pass; `pass_` is counted from 0.
+        """Yields the announcements and routing events of the recorded run, in order. `pass_` counts from 0.
 
-        Announcements are rebuilt from the passes they became; a pass whose announcement is not wholly in
-        the trace is unannounced (first_token -1). The arrays of an event may be views: copy what you keep.
+        Announcements are built again from their passes. If the trace has only some passes of an announcement, these
+        passes count as unannounced (first_token -1). The arrays of an event may be views of the trace, so copy what
+        you keep.
         """
         used = self.used()
         computed = self.computed()
         announcements = self._announcements()
-        announced: dict[int, int] = {}  # sequence -> last pass of its last announcement
+        announced: dict[int, int] = {}  # request -> last pass of its last announcement
         several = False
         for p in range(self.n_pass):
             sequence = int(self.pass_sequence[p])
@@ -198,7 +191,7 @@ class Trace:
                 k = used[row]
                 if n == 0:
                     continue
-                here: Any = slice(end - start - n, end - start)  # the last ones, except among several sequences
+                here: Any = slice(end - start - n, end - start)  # the pass's last n tokens, if it has only one request
                 if self.token_sequence is not None and n < end - start:
                     here = np.flatnonzero(self.expert_ids[row, start:end, 0] >= 0)
                 inputs = None if self.inputs is None else self.inputs[row, start:][here]
@@ -211,21 +204,21 @@ class Trace:
                 )  # fmt: skip
 
     def used(self) -> list[int]:
-        """Experts used by a token, for each layer with experts."""
+        """Returns the number of experts that a token uses, for each MoE layer."""
         if self.n_tokens == 0:
             return [0] * len(self.shape.layers)
         return (self.expert_ids >= 0).any(axis=1).sum(axis=1).tolist()
 
     def computed(self) -> list[list[int]]:
-        """[pass][row]: number of tokens that the layer was computed for."""
+        """Returns the number of tokens for which a layer was computed, as [pass][index of the MoE layer]."""
         sums = np.zeros((len(self.shape.layers), self.n_tokens + 1), np.int64)
         np.cumsum(self.expert_ids[:, :, 0] >= 0, axis=1, out=sums[:, 1:])
         return np.diff(sums[:, self.pass_start], axis=1).T.tolist()
 
     def _announcements(self) -> dict[int, tuple[int, Announcement]]:
-        """{pass an announcement comes before: (last pass of it, the announcement)}."""
+        """Returns {first pass of an announcement: (last pass of it, the announcement)}."""
         parts: dict[int, list[int]] = {}
-        open_: dict[int, tuple[int, int, int]] = {}  # sequence -> first pass, phase, next first_token
+        open_: dict[int, tuple[int, int, int]] = {}  # request -> first pass, phase, next first_token
         lengths = np.diff(self.pass_start).tolist()
         facts = zip(self.pass_sequence.tolist(), self.pass_phase.tolist(), self.pass_first_token.tolist(), strict=True)
         for p, (sequence, phase, first) in enumerate(facts):
@@ -242,7 +235,7 @@ class Trace:
         return {begun: (passes[-1], self._announcement(passes)) for begun, passes in parts.items()}
 
     def _announcement(self, passes: list[int]) -> Announcement:
-        """Returns the announcement of the tokens of these passes."""
+        """Returns the announcement of the tokens in these passes."""
         at = np.concatenate([np.arange(self.pass_start[p], self.pass_start[p + 1]) for p in passes])
         sequence = int(self.pass_sequence[passes[0]])
         phase = Phase(int(self.pass_phase[passes[0]]))
@@ -258,7 +251,7 @@ class Trace:
 
 
 def _ranks(groups: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """(n,): how many elements of the same group come before each."""
+    """Returns (n,): for each element, the number of earlier elements in the same group."""
     order = np.argsort(groups, kind="stable")
     firsts = np.flatnonzero(np.concatenate([[True], np.diff(groups[order]) != 0])) if len(groups) else groups
     ranks = np.empty_like(groups)
