@@ -1,6 +1,6 @@
-"""Benchmarks: one system per process, several in turns under the same limits, and rows of results. Also records traces.
+"""Runs benchmarks: each system in its own process, several in turns under the same limits, with rows of results. Also
+records traces.
 
-Promises: load, prompt and generation are timed apart, as llama-bench does. Compared systems run interleaved under one
-memory limit, with a cold page cache by default, and their tokens are compared.
-Does not know flags and terminals.
+Load, prompt and generation are timed separately, as in llama-bench. Compared systems run in turns under one memory
+limit, by default with a cold page cache, and their tokens are compared. This package does not know flags or terminals.
 """

@@ -1,9 +1,9 @@
-"""The bound of a measurement: the most tokens per second that its file, its slots and its link allow.
+"""Computes the bound of a measurement: the most tokens per second that its file, its slots and its link allow.
 
-Experts are read, copied to a device where it lacks them, and computed with, all at the same time. The
-bound is the slowest of the three. The fewest experts that have to be read follow from the routing of the
-measured tokens and from the content of the slots at the beginning (`least_misses`). The routing is
-recorded while the same tokens are evaluated once more, which is not timed.
+Three things happen at the same time: experts are read, copied to a device that lacks them, and computed with. The
+bound is the slowest of the three. The fewest experts that have to be read follow from the routing of the measured
+tokens and from the content of the slots at the beginning (`least_misses`). The routing is recorded while the same
+tokens are evaluated once more, which is not timed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from moegguf.engine.session import Session
     from moegguf.trace.trace import Trace
 
-IN_SLOT = 2  # the value in `Store.residency`
+IN_SLOT = 2  # value in `Store.residency` of an expert that has a slot
 LIMITS = {
     "reads": "bound_read_ms_per_token",
     "copies": "bound_copy_ms_per_token",
@@ -43,10 +43,10 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class Held:
-    """The content of slots: keys of `Lookups`."""
+    """The experts that have slots, as keys of `Lookups`."""
 
-    everywhere: Ints  # the experts in any slot
-    computing: Ints  # the experts in slots that layers compute with
+    everywhere: Ints  # experts in any slot
+    computing: Ints  # experts in slots with which layers compute
 
 
 @dataclass(frozen=True)
@@ -60,17 +60,18 @@ class LeastBytes:
 
 @dataclass(frozen=True)
 class LinkSpeeds:
-    """Bytes per second; 0: not known, and no limit."""
+    """Speeds in bytes per second. A speed of 0 is unknown and sets no limit."""
 
-    disk: float
-    copies: float = 0.0
-    memory: float = 0.0
+    disk: float  # reads from the file
+    copies: float = 0.0  # copies from RAM to a device
+    memory: float = 0.0  # reads from RAM
 
 
 def bound_figures(
     least: LeastBytes, speeds: LinkSpeeds, n_tokens: int, taken_s: float, idle_s: float
 ) -> dict[str, float]:
-    """Returns the values of FIGURES. The tokens took `taken_s`; nothing was computed for `idle_s`."""
+    """Returns the values of FIGURES. The tokens took `taken_s` seconds. In `idle_s` seconds of these nothing was
+    computed."""
 
     def ms_per_token(n_bytes: int, bytes_per_s: float) -> float:
         return n_bytes / bytes_per_s / n_tokens * 1e3 if bytes_per_s else 0.0
@@ -93,18 +94,18 @@ def bound_figures(
 
 
 def bound_by(figures: Mapping[str, float]) -> str:
-    """Returns which of LIMITS takes longest."""
+    """Returns the name of the entry in LIMITS with the longest time."""
     return max(LIMITS, key=lambda name: figures[LIMITS[name]])
 
 
 class Bounds:
-    """Finds the bounds of what is measured with a model that has slots. simulate_link: of the device, as
-    the user gave it."""
+    """Computes the bounds of measurements with a model that has slots. `simulate_link` is the text of the simulated
+    link, if the device is simulated."""
 
     def __init__(self, llama: Llama, session: Session, simulate_link: str | None = None) -> None:
         self._llama = llama
         self._session = session
-        self._copies = 0.0  # bytes per second, as `memory`
+        self._copies = 0.0  # bytes per second, like `_memory`
         self._memory = 0.0
         devices = {device.name or CPU for device in session.store.devices}
         if not llama.plan.on_device and devices == {CPU}:
@@ -116,7 +117,7 @@ class Bounds:
                 self._copies = llama.plan.placement.speeds.copies.bytes_per_s
 
     def held(self) -> Held:
-        """Returns the content of the slots, once nothing is on its way to them."""
+        """Waits until all transfers have ended. Returns the experts in the slots."""
         store = self._session.store
         store.drain()
         rows = [layer.il for layer in self._session.layout.layers]
@@ -124,7 +125,7 @@ class Bounds:
         return Held(np.flatnonzero(np.logical_or.reduce(there)), np.flatnonzero(there[0]))
 
     def record(self, evaluate: Callable[[], object]) -> Trace:
-        """Returns the routing of the tokens that a function evaluates."""
+        """Calls `evaluate` and returns the routing of the tokens that it evaluates."""
         from moegguf.controller.artifacts import Artifacts
         from moegguf.engine.recording import Recording
         from moegguf.trace.format import read
@@ -141,7 +142,7 @@ class Bounds:
             return read(path)
 
     def least_bytes(self, routing: Trace, held: Held) -> LeastBytes:
-        """Returns the fewest bytes for this routing, with these experts in slots at the beginning."""
+        """Returns the fewest bytes that this routing needs, if the experts in `held` have slots at the beginning."""
         store = self._session.store
         lookups = Lookups.of(routing)
         sizes = np.array([layer.expert_bytes for layer in self._session.layout.layers])
@@ -162,6 +163,7 @@ class Bounds:
     def figures(
         self, least: LeastBytes, disk_bytes_per_s: float, n_tokens: int, taken_s: float, stats: Stats
     ) -> dict[str, float]:
-        """Returns `bound_figures` of a repetition with these counters. The hook's time is no computing."""
+        """Returns `bound_figures` of a repetition with these counters. Time in the store's hooks does not count as
+        computing."""
         speeds = LinkSpeeds(disk_bytes_per_s, self._copies, self._memory)
         return bound_figures(least, speeds, n_tokens, taken_s, stats.stall_s + stats.hook_s)

@@ -1,4 +1,4 @@
-"""Answers with drafts against answers without, in turns, on a text whose answers are given."""
+"""Compares the time of answers with drafts and without, in turns. The texts of the answers are given."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from moegguf.generate.engine import Engine
 from moegguf.generate.request import Sampling
 from moegguf.generate.sampler import Sampler
 
-LONGEST = 160  # tokens of an answer
+LONGEST = 160  # most tokens of an answer
 
 
 @contextmanager
 def undrafted(engine: Engine) -> Iterator[None]:
-    """Lets the engine draft nothing inside the `with`."""
+    """Makes the engine generate without drafts inside the `with`."""
     loop = engine._loop
     drafter = loop._drafter
     loop._drafter = None
@@ -34,7 +34,8 @@ def undrafted(engine: Engine) -> Iterator[None]:
 
 @contextmanager
 def taught(tokens: Sequence[int]) -> Iterator[None]:
-    """Gives an answer these tokens inside the `with`. The model samples each token as always; then it is replaced."""
+    """Makes the sampler return `tokens` one after the other inside the `with`. Each token is sampled as always, but
+    then replaced."""
     left = iter(tokens)
     sample = Sampler.sample
 
@@ -50,7 +51,8 @@ def taught(tokens: Sequence[int]) -> Iterator[None]:
 
 
 def answer(engine: Engine, prompt: str, text: str, with_drafts: bool) -> tuple[float, Stats]:
-    """Returns the seconds from the answer's first token to its end, and the counters of this time."""
+    """Generates an answer with the given text. Returns the seconds from its first token to its end, and the counters
+    of this time."""
     tokens = engine.llm.tokenize(text.encode(), add_bos=False)[:LONGEST]
     with taught(tokens), nullcontext() if with_drafts else undrafted(engine):
         (done,) = engine.generate(prompt, Sampling(temperature=0.0, max_tokens=len(tokens)))
@@ -60,7 +62,8 @@ def answer(engine: Engine, prompt: str, text: str, with_drafts: bool) -> tuple[f
 
 
 def read_texts(path: str, n_prompts: int) -> list[tuple[str, str, str]]:
-    """Returns (kind, prompt, answer) of a file of such objects, and equally many whose answer repeats nothing."""
+    """Returns about `n_prompts` items (kind, prompt, answer) from a JSON file, and the same number of items whose
+    answer is random words, none of them twice."""
     if not path:
         raise OptionError("the preset needs texts; give --set texts=FILE, a list of kind, prompt and answer in JSON.")
     texts = [(each["kind"], each["prompt"], each["answer"]) for each in json.loads(Path(path).read_text())]
@@ -71,8 +74,9 @@ def read_texts(path: str, n_prompts: int) -> list[tuple[str, str, str]]:
 
 
 def speedup(model: str, *, texts: str, draft: str, expert_cache: str, prompts: int, rounds: int) -> Iterator[Row]:
-    """Yields for each kind of text the median ratio of times without and with drafts, the ratio of all the time, and
-    what drafts did. Answers are taught, so that any model writes them; it computes what it computes anyway."""
+    """Yields a row for each kind of text: the median ratio of times without and with drafts, the ratio of total times,
+    and counters of drafts. The answers' texts are given, so they do not depend on the model; the computing is the
+    same."""
     chosen = read_texts(texts, prompts)
     ratios: dict[str, list[float]] = {}
     seconds: dict[str, list[tuple[float, float]]] = {}

@@ -1,9 +1,10 @@
-"""One measurement in a process of its own: `python -m moegguf.bench.measure '<spec as JSON>'` prints one line of JSON.
+"""Makes one measurement in its own process: `python -m moegguf.bench.measure '<spec as JSON>'` prints one line of
+JSON.
 
-A separate process has memory, page cache and limits to itself. Load, prompt and generation are timed apart, as
-llama-bench does: no tokenisation, no sampling. The token that greedy sampling would choose is recorded between the
-timed calls, so that systems can be compared. With `draft`, what is timed is a greedy answer, with all that belongs to
-one. bench/series.py runs several systems.
+The process shares memory, page cache and limits with no other measurement. Load, prompt and generation are timed
+separately, as in llama-bench, without tokenisation and sampling. Between the timed calls the token that greedy
+sampling would choose is recorded, so that systems can be compared. With `draft`, whole greedy answers are timed, with
+everything that belongs to an answer. bench/series.py runs several systems.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ from moegguf.text import decode_text
 
 
 def describe_build(bindings: ModuleType, patched: str = f"moegguf-{__version__}+") -> dict[str, Any]:
-    """build_commit, build_number, cpu_info, gpu_info, backends of the library behind `bindings`; patched: by whom."""
+    """Returns build_commit, build_number, cpu_info, gpu_info and backends of the library behind `bindings`. `patched`
+    is a prefix of build_commit that names the version of the patches."""
     devices = all_devices()
     backends = dict.fromkeys(device.backend for device in devices)
 
@@ -59,7 +61,7 @@ def describe_build(bindings: ModuleType, patched: str = f"moegguf-{__version__}+
         return ", ".join(device.description for device in devices if device.kind in kinds)
 
     return {
-        # ggml_commit() would name the commit of whatever repository it was built in.
+        # ggml_commit() would name the commit of any repository in which it was built.
         "build_commit": f"{patched}llama-cpp-python-{bindings.__version__}",
         "build_number": 0,
         "cpu_info": by_kind("CPU", "accelerator") or read_processor().model,
@@ -81,8 +83,8 @@ def _simulation() -> ModuleType:
 
 
 def load(spec: Spec) -> Llama:
-    """The model with the options of `spec`; MOEGGUF_HOOKS must have been set for its system."""
-    # -1 leaves a model with experts to `placement`; plain llama.cpp then puts every layer on a GPU.
+    """Loads the model with the options of `spec`. MOEGGUF_HOOKS must be set for the system before."""
+    # n_gpu_layers -1: `placement` decides for a model with experts; plain llama.cpp puts every layer on a GPU.
     planned = spec.system == "moegguf" and spec.n_gpu_layers < 0 and read_layout(spec.model).is_moe
     gpu_layers: dict[str, Any] = {} if planned else {"n_gpu_layers": spec.n_gpu_layers}
     link = parse_link(spec.simulate_link) if spec.simulate_link else None
@@ -121,7 +123,7 @@ def load(spec: Spec) -> Llama:
 
 
 class Feed:
-    """The tokens of each test and repetition: the same for every system."""
+    """Makes the tokens of each test and repetition. Every system gets the same tokens."""
 
     def __init__(self, llama: Llama, spec: Spec) -> None:
         self._seed = spec.seed
@@ -138,7 +140,7 @@ class Feed:
                 raise OptionError(f"there is no text in {spec.text!r}.")
 
     def tokens(self, n: int, repetition: int) -> list[int]:
-        """`n` tokens, others for each repetition: of a text the next `n`."""
+        """Returns `n` tokens, different in each repetition: random ones, or the next `n` of the text."""
         if self._text:
             start = repetition * n % len(self._text)
             tokens = [self._text[(start + i) % len(self._text)] for i in range(n)]
@@ -150,17 +152,17 @@ class Feed:
 
 
 def greedy_token(llama: Llama, row: int = -1) -> int:
-    """The most probable next token, from a row of logits (-1: of sequence 0)."""
+    """Returns the most probable next token by a row of logits (-1: the row of sequence 0)."""
     return int(llama.context.logits(row).argmax())
 
 
 class Sequences:
-    """Sequences with empty contexts, which are evaluated together."""
+    """Sequences that begin with empty contexts and are evaluated together."""
 
     def __init__(self, llama: Llama, n_sequences: int) -> None:
         llama.reset()
         self.llama = llama
-        self.likeliest = [0] * n_sequences  # next token of each
+        self.likeliest = [0] * n_sequences  # most probable next token of each sequence
         self._requests: list[int] = []
         self._n_past = 0
         for sequence in range(n_sequences):
@@ -168,7 +170,7 @@ class Sequences:
             self._requests.append(llama.context.begin_request())
 
     def evaluate(self, tokens: Sequence[Sequence[int]], phase: Phase) -> int:
-        """Evaluates equally many next tokens of each sequence. Returns nanoseconds."""
+        """Evaluates the next tokens of the sequences, the same number for each. Returns the time in nanoseconds."""
         elapsed_ns = 0
         for chunks in self._batches(tokens, phase):
             start = time.perf_counter_ns()
@@ -183,7 +185,7 @@ class Sequences:
         return elapsed_ns
 
     def _batches(self, tokens: Sequence[Sequence[int]], phase: Phase) -> Iterator[list[SequenceTokens]]:
-        """Yields the tokens of one sequence after another, `n_batch` at a time."""
+        """Yields batches of at most `n_batch` tokens, with one sequence's tokens after the other's."""
         room = self.llama.n_batch
         batch: list[SequenceTokens] = []
         for sequence, own in enumerate(tokens):
@@ -205,21 +207,21 @@ class Sequences:
 
 @dataclass
 class Sample:
-    """One repetition: ns of the prompt and of each step, the greedy tokens after each, the change in the counters."""
+    """The results of one repetition."""
 
-    prompt_ns: int
-    token_ns: list[int]
-    tokens: list[int]
-    stats: Stats
+    prompt_ns: int  # time of the prompt
+    token_ns: list[int]  # time of each step of decoding
+    tokens: list[int]  # most probable tokens after the prompt and after each step
+    stats: Stats  # change in the counters
 
     @property
     def total_ns(self) -> int:
-        """Nanoseconds of all of it."""
+        """The nanoseconds of the prompt and all steps."""
         return self.prompt_ns + sum(self.token_ns)
 
 
 def begin(llama: Llama, test: Test, tokens: Sequence[Sequence[int]]) -> Sequences:
-    """Returns the sequences of a repetition, with the tokens that are not timed."""
+    """Makes the sequences of a repetition, and evaluates the tokens that are not timed."""
     sequences = Sequences(llama, test.n_parallel)
     if test.n_depth:
         sequences.evaluate([own[: test.n_depth] for own in tokens], Phase.PREFILL)
@@ -229,7 +231,8 @@ def begin(llama: Llama, test: Test, tokens: Sequence[Sequence[int]]) -> Sequence
 def measure(
     sequences: Sequences, test: Test, tokens: Sequence[Sequence[int]], greedy: bool, engine: Engine | None = None
 ) -> Sample:
-    """One repetition, once it has begun. tokens: of each sequence. engine: answers, with drafts or without."""
+    """Runs one repetition after `begin`. `tokens` has the tokens of each sequence. If `engine` is given, it generates
+    the answer, with drafts or without."""
     llama = sequences.llama
     before = llama.stats()
     sample = Sample(0, [], [], before)
@@ -256,8 +259,8 @@ def measure(
 def run_test(
     llama: Llama, spec: Spec, test: Test, feed: Feed, engine: Engine | None = None, bounds: Bounds | None = None
 ) -> dict[str, Any]:
-    """All repetitions of one test, with the link measured before and after each but never during one. bounds: finds
-    the bound of each, once all have ended."""
+    """Runs all repetitions of one test. Measures the link before and after each repetition, but never during one. With
+    `bounds`, computes the bound of each repetition after all have ended."""
     session = llama.session
     greedy = spec.feed == "greedy"
 
@@ -273,7 +276,7 @@ def run_test(
         return [feed.tokens(one.n_tokens, first + sequence) for sequence in range(one.n_parallel)]
 
     time.sleep(spec.delay_s)
-    if spec.warmup:  # llama-bench's warm-up: the whole prompt, one token
+    if spec.warmup:  # the warm-up of llama-bench: the whole prompt, one token
         short = replace(test, n_depth=0, n_gen=min(test.n_gen, 1))
         tokens = tokens_of(short, spec.repetitions)
         measure(begin(llama, short, tokens), short, tokens, greedy=False)
@@ -313,7 +316,7 @@ def run_test(
 
 
 def run(spec: Spec) -> dict[str, Any]:
-    """Loads, measures every test, closes. Raises MoeggufError."""
+    """Loads the model, measures every test and closes the model. Returns the results. Raises MoeggufError."""
     start = time.perf_counter()
     with load(spec) as llama:
         load_s = time.perf_counter() - start
@@ -325,13 +328,13 @@ def run(spec: Spec) -> dict[str, Any]:
                 f"--parallel {spec.n_parallel}: this model's context holds {llama.n_seq_max} sequences; give fewer."
             )
         if session is not None and plan.resident:
-            session.store.drain()  # until every expert is loaded
+            session.store.drain()  # waits until every expert is loaded
         fill_s = time.perf_counter() - start - load_s
         feed = Feed(llama, spec)
         bounds = Bounds(llama, session, spec.simulate_link) if spec.bound and session is not None else None
         with nullcontext() if spec.draft is None else Engine(llama) as engine:
             tests = [run_test(llama, spec, test, feed, engine, bounds) for test in spec.tests]
-        # Not ru_maxrss, which begins with the peak of the process that started this one.
+        # VmHWM, because ru_maxrss begins with the peak of the process that started this one.
         peak_kib = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
         info = session.store.info() if session is not None else {}
         warned = list(plan.warnings) if session is not None else []
@@ -346,7 +349,7 @@ def run(spec: Spec) -> dict[str, Any]:
         patched = f"moegguf-{__version__}+" if spec.system != "stock" else ""
         return {
             **describe_build(library.llama_cpp(), patched),
-            "model_type": model.desc().replace("?B", human_number(model.n_params())),  # an unknown size
+            "model_type": model.desc().replace("?B", human_number(model.n_params())),  # ?B means an unknown size
             "model_size": model.size(),
             "model_n_params": model.n_params(),
             "routing": imitated_routing(llama.layout.metadata),
@@ -366,8 +369,8 @@ def run(spec: Spec) -> dict[str, Any]:
 
 
 def open_result() -> TextIO:
-    """Returns a file for this process's result, which is its stdout. From now on what libraries print goes to stderr,
-    and the process ends with its parent."""
+    """Returns a file for this process's result, which is the old stdout. From now on the output of libraries goes to
+    stderr, and the process ends when its parent ends."""
     die_with_parent()
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

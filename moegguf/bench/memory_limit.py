@@ -1,7 +1,7 @@
-"""A memory limit for a child process, and dropping files from the page cache.
+"""Sets a memory limit for a child process, and drops files from the page cache.
 
-The limit is a new memory cgroup, v1 or v2, below (or, for v2, beside) this process's cgroup. It is removed afterwards.
-Anonymous memory and the page cache that the child fills count against it.
+The limit is a new memory cgroup, v1 or v2, inside this process's cgroup or (only v2) in the same parent. It is removed
+afterwards. Anonymous memory and the page cache that the child fills count.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _numbers = itertools.count(1)
 
 
 class LimitError(MoeggufError):
-    """No memory cgroup can be made here; the message has the alternative."""
+    """No memory cgroup can be made here. The message names the alternative."""
 
 
 def _write(path: Path, text: str) -> bool:
@@ -44,28 +44,29 @@ def _write(path: Path, text: str) -> bool:
 
 @dataclass(frozen=True)
 class MemoryGroup:
-    """One memory cgroup with a limit; the command that `command` returns runs inside it."""
+    """One memory cgroup with a limit. A command that `command` returns runs inside it."""
 
-    version: int
+    version: int  # 1 or 2, of the kernel's cgroups
     folder: Path
 
     def command(self, arguments: Sequence[str]) -> list[str]:
-        """`arguments` behind a shell that joins the group first, so that every byte of the child is counted."""
+        """Returns the command `arguments` with a shell before it, which joins the group first. So every byte of the
+        child counts."""
         return ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.folder / "cgroup.procs"), *arguments]
 
     @property
     def peak_bytes(self) -> int:
-        """Peak memory, page cache included; 0 when the kernel does not report it."""
+        """The peak memory of the group in bytes, with page cache; 0 if the kernel does not report it."""
         return int((file_text(self.folder / _PEAK[self.version]).split() or ["0"])[0])
 
     @property
     def oom_kills(self) -> int:
-        """Number of processes that the limit has killed; 0 when the kernel does not report it."""
+        """The number of processes that the limit has killed; 0 if the kernel does not report it."""
         words = file_text(self.folder / _EVENTS[self.version]).split()
         return sum(int(number) for name, number in itertools.pairwise(words) if name == "oom_kill")
 
     def remove(self) -> None:
-        """Removes the group, retried because the kernel frees its last pages late."""
+        """Removes the group. Tries several times, because the kernel frees the last pages late."""
         for _ in range(50):
             try:
                 _rmdir(self.folder)
@@ -83,12 +84,12 @@ def _limits_memory(version: int, folder: Path) -> bool:
     control = folder / "cgroup.subtree_control"
     if "memory" in file_text(control).split():
         return True
-    # Refused while processes are in `folder` itself: then the parent is tried.
+    # The kernel refuses this while processes are in `folder` itself. The parent is tried then.
     return "memory" in file_text(folder / "cgroup.controllers").split() and _write(control, "+memory")
 
 
 def _set_limit(version: int, folder: Path, n_bytes: int) -> bool:
-    """Sets the limit, with no swap as far as the kernel can do without."""
+    """Sets the memory limit, and switches swap off as far as the kernel can. Returns whether the limit was set."""
     if not _write(folder / ("memory.max" if version == 2 else "memory.limit_in_bytes"), str(n_bytes)):
         return False
     if version == 2:
@@ -99,9 +100,8 @@ def _set_limit(version: int, folder: Path, n_bytes: int) -> bool:
 
 
 def make_group(limit_bytes: int, root: Path = ROOT) -> MemoryGroup:
-    """A new memory cgroup with this limit and no swap; call `remove` on it. Those of processes that no longer exist are
-    removed. Raises LimitError where none can be made.
-    """
+    """Makes a memory cgroup with this limit and no swap. The caller has to call `remove`. Also removes groups that are
+    left from processes that no longer exist. Raises LimitError if no group can be made."""
     name = f"moegguf-{os.getpid()}-{next(_numbers)}"
     for version, folder in cgroup_levels("memory", root):
         if not (os.access(folder, os.W_OK) and _limits_memory(version, folder)):
@@ -126,14 +126,15 @@ def make_group(limit_bytes: int, root: Path = ROOT) -> MemoryGroup:
 
 
 def die_with_parent() -> None:
-    """Has the kernel kill this process when its parent ends, even by SIGKILL. Linux only; no effect elsewhere."""
+    """Makes the kernel kill this process when its parent ends, even by SIGKILL. Works on Linux only."""
     with contextlib.suppress(AttributeError, OSError):
         c.CDLL(None).prctl(_PR_SET_PDEATHSIG, c.c_ulong(signal.SIGKILL))
 
 
 @contextlib.contextmanager
 def memory_limit(limit_bytes: int | None, root: Path = ROOT) -> Iterator[MemoryGroup | None]:
-    """A context manager with a group that is removed at its end; None without a limit. Raises LimitError."""
+    """Provides a group with this limit, which is removed at the end of the `with`; None without a limit. Raises
+    LimitError."""
     group = make_group(limit_bytes, root) if limit_bytes else None
     try:
         yield group
@@ -143,16 +144,16 @@ def memory_limit(limit_bytes: int | None, root: Path = ROOT) -> Iterator[MemoryG
 
 
 def drop_page_cache(paths: Sequence[str | os.PathLike[str]]) -> int:
-    """Drops the pages of these files from the page cache; returns the bytes that stayed because a process maps them.
+    """Drops the pages of these files from the page cache. Returns the bytes that stayed because a process maps them.
 
-    No effect where posix_fadvise is missing (macOS, Windows); returns 0 there and where pages cannot be counted.
+    Without posix_fadvise (macOS, Windows) nothing is dropped. Returns 0 there, and if pages cannot be counted.
     """
     kept = 0
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
         try:
             if hasattr(os, "posix_fadvise"):
-                os.fsync(fd)  # dirty pages would stay
+                os.fsync(fd)  # pages that are not written yet would stay
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
                 kept += cached_bytes(fd)
         finally:
@@ -161,9 +162,9 @@ def drop_page_cache(paths: Sequence[str | os.PathLike[str]]) -> int:
 
 
 def cached_bytes(fd: int) -> int:
-    """Bytes of an open file in the page cache; 0 when the system does not report it."""
+    """Returns the bytes of an open file that are in the page cache; 0 if the system does not report it."""
     stat = os.fstat(fd)
-    # mincore() reports all pages as cached to a user who could not write the file.
+    # A user who could not write the file gets all pages reported as cached by mincore().
     if stat.st_size == 0 or (hasattr(os, "geteuid") and os.geteuid() not in (0, stat.st_uid)):
         return 0
     with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as memory:
@@ -175,5 +176,5 @@ def cached_bytes(fd: int) -> int:
         except (AttributeError, OSError):
             return 0
         finally:
-            del file  # the mapping cannot be closed while it is in use
+            del file  # the mapping cannot be closed while `file` uses it
     return 0 if failed else min(stat.st_size, int((pages & 1).sum()) * mmap.PAGESIZE)

@@ -1,4 +1,4 @@
-"""Parts of the store alone: the time of an eviction, and the time of copies over a simulated link."""
+"""Measures single parts of the store: the time of an eviction, and the time of copies over a simulated link."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from moegguf.testing.link_device import link_device, memory_copy_bytes_per_s
 from moegguf.trace.simulate import layout_of
 
 OPTIONS = StoreOptions(repack=False, fill=False, simulate=True, sweep=False)
-SCORES = "scores"  # the row of the layer is written anew at every routing event
-ALL_SCORES = "scores, all"  # the whole table is
+SCORES = "scores"  # scores of one layer change at every routing event
+ALL_SCORES = "scores, all"  # all scores change at every routing event
 
 # A matrix of a Qwen3-30B expert in Q4_0 has 884,736 bytes; the next size is all three of its matrices.
 COPY_BYTES = (1 << 12, 1 << 16, 884_736, 2_654_208, 1 << 24)
@@ -30,7 +30,7 @@ GGML_TYPE_F32 = 0
 
 
 class Evictions:
-    """A simulated store, and random routing events of one token, layer after layer. Transfers are free."""
+    """A simulated store that gets random routing events of one token, layer after layer. Transfers take no time."""
 
     def __init__(self, shape: MoeShape, n_slots: int, policy: str) -> None:
         self.shape = shape
@@ -43,16 +43,16 @@ class Evictions:
             self.store.set_policy(policy)
 
     def ids(self) -> np.ndarray:
-        """Returns the experts of a routing event."""
+        """Returns random experts for a routing event, (n_expert_used,)."""
         return self._rng.permutation(self.shape.n_expert)[: self.shape.n_expert_used].astype(np.int32)
 
     def fits(self) -> bool:
-        """Returns whether another pass finds free slots for all of its misses."""
+        """Returns whether the free slots are enough for all misses of another pass."""
         n_used = self.store.counters()["slots_used"]
         return n_used + self.shape.n_layer * self.shape.n_expert_used <= self._n_slots
 
     def pass_us(self) -> float:
-        """Runs a pass; returns the store's microseconds per miss."""
+        """Runs one pass. Returns the microseconds that the store needed per miss."""
         before = self.store.counters()
         for il in range(self.shape.n_layer):
             if self.policy in (SCORES, ALL_SCORES):
@@ -64,7 +64,7 @@ class Evictions:
         return (after["hook_ns"] - before["hook_ns"]) / 1000 / max(1, after["misses"] - before["misses"])
 
     def replay_s(self, n_lookups: int) -> float:
-        """Returns the seconds that a replay of `n_lookups` takes."""
+        """Returns the seconds of a replay of `n_lookups` lookups in one call."""
         shape = self.shape
         n = n_lookups // shape.n_expert_used
         il = np.arange(n, dtype=np.int32) % shape.n_layer
@@ -76,10 +76,10 @@ class Evictions:
 
 
 def evictions(_: str, *, slots: int, layers: int, experts: int, used: int, events: int) -> Iterator[Row]:
-    """Yields the times of each policy.
+    """Yields a row of times for each policy.
 
     A row has the microseconds of a miss into a free slot, of a miss that evicts, and of the difference (medians over
-    passes). It also has the seconds of a million lookups in bulk.
+    passes). It also has the seconds of a million lookups in one call.
     """
     if slots > (layers - 1) * experts:
         raise OptionError(f"slots is {slots}, but at most {(layers - 1) * experts} fill up; give fewer.")
@@ -108,14 +108,14 @@ def evictions(_: str, *, slots: int, layers: int, experts: int, used: int, event
 
 
 class _InitParams(c.Structure):
-    """struct ggml_init_params."""
+    """The C struct ggml_init_params."""
 
     _fields_ = [("mem_size", c.c_size_t), ("mem_buffer", c.c_void_p), ("no_alloc", c.c_bool)]
 
 
 def device_copies(device: str, n_bytes: int, n_at_once: int) -> list[Callable[[], None]]:
-    """Returns functions that copy `n_bytes` to the device, each into a tensor of its own, and return when they are
-    there."""
+    """Returns `n_at_once` functions. Each copies `n_bytes` to the device, into its own tensor, and returns when they
+    are there."""
     library.load()
     ggml = c.CDLL(str(library.find_library() / "libggml.so"))
     for name in (
@@ -143,7 +143,7 @@ def device_copies(device: str, n_bytes: int, n_at_once: int) -> list[Callable[[]
 
 
 def elapsed_s(copies: Sequence[Callable[[], None]]) -> float:
-    """Returns the seconds until all of them, called at once, have ended."""
+    """Calls all functions at once, in threads. Returns the seconds until the last one has ended."""
     threads = [threading.Thread(target=copy) for copy in copies[1:]]
     start_s = time.perf_counter()
     for thread in threads:
@@ -155,15 +155,15 @@ def elapsed_s(copies: Sequence[Callable[[], None]]) -> float:
 
 
 def link_times(_: str, *, link: str, repetitions: int) -> Iterator[Row]:
-    """Yields times of copies over a simulated link beside latency + bytes / bandwidth, one and two copies at once, and
-    the GB/s that one thread copies within this machine's memory."""
+    """Yields the times of copies over a simulated link, one and two at once. Each row also has the time by the formula
+    latency + bytes / bandwidth, and the GB/s at which one thread copies within this machine's memory."""
     described = parse_link(link)
     device = link_device(described)
     memory = memory_copy_bytes_per_s() / 1e9
     for n_at_once in (1, 2):
         for n_bytes in COPY_BYTES:
             copies = device_copies(device, n_bytes, n_at_once)
-            elapsed_s(copies)  # asks the system for the pages
+            elapsed_s(copies)  # makes the system provide the pages
             times = sorted(elapsed_s(copies) for _ in range(repetitions))
             model_s = described.latency_s + n_at_once * n_bytes / described.bytes_per_s
             yield {

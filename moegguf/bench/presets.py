@@ -1,4 +1,4 @@
-"""The presets of `moegguf bench`: each is a table of settings and a function that yields rows of figures."""
+"""The presets of `moegguf bench`. Each preset is a table of settings and a function that yields rows of figures."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from moegguf.errors import OptionError
 
 @dataclass(frozen=True)
 class Preset:
-    """A measurement. settings: the default of each, whose type is the setting's."""
+    """A measurement with its settings."""
 
     measure: Callable[..., Iterator[Row]]
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any]  # {setting: default}; a setting has the type of its default
 
 
 PRESETS = {
@@ -51,7 +51,8 @@ def find_preset(name: str) -> Preset:
 
 
 def read_settings(name: str, changes: Sequence[str]) -> dict[str, Any]:
-    """Returns the settings of a preset with changes such as "rounds=5". Raises OptionError for one that cannot be."""
+    """Returns the settings of a preset with changes such as "rounds=5". Raises OptionError for an unknown setting or a
+    value that is not allowed."""
     defaults = find_preset(name).settings
     changed = dict(defaults)
     for change in changes:
@@ -71,7 +72,7 @@ def read_settings(name: str, changes: Sequence[str]) -> dict[str, Any]:
 
 
 def run_preset(name: str, model: str, changes: Sequence[str], output: str) -> str:
-    """Measures, and returns the rows as a table or as JSON. Raises MoeggufError."""
+    """Runs a preset. Returns the rows as a table or as JSON. Raises MoeggufError."""
     settings = read_settings(name, changes)
     rows = list(find_preset(name).measure(model, **settings))
     return json.dumps(rows, indent=2) + "\n" if output == "json" else as_table(rows)

@@ -19,21 +19,22 @@ from moegguf.native import library
 from moegguf.trace.format import partial_of
 from moegguf.trace.prompts import Prompt
 
-Progress = Callable[[str, float], object]  # (current step, share done in [0, 1])
+Progress = Callable[[str, float], object]  # gets the current step, and the share of the work that is done, in [0, 1]
 
 
 @dataclass(frozen=True)
 class RecordOptions:
     """Options of a recording. All other options are `Llama`'s.
 
-    With `Llama`'s `draft` passes have drafts, too. A simulation repeats them, with the tokens that were refused.
+    If `Llama` gets `draft`, the recorded passes have drafts, too. A simulation repeats them, with the tokens that were
+    refused.
     """
 
-    n_predict: int = 128  # tokens to generate for prompts without a number of their own
+    n_predict: int = 128  # tokens to generate for prompts that set no number
     inputs: bool = False  # records the routers' inputs, too
     temperature: float = 0.8
     seed: int = 0
-    most_tokens: int = 0  # no prompt begins after this number of tokens; 0: without a limit
+    most_tokens: int = 0  # no prompt begins after this number of tokens; 0: no limit
 
 
 def record(
@@ -44,11 +45,12 @@ def record(
     progress: Progress | None = None,
     **llama: Any,
 ) -> Stats:
-    """Writes the trace `out`; returns the counters of the run. Interrupted or failed, it leaves no file.
+    """Writes the trace `out`. Returns the counters of the run. If it is interrupted or fails, it leaves no file.
 
-    Each prompt is a request of its own. A prompt's completion is evaluated token by token (teacher forcing) in place of
-    generated text. Text too long for the context is cut, with a warning. flash_attn is None unless given, as in
-    `moegguf run`, whose routing is recorded. Raises the errors of `Llama`; OptionError when the model has no experts.
+    Each prompt is a new request. If a prompt has a completion, the completion's tokens are evaluated one by one
+    (teacher forcing) and no text is generated. Text too long for the context is cut, with a warning. flash_attn is
+    None unless given, as in `moegguf run`, whose routing is recorded. Raises the errors of `Llama`, and OptionError if
+    the model has no experts.
     """
     llama = {"flash_attn": None} | llama
     progress = progress or (lambda what, share: None)
@@ -64,7 +66,7 @@ def record(
                     progress(f"prompt {number + 1} of {len(prompts)}", number / len(prompts))
                     llm.recording.label(llm.context.next_request, prompt.label)
                     n_cut += _run(llm, prompt, options)
-            except BaseException:  # also an interrupt: a trace is whole or not there
+            except BaseException:  # also Ctrl-C: a trace is complete or does not exist
                 llm.recording.discard()
                 raise
             if n_cut:
@@ -75,14 +77,14 @@ def record(
                 )
             return llm.stats()
     except BaseException:
-        # An interrupt may come after the file was made and before `llm.recording` is set.
+        # Ctrl-C may come after the file was made and before `llm.recording` is set.
         partial_of(Path(out)).unlink(missing_ok=True)
         raise
 
 
 def _run(llm: Llama, prompt: Prompt, options: RecordOptions) -> bool:
-    """One request; returns whether it was cut. An answer gets up to half of the context. The tokens of a completion are
-    evaluated one by one, else the model generates the answer."""
+    """Runs one request, whose answer gets at most half of the context. A completion is evaluated token by token;
+    without one the model generates the answer. Returns whether the text was cut."""
     n_predict = options.n_predict if prompt.n_predict is None else prompt.n_predict
     forced = None
     if prompt.completion is not None:

@@ -1,4 +1,4 @@
-"""One block about a measurement, to be pasted where people compare machines: `moegguf bench --report`."""
+"""Writes one block of text about a measurement, to paste where people compare machines: `moegguf bench --report`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from moegguf.quantities import format_bytes
 
 Facts = Mapping[str, Any]
 
-TEXT = Path(__file__).parents[1] / "demo/README.md"  # the default text, which is read and answered
-WITHOUT = "mmap"  # llama.cpp of the same build, without the expert cache
+TEXT = Path(__file__).parents[1] / "demo/README.md"  # the default text, from which tokens are taken
+WITHOUT = "mmap"  # name of the system that is llama.cpp in the same build, without expert cache
 DIGEST_DIGITS = 12
 
 
 def report(rows: Sequence[Row], layout: ExpertLayout, doctor: Mapping[str, Facts]) -> str:
-    """Returns a table in Markdown about one model: machine, drive, file and build, then the figures of each system.
+    """Returns text in Markdown about one model: machine, drive, file and build, then a table with the figures of each
+    system.
 
-    rows: of `make_rows`, with the same tests for each system. doctor: sections of `diagnose`.
+    `rows` come from `make_rows`, with the same tests for each system. `doctor` has the sections that `diagnose`
+    returns.
     """
     systems = list(dict.fromkeys(row["system"] for row in rows))
     titles = (f"llama.cpp ({name})" if name == WITHOUT else name for name in systems)

@@ -1,7 +1,7 @@
-"""Rows of results: llama-bench's fields, the store's counters, and ratios between systems, paired by round.
+"""Makes rows of results: llama-bench's fields, the store's counters, and ratios between systems, paired by round.
 
-They are printed in llama-bench's formats (md, json, jsonl, csv, sql). So scripts that read its output by column name
-can read these rows.
+Rows are printed in llama-bench's formats (md, json, jsonl, csv, sql). So scripts that read llama-bench's output by
+column name can read these rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moegguf.engine.stats import Stats
 
 Row = dict[str, Any]
 
-# llama-bench's fields, in its order.
+# llama-bench's fields, in llama-bench's order.
 FIELDS = (
     "build_commit", "build_number", "cpu_info", "gpu_info", "backends", "model_filename", "model_type", "model_size",
     "model_n_params", "n_batch", "n_ubatch", "n_threads", "cpu_mask", "cpu_strict", "poll", "type_k", "type_v",
@@ -29,7 +29,7 @@ FIELDS = (
     "tensor_buft_overrides", "load_mode", "lazy_mode", "embeddings", "no_op_offload", "no_host", "repack", "fit_target",
     "fit_min_ctx", "n_prompt", "n_gen", "n_depth", "test_time", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts",
 )  # fmt: skip
-# Fields that are equal in every run of a model, given fields, and fields that moegguf has no option for.
+# Three groups of fields: equal in every run of a model; given by the user; without an option in moegguf.
 _OF_MODEL = (
     "build_commit", "build_number", "cpu_info", "gpu_info", "backends", "model_type", "model_size", "model_n_params",
     "routing",
@@ -43,13 +43,12 @@ _ALWAYS = {
 
 
 class Figure(NamedTuple):
-    """A figure of the store in one repetition, of its counters and the link's bytes/s; with a title it is a column of
-    the table, times `factor`. A row has the median over the repetitions of all rounds."""
+    """A figure about the store. A row has its median over the repetitions of all rounds."""
 
-    of: Callable[[Stats, float], float]
-    title: str = ""
-    factor: float = 1
-    digits: int = 2
+    of: Callable[[Stats, float], float]  # computes it from a repetition's counters and the link's bytes/s
+    title: str = ""  # title of its column in the table; "": no column
+    factor: float = 1  # multiplies the value in the table
+    digits: int = 2  # decimal places in the table
 
 
 FIGURES = {
@@ -78,11 +77,12 @@ OWN_FIELDS = (
     "budget_bytes", "planned_bytes", "error",
 )  # fmt: skip
 
-LOCALITY_KEY = "moegguf.locality"  # GGUF metadata: whose published reuse of experts a random model imitates
+LOCALITY_KEY = "moegguf.locality"  # GGUF key: the model whose published reuse of experts random weights imitate
 
 
 def imitated_routing(metadata: Mapping[str, object]) -> str:
-    """The field `routing`, of a GGUF file's metadata: whose routing its random weights imitate; "" for others."""
+    """Returns the text of the field `routing`: the model whose routing a GGUF file's random weights imitate. Returns
+    "" for other files."""
     name = metadata.get(LOCALITY_KEY)
     if not isinstance(name, str) or not re.fullmatch(r"[\w.-]{1,40}", name):
         return ""
@@ -90,7 +90,8 @@ def imitated_routing(metadata: Mapping[str, object]) -> str:
 
 
 def make_rows(outcomes: Sequence[Outcome], limit_bytes: int | None = None) -> list[Row]:
-    """One row per test and system of one group of settings; the compared have `against`, one item per other system."""
+    """Returns one row for each test and system of one group of settings. In rows of compared systems, `against` has an
+    item for each other system."""
     groups: dict[int, list[Outcome]] = {}
     for outcome in outcomes:
         groups.setdefault(id(outcome.system), []).append(outcome)
@@ -132,7 +133,7 @@ def _of_settings(system: BenchedSystem, test: Test) -> Row:
 
 
 def _of_process(outcomes: Sequence[Outcome], limit_bytes: int | None) -> Row:
-    """Load times (median) and memory (the most) over all rounds."""
+    """Returns load times (median over all rounds) and memory (maximum over all rounds)."""
     results = [outcome.result for outcome in outcomes if not outcome.error]
     row: Row = {
         "rounds": len(results),
@@ -156,7 +157,7 @@ def _error(outcomes: Sequence[Outcome]) -> str:
 
 
 def _figures(outcomes: Sequence[Outcome], index: int) -> Row:
-    """Speed and the store's counters in one test, over all rounds."""
+    """Returns speed and figures of the store in one test, over all rounds."""
     tests = [outcome.result["tests"][index] for outcome in outcomes if not outcome.error]
     ns = [n for test in tests for n in test["samples_ns"]]
     ts = [speed for test in tests for speed in speeds(test)]
@@ -182,7 +183,7 @@ def _figures(outcomes: Sequence[Outcome], index: int) -> Row:
 
 
 def _tests(outcomes: Sequence[Outcome], index: int) -> dict[int, Row]:
-    """Returns {round: the results of a test}, without runs that failed."""
+    """Returns {round: results of one test} for the runs that did not fail."""
     return {outcome.round: outcome.result["tests"][index] for outcome in outcomes if not outcome.error}
 
 
@@ -192,9 +193,9 @@ def _stall_ms(test: Row) -> float:
 
 def compare(own: Sequence[Outcome], other: Sequence[Outcome], index: int) -> Row:
     """Returns the speed and the stall of `own`, each divided by the value of `other` (medians over rounds), and
-    whether the tokens agree."""
+    whether both chose the same tokens."""
     theirs = _tests(other, index)
-    pairs = [(test, theirs[n]) for n, test in _tests(own, index).items() if n in theirs]  # pairs of one round
+    pairs = [(test, theirs[n]) for n, test in _tests(own, index).items() if n in theirs]  # results of the same round
     row: Row = {"error": _error(other)}
     if not pairs:
         return row
@@ -220,7 +221,7 @@ _NAMES = (*FIELDS, *OWN_FIELDS, "against")
 
 
 def _texts(row: Row) -> list[str]:
-    """The row's values in the order of _NAMES; `against` as "mmap=9.812;resident=0.331"."""
+    """Returns the row's values as texts in the order of _NAMES, with `against` as "mmap=9.812;resident=0.331"."""
     ratios = (
         f"{name}=" + (f"{found['ratio']:.3f}" if "ratio" in found else "") for name, found in row["against"].items()
     )
@@ -230,7 +231,7 @@ def _texts(row: Row) -> list[str]:
 
 
 def _as_csv(rows: Sequence[Row]) -> str:
-    """A header, then a line per row with every value quoted."""
+    """Returns CSV: a header, then a line for each row with every value quoted."""
     out = StringIO()
     csv.writer(out, lineterminator="\n").writerow(_NAMES)
     csv.writer(out, quoting=csv.QUOTE_ALL, lineterminator="\n").writerows(map(_texts, rows))
@@ -238,7 +239,8 @@ def _as_csv(rows: Sequence[Row]) -> str:
 
 
 def _as_sql(rows: Sequence[Row]) -> str:
-    """Statements that make the table `llama_bench`, as llama-bench calls it, unless it exists, and insert the rows."""
+    """Returns SQL that creates the table `llama_bench` (llama-bench's name), if it is missing, and inserts the
+    rows."""
     types = {bool: "INTEGER", int: "INTEGER", float: "REAL"}
     firsts = {name: next((row[name] for row in rows if row.get(name) not in (None, "")), "") for name in _NAMES}
     columns = ",\n".join(f"  {name} {types.get(type(value), 'TEXT')}" for name, value in firsts.items())
@@ -257,7 +259,7 @@ def _object(row: Row) -> Row:
 Column = tuple[str, int, Callable[[Row], str]]
 """Title, least width (negative: left-aligned), and the text of a row."""
 
-# Columns of the table that are there when a row differs from llama-bench's default.
+# Columns that the table has only if some row differs from llama-bench's default, given first.
 _UNUSUAL = {
     "n_batch": (2048, 7, "n_batch"), "n_ubatch": (512, 8, "n_ubatch"), "type_k": ("f16", 6, "type_k"),
     "type_v": ("f16", 6, "type_v"), "flash_attn": (-1, 3, "fa"),
@@ -283,7 +285,7 @@ def _table(columns: Sequence[Column], rows: Sequence[Row]) -> list[str]:
 
 
 def as_table(rows: Sequence[Row]) -> str:
-    """Returns a table with a column for each key of the rows, which have the same keys."""
+    """Returns a text table with a column for each key. All rows have the same keys."""
 
     def text(value: object) -> str:
         return f"{value:.3f}" if isinstance(value, float) else str(value)
@@ -334,7 +336,7 @@ def _failed(row: Row) -> str:
 
 
 def _process_table(rows: Sequence[Row]) -> list[str]:
-    """Load time and memory of each system, once."""
+    """Returns a table of load time and memory, with one line for each system."""
     keys = ("model_filename", "system", "expert_cache", "n_threads", "n_ubatch")
     seen = {tuple(row[key] for key in keys): row for row in reversed(rows) if "load_s" in row}
     mib = 1 / (1 << 20)
@@ -366,7 +368,7 @@ def _ratio_table(rows: Sequence[Row]) -> list[str]:
         ("stall", 8, lambda pair: f"{pair['stall_ratio']:.3f}x" if "stall_ratio" in pair else ""),
         ("same tokens", -11, _same_tokens),
     ]
-    if not any("stall_ratio" in pair for pair in pairs):  # llama.cpp has no stall figures
+    if not any("stall_ratio" in pair for pair in pairs):  # plain llama.cpp has no figures about stalls
         del columns[5]
     return ["", *_table(columns, pairs)] if pairs else []
 
@@ -380,7 +382,7 @@ def _same_tokens(pair: Row) -> str:
 
 
 def _bound_table(rows: Sequence[Row]) -> list[str]:
-    """Speeds beside their bounds, and the times that these follow from: 80 columns."""
+    """Returns a table of 80 columns with speeds, their bounds, and the times from which the bounds follow."""
     bounded = [row for row in rows if "bound_by" in row]
     if not bounded:
         return []
@@ -413,7 +415,7 @@ def _bound_table(rows: Sequence[Row]) -> list[str]:
 
 
 def _gb_per_s(rows: Sequence[Row], name: str) -> str:
-    """The median of a speed over rows, as text."""
+    """Returns the median of a speed over the rows as text."""
     return f"{median(row[f'{name}_gb_per_s'] for row in rows):.3g} GB/s"
 
 
@@ -422,7 +424,7 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     notes |= {
         f"{row['system']} {row['expert_cache']}: {row['error']}" for row in rows if row["error"] not in ("", KILLED)
     }
-    deciding: dict[str, dict[str, None]] = {}  # each combination, and the systems that used it
+    deciding: dict[str, dict[str, None]] = {}  # {combination of parts: systems that used it}
     for row in rows:
         if row.get("policy") and row["expert_cache"]:
             settings = f"policy {row['policy']}, predictor {row['predictor']}, prefetch {row['prefetch']}"
@@ -436,7 +438,7 @@ def _notes(rows: Sequence[Row]) -> list[str]:
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
-    """llama-bench's table with the store's figures, then load time and memory, ratios, notes and the build."""
+    """Returns llama-bench's table with the store's figures, then load time and memory, ratios, notes and the build."""
     if not rows:
         return ""
     build = next((row for row in rows if "build_commit" in row), {"build_commit": "unknown", "build_number": 0})

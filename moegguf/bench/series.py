@@ -1,8 +1,8 @@
-"""The measurement's options and its turns: several systems run one after another, A B C, A B C.
-Each run is a process of its own under the same memory limit.
+"""Runs the systems of a measurement in turns, one after the other, A B C, A B C, and defines the options. Each run is
+a separate process under the same memory limit.
 
-Before each run the model's pages are dropped from the page cache, so that no run reads what another has cached. A run
-killed by the limit is a result, not an error. What is measured is in bench/measure.py.
+Before each run the model's pages are dropped from the page cache, so that no run profits from pages that another run
+has read. A run that the limit kills is a result and no error. bench/measure.py measures.
 """
 
 from __future__ import annotations
@@ -29,29 +29,31 @@ from moegguf.quantities import parse_link
 from moegguf.settings import parse_option
 
 SYSTEMS = ("moegguf", "stock", "mmap", "resident")
-FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}  # numbers of llama.cpp's parameters
+FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}  # values of llama.cpp's parameter
 CHOICES = {"system": SYSTEMS, "feed": ("random", "text", "greedy"), "flash_attn": tuple(FLASH_ATTN)}
 KILLED = "killed by the memory limit"
 
-DECIDING = [name for name in STRATEGIES if name != OWN]  # "moegguf" is the program
+DECIDING = [name for name in STRATEGIES if name != OWN]  # the strategy "moegguf" has the program's name
 VARIANTS: dict[str, dict[str, Any]] = {
-    # One feature off. ProMoE's early preemption has two parts: misses are read before all prefetches
-    # ("no-demand-first"), and stale prefetches of the layer are dropped ("no-dropping"). Its reordered inference is
-    # computing by expert, those that are there first.
+    # Variants with one feature off. ProMoE's early preemption has two parts: misses are read before all prefetches
+    # ("no-demand-first"), and stale prefetches of the layer are dropped ("no-dropping"). Its reordered inference
+    # computes expert by expert, first the experts that are in slots.
     "no-prefetch": {"prefetch": False},
     "no-chunks": {"store": {"chunked": False}},
     "no-demand-first": {"store": {"demand_first": False}},
     "no-dropping": {"store": {"preempt": False}},
     "no-reordering": {"store": {"overlap": False}},
     # ProMoE's ablation (figures 13 and 14) adds feature after feature to an LRU cache that waits for a layer's experts
-    # (the strategy "none"): prefetching alone, in chunks, with early preemption. Reordered inference makes it whole.
+    # (the strategy "none"): prefetching alone, in chunks, with early preemption. With reordered inference it is
+    # ProMoE.
     "step-prefetch": {"store": dict.fromkeys(("chunked", "demand_first", "preempt", "overlap"), False)},
     "step-chunks": {"store": dict.fromkeys(("demand_first", "preempt", "overlap"), False)},
     "step-preemption": {"store": {"overlap": False}},
-    # Prompts on a device, against the plan: passes of the tokens that have slots, or a fixed number of tensors.
+    # Prompts on a device, other than planned: passes only of as many tokens as have slots, or a fixed number of
+    # staging tensors.
     "no-staging": {"store": {"staging": 0}},
     **{f"staging-{n}": {"store": {"staging": n}} for n in range(1, STAGING_TENSORS + 1)},
-    # Another --placement, or other drafts.
+    # Variants with another --placement or --draft.
     **{f"placed-{choice}": {"placement": choice} for choice in PLACEMENTS},
     **{f"draft-{choice}": {"draft": choice} for choice in DRAFTS},
 }
@@ -61,46 +63,45 @@ Progress = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Test:
-    """`n_prompt` tokens in one batch, then `n_gen` one by one, after `n_depth` that are not timed. Each may be 0.
-    `n_parallel` sequences have that many tokens each, and are evaluated together."""
+    """A test with `n_parallel` sequences that are evaluated together. Each number of tokens may be 0."""
 
-    n_prompt: int
-    n_gen: int
-    n_depth: int = 0
+    n_prompt: int  # timed tokens of a sequence that are evaluated in one batch
+    n_gen: int  # timed tokens of a sequence that are then evaluated one by one
+    n_depth: int = 0  # tokens of a sequence before these, not timed
     n_parallel: int = 1
 
     @property
     def n_tokens(self) -> int:
-        """All tokens of a sequence, which the context must hold."""
+        """The number of tokens of a sequence, timed or not, which the context must hold."""
         return self.n_depth + self.n_prompt + self.n_gen
 
     @property
     def n_measured(self) -> int:
-        """Timed tokens, of all sequences."""
+        """The number of timed tokens of all sequences together."""
         return self.n_parallel * (self.n_prompt + self.n_gen)
 
 
 @dataclass(frozen=True)
 class Spec:
-    """The options of one process, which gets them as JSON.
+    """The options of one measuring process, which receives them as JSON.
 
     system: "moegguf", or llama.cpp: "stock" (without patches, bench/stock.py), "mmap" (moegguf's build without the
-    cache; the file is mapped) or "resident" (this build with every weight in memory).
+    cache; the file is mapped) or "resident" (moegguf's build with every weight in memory).
 
     strategy: a name of controller.strategies. `policy`, `predictor`, `prefetch` and `store` replace parts of it.
 
-    repack: weights in the layout of the CPU's fastest kernels.
+    repack: weights are stored in the layout of the CPU's fastest kernels.
 
-    feed: random tokens as in llama-bench, the tokens of `text`, or the model's own (greedy) after n_depth tokens.
+    feed: the tokens are random as in llama-bench, or from the file `text`, or the model's own (greedy) after n_depth.
 
-    warm_start: begins with the experts that earlier runs used, and remembers the experts of this run.
+    warm_start: begins with the experts that earlier runs used, and saves the experts of this run.
 
-    vram_cache, mirror, placement: values of `Llama`.
+    vram_cache, mirror, placement: as in `Llama`.
 
-    draft: value of `Llama`, for greedy answers that are timed as a whole; None: each token is timed.
+    draft: as in `Llama`, with greedy answers that are timed as a whole; None: each token is timed.
 
     simulate_link: a link such as "24GB/s,35us" to a simulated device, which computes with `simulate_threads` threads
-    (0: the CPU's number). Without vram_cache and placement, layers and slots are there.
+    (0: the CPU's number). Without vram_cache and placement, the device gets the layers and the slots.
     """
 
     model: str
@@ -134,12 +135,12 @@ class Spec:
     warmup: bool = True
     delay_s: float = 0.0
     probe_s: float = 0.5
-    bound: bool = False  # also finds the bound of each test (bench/bound.py)
+    bound: bool = False  # also computes the bound of each test (bench/bound.py)
     verbose: bool = False
 
     @property
     def n_parallel(self) -> int:
-        """Sequences that the context must hold."""
+        """The number of sequences that the context must hold."""
         return max(test.n_parallel for test in self.tests)
 
     def __post_init__(self) -> None:
@@ -166,12 +167,13 @@ class Spec:
                 raise OptionError(f"{name} is {getattr(self, name)}, but must be at least {least}.")
 
     def as_json(self) -> str:
-        """The text that `from_json` reads."""
+        """Returns the options as the JSON text that `from_json` reads."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Spec:
-        """Returns the options in the text of `as_json`. Raises OptionError for values that are not allowed."""
+        """Returns the options from the text that `as_json` made. Raises OptionError for values that are not
+        allowed."""
         values = json.loads(text)
         tests = tuple(Test(**test) for test in values["tests"])
         return cls(**values | {"tests": tests, "mirror": tuple(values["mirror"])})
@@ -179,15 +181,12 @@ class Spec:
 
 @dataclass(frozen=True)
 class BenchedSystem:
-    """One system with one group of settings.
+    """One system with one group of settings."""
 
-    label: its name on the command line. note: how it was run. compared: the others are compared with it.
-    """
-
-    label: str
+    label: str  # name on the command line
     spec: Spec
-    note: str = ""
-    compared: bool = False
+    note: str = ""  # details of the run, for people
+    compared: bool = False  # True: the other systems are compared with it
 
     @property
     def is_llama_cpp(self) -> bool:
@@ -197,33 +196,33 @@ class BenchedSystem:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run: the child's result, or the error that ended it."""
+    """The outcome of one run: the result, or the error that ended it."""
 
     system: BenchedSystem
     round: int
     result: dict[str, Any] = field(default_factory=dict)
     error: str = ""
-    cgroup_peak_bytes: int = 0
-    page_cache_kept_bytes: int = 0
+    cgroup_peak_bytes: int = 0  # peak memory of the cgroup
+    page_cache_kept_bytes: int = 0  # bytes of the file that stayed in the page cache before the run
 
 
 Runner = Callable[[BenchedSystem], Outcome]
 
 
 def resident_bytes(layout: ExpertLayout, spec: Spec) -> int:
-    """Bytes that llama.cpp needs for every weight of the model, the KV cache and its buffers."""
+    """Returns the bytes that llama.cpp needs with every weight in memory, the KV cache and its buffers."""
     n_ctx = max(test.n_tokens for test in spec.tests)
     beside = Sizes(n_ctx, type_k=ggml_type(spec.type_k), type_v=ggml_type(spec.type_v)).needs(layout, spec.n_ubatch)
     return layout.expert_bytes + beside.total_bytes(0)
 
 
 def compared_system(name: str, base: Spec, layout: ExpertLayout, limit_bytes: int | None) -> BenchedSystem:
-    """The system that `--against` names: "stock", "mmap", "resident", "moegguf", each also "-plain", "-repacked"; or of
-    VARIANTS, or of `controller.strategies`, as a whole.
+    """Returns the system for a name of `--against`. Names are "stock", "mmap", "resident" and "moegguf", each also
+    with "-plain" or "-repacked", names of VARIANTS, and names of strategies.
 
-    Repacked weights are a copy in memory. "stock" and "mmap" load as llama.cpp's default, which repacks; when that copy
-    does not fit, the weights stay in the file instead, as the default would be killed. Raises OptionError for another
-    name.
+    Repacked weights are a copy in memory. "stock" and "mmap" load with llama.cpp's default, which repacks. If the copy
+    does not fit, they do not repack and the weights stay in the file, because the default would be killed. Raises
+    OptionError for an unknown name.
     """
     if name in DECIDING:
         store = {key: value for key, value in base.store.items() if key not in find_strategy(name).switches}
@@ -254,14 +253,15 @@ def compared_system(name: str, base: Spec, layout: ExpertLayout, limit_bytes: in
 
 
 def combinations(base: Spec, lists: dict[str, Sequence[Any]]) -> list[Spec]:
-    """Every combination of the listed values, in the order of `lists`, the last one changing fastest."""
+    """Returns `base` with every combination of the listed values, in the order of `lists`. The last list changes
+    fastest."""
     return [replace(base, **dict(zip(lists, values, strict=True))) for values in itertools.product(*lists.values())]
 
 
 def make_systems(
     base: Spec, expert_caches: Sequence[str], against: Sequence[str], limit_bytes: int | None = None
 ) -> list[BenchedSystem]:
-    """Returns the systems of one group of settings: moegguf with each budget, then the systems of `against`.
+    """Returns the systems of one group of settings: moegguf with each budget, then the systems that `against` names.
 
     Raises OptionError.
     """
@@ -274,7 +274,8 @@ def make_systems(
 def run_series(
     group: Sequence[BenchedSystem], rounds: int, run: Runner, progress: Progress = lambda _: None
 ) -> Iterator[Outcome]:
-    """Every system once per round: A B C A B C, each outcome as soon as it is known. A failed one is not run again."""
+    """Runs every system once in each round: A B C A B C. Yields each outcome as soon as it is known. A system that
+    failed is not run again."""
     failed: list[BenchedSystem] = []
     for n, system in itertools.product(range(rounds), group):
         if any(system is other for other in failed):
@@ -300,14 +301,14 @@ def _summary(outcome: Outcome) -> str:
 
 
 def speeds(test: dict[str, Any]) -> list[float]:
-    """Tokens per second of each repetition."""
+    """Returns the tokens per second of each repetition."""
     n_tokens = test["n_parallel"] * (test["n_prompt"] + test["n_gen"])
     return [n_tokens / ns * 1e9 for ns in test["samples_ns"]]
 
 
 def test_name(test: dict[str, Any]) -> str:
-    """llama-bench's name of a test: pp512, tg128, pp512+tg128, each with a suffix " @ d256" for a depth,
-    and with "8x" before it for eight sequences together."""
+    """Returns llama-bench's name of a test: pp512, tg128, pp512+tg128. A depth adds " @ d256" at the end. Eight
+    sequences together add "8x " at the beginning."""
     together = f"{test['n_parallel']}x " if test["n_parallel"] > 1 else ""
     parts = [f"pp{test['n_prompt']}" if test["n_prompt"] else "", f"tg{test['n_gen']}" if test["n_gen"] else ""]
     return together + "+".join(filter(None, parts)) + (f" @ d{test['n_depth']}" if test["n_depth"] else "")
@@ -317,15 +318,16 @@ test_name.__test__ = False  # type: ignore[attr-defined]  # not a pytest test
 
 
 def environment_of(spec: Spec, stock: Path | None = None) -> dict[str, str]:
-    """Returns the environment of a process that measures a system. stock: see `ProcessRunner`."""
+    """Returns the environment of a process that measures a system. `stock` is the folder of llama.cpp without
+    patches."""
     environment = child_environment(MOEGGUF_HOOKS=str(int(spec.system == "moegguf")))
     if spec.system == "stock":
-        environment |= {"MOEGGUF_LIBRARY": str(stock), "MOEGGUF_TRIAL_LOAD": "0"}  # a trial tries the store
+        environment |= {"MOEGGUF_LIBRARY": str(stock), "MOEGGUF_TRIAL_LOAD": "0"}  # a trial load would test the store
     return environment
 
 
 def limit_fault(limit_bytes: int) -> str:
-    """The reason why no limit can be set on this machine; empty when one can."""
+    """Returns the reason why no memory limit can be set on this machine; "" if a limit can be set."""
     try:
         make_group(limit_bytes).remove()
     except LimitError as error:
@@ -335,7 +337,8 @@ def limit_fault(limit_bytes: int) -> str:
 
 @dataclass(frozen=True)
 class ProcessRunner:
-    """Runs a system in a child process, with the file's pages dropped, under a limit when there is one.
+    """Runs a system in a child process. Before that, drops the model's pages from the page cache. Sets a memory limit
+    if there is one.
 
     stock: the folder with the libraries of llama.cpp without patches, if one of the systems needs them.
     """

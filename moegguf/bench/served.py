@@ -1,4 +1,5 @@
-"""A served model: the server's overhead, and the ways to a first token of a long prompt that was computed before."""
+"""Measures a served model: the server's overhead, and the time to a first token if a long prompt was computed
+before."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ REPLY_S = 3600
 
 
 class Server:
-    """`moegguf serve` on a free port, with one model. Its client keeps one connection open."""
+    """The program `moegguf serve` on a free port, with one model. The client here keeps one connection open."""
 
     def __init__(self, model: Path, context_store: str, **environment: str) -> None:
         self.model = model.stem
@@ -53,7 +54,7 @@ class Server:
         self._connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=REPLY_S)
 
     def post(self, path: str, body: dict[str, Any]) -> http.client.HTTPResponse:
-        """Returns the reply to a request about the model."""
+        """Sends a POST request about the model. Returns the response."""
         self._connection.request("POST", path, json.dumps({"model": self.model, **body}))
         return self._connection.getresponse()
 
@@ -70,15 +71,16 @@ class Server:
 
 @dataclass(frozen=True)
 class Answer:
-    """A streamed answer: seconds from the request to its first text and to its end, and its text."""
+    """A streamed answer and its times, counted from the request."""
 
-    first_s: float
-    total_s: float
+    first_s: float  # seconds until the first text
+    total_s: float  # seconds until the end
     text: str
 
 
 def timed(way: Callable[[], Iterator[str]]) -> Answer:
-    """Runs `way`, and returns the text of its pieces with the times of the first piece and of the end."""
+    """Runs `way` and joins the pieces of text that it yields. Returns the text with the times of the first piece and
+    the end."""
     start_s = time.perf_counter()
     first_s = 0.0
     text = ""
@@ -90,7 +92,7 @@ def timed(way: Callable[[], Iterator[str]]) -> Answer:
 
 
 def in_process(engine: Engine) -> Iterator[str]:
-    """Yields the answer of the loop that a worker of the server has."""
+    """Yields the pieces of an answer that is generated in this process, by the code that a server's worker runs."""
     with asyncio.Runner() as runner:
         pieces = engine.stream(QUESTION, SAMPLING)
         while piece := runner.run(anext(pieces, None)):
@@ -98,8 +100,8 @@ def in_process(engine: Engine) -> Iterator[str]:
 
 
 def drop_in(llm: Llama) -> Iterator[str]:
-    """Yields the answer of `create_chat_completion`, llama-cpp-python's API."""
-    llm.reset()  # a seed starts from an empty context, as in the server
+    """Yields the pieces of an answer from `create_chat_completion`, llama-cpp-python's API."""
+    llm.reset()  # a request with a seed starts from an empty context, as in the server
     names = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
     sampling = {name: getattr(SAMPLING, name) for name in names}
     for chunk in llm.create_chat_completion(QUESTION, stream=True, **sampling):
@@ -107,7 +109,7 @@ def drop_in(llm: Llama) -> Iterator[str]:
 
 
 def over_http(server: Server) -> Iterator[str]:
-    """Yields the answer of `/api/chat`."""
+    """Yields the pieces of an answer from `/api/chat`."""
     options = {"temperature": SAMPLING.temperature, "seed": SAMPLING.seed, "num_predict": SAMPLING.max_tokens}
     response = server.post("/api/chat", {"messages": QUESTION, "options": options})
     while line := response.readline():
@@ -115,8 +117,9 @@ def over_http(server: Server) -> Iterator[str]:
 
 
 def overhead(model: str, *, rounds: int) -> Iterator[Row]:
-    """Yields medians of the time to the first text and of all the time, in this process and through a server, and the
-    server's overhead. Texts of one seed are equal. Before each answer comes one that is not counted."""
+    """Yields a row for each way to an answer: in this process, or through a server. A row has medians of the time to
+    the first text and of the total time, and the server's overhead. With one seed all texts should be equal. Before
+    each counted answer comes one that does not count."""
     plain: dict[str, Any] = {"n_ctx": 512, "context_store": 0, "draft": "off"}
     with Engine(model, parallel=1, **plain) as engine, ExitStack() as stack:
         server = Server(Path(model), "0")
@@ -145,7 +148,7 @@ def overhead(model: str, *, rounds: int) -> Iterator[Row]:
 
 
 def complete(server: Server, tokens: Sequence[int]) -> tuple[Row, list[Any]]:
-    """Returns figures of a completion, and its logprobs."""
+    """Requests a completion. Returns its figures, and its logprobs."""
     body = {"prompt": tokens, "max_tokens": ANSWER_TOKENS, "temperature": 0, "logprobs": 5, "stream": True}
     start_s = time.perf_counter()
     first_s = 0.0
@@ -161,16 +164,16 @@ def complete(server: Server, tokens: Sequence[int]) -> tuple[Row, list[Any]]:
         "computed": timings["prompt_n"],
         "reused": timings["cache_n"],
     }
-    logprobs: list[Any] = []  # logprobs of each token: the number of tokens in one event depends on time
+    logprobs: list[Any] = []  # joined over events: the number of tokens in an event depends on time
     for choice in (choice for chunk in chunks for choice in chunk["choices"] if choice.get("logprobs")):
         logprobs += zip(choice["logprobs"]["tokens"], choice["logprobs"]["top_logprobs"], strict=True)
     return figures, [list(pair) for pair in logprobs]
 
 
 def resume(model: str, *, tokens: int, folder: str) -> Iterator[Row]:
-    """Yields figures of a first token: computed, from memory, after the model was unloaded, after server and worker
-    were killed, and of another question with the same beginning. With a folder of an earlier call nothing is computed
-    again. Raises MoeggufError where an answer has other logprobs than the first one."""
+    """Yields figures of a first token in five cases: computed, from memory, after unloading, after server and worker
+    were killed, and of another question with the same beginning. If `folder` is from an earlier call, the prompt is
+    not computed again. Raises MoeggufError if an answer has other logprobs than the first one."""
     n_vocab = read_layout(model).n_vocab
     prompt = np.random.default_rng(0).integers(1000, n_vocab - 1000, tokens).tolist()
     other = [*prompt[: tokens - 100], *np.random.default_rng(1).integers(1000, 2000, 60).tolist()]

@@ -1,6 +1,7 @@
-"""llama.cpp without patches, of the same release: built by pip from the pinned source the first time, then kept.
+"""Builds llama.cpp without patches, in the same release: pip builds it from the pinned source once, then it is kept.
 
-libmoegguf lies beside its libraries, so that the same program measures it with MOEGGUF_HOOKS=0; nothing calls it.
+libmoegguf is copied into the folder of its libraries, so that the same program can measure it with MOEGGUF_HOOKS=0.
+Nothing calls libmoegguf then.
 """
 
 from __future__ import annotations
@@ -20,29 +21,31 @@ from moegguf.native import library
 from moegguf.processor import read_processor
 from moegguf.settings import cache_folder
 
-# This release ends in a segmentation fault in its first product with AMX (llama.cpp pull request 26954).
+# The first matrix product with AMX ends in a segmentation fault in this release (llama.cpp pull request 26954).
 FLAGS = "-mno-amx-tile -mno-amx-int8"
 
 
 def stock_library(progress: Callable[[str], object]) -> Path:
-    """Returns the folder of its libraries. Calls `progress` when they are built. Raises LibraryError when pip fails."""
+    """Returns the folder with the libraries of llama.cpp without patches. Calls `progress` when they have to be built.
+    Raises LibraryError when pip fails."""
     own = library.find_library()
     pin = read_pin()
     flags = FLAGS if "amx_tile" in read_processor().flags else ""
     own_flags = [f'-DCMAKE_{language}_FLAGS="{flags}"' for language in ("C", "CXX") if flags]
-    arguments = " ".join([os.environ.get("CMAKE_ARGS", ""), *own_flags]).strip()  # the user's, as for moegguf itself
+    arguments = " ".join([os.environ.get("CMAKE_ARGS", ""), *own_flags]).strip()  # the user's CMAKE_ARGS come first
     key = hashlib.sha256(repr((pin, arguments, sorted(read_processor().flags))).encode()).hexdigest()[:16]
     folder = cache_folder() / "stock" / f"{pin['version']}-{key}"
     if not folder.exists():
         progress(f"building llama.cpp {pin['llama_cpp_commit']} without patches, once; this takes some minutes")
         _build(pin, arguments, folder)
-    for built in own.glob("libmoegguf.*"):  # replaced as a whole: another run may have it loaded
+    for built in own.glob("libmoegguf.*"):  # replaced atomically, because another run may have it loaded
         write_atomically(folder / built.name, built.read_bytes())
     return folder
 
 
 def _build(pin: dict[str, str], arguments: str, folder: Path) -> None:
-    """Has pip compile the package, and keeps its libraries in `folder`, which appears whole."""
+    """Compiles the package with pip and moves its libraries to `folder`, which never exists in part. Raises
+    LibraryError."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         wanted = Path(scratch, "requirements.txt")

@@ -1,7 +1,8 @@
-"""Processes with a loaded model that compute in turns: `python -m moegguf.bench.turns '<spec as JSON>'` is one of them.
+"""Compares processes with a loaded model that compute in turns. `python -m moegguf.bench.turns '<spec as JSON>'` is
+one.
 
-A process stops while others have their turn. On a machine whose speed changes within seconds, a ratio of neighbouring
-turns says more than a ratio of whole runs.
+A process is stopped while others have their turn. On a machine whose speed changes within seconds, a ratio of
+neighbouring turns says more than a ratio of whole runs.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ Result = TypeVar("Result")
 Figures = dict[str, float]
 Row = dict[str, Any]
 
-CONTEXT_TOKENS = 1024  # tokens after the depth; a turn that fills them goes back to the begin of its decoding
-PROMPT_TOKENS = 256  # prompt of a turn beside busy processes
+CONTEXT_TOKENS = 1024  # tokens after the depth; a turn that fills them continues from the start of its decoding
+PROMPT_TOKENS = 256  # tokens of the prompt in a turn while other processes are busy
 
 SPIN = "while True: pass"
 BURSTS = """
@@ -52,24 +53,23 @@ LOADS: dict[str, list[list[str]]] = {
     "two": [[sys.executable, "-c", SPIN], [sys.executable, "-c", SPIN]],
     "bursts": [[sys.executable, "-c", BURSTS]],
     "niced": [["nice", "-n", "19", sys.executable, "-c", SPIN]],
-    "pair": [],  # two models of the same system decode at once
+    "pair": [],  # two processes of the same system decode at once
 }
 """{name: the commands of its processes}. LAST stands for the last processor that this process may use."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn: `n_prompt` tokens at once behind `n_depth` that are not timed, then at least `n_gen` one by one, and more
-    until `seconds` are over."""
+    """The work of one turn."""
 
-    n_depth: int = 0
-    n_prompt: int = 0
-    n_gen: int = 0
-    seconds: float = 0.0
+    n_depth: int = 0  # tokens in the context before the turn, not timed
+    n_prompt: int = 0  # tokens of the prompt, evaluated at once
+    n_gen: int = 0  # least number of tokens that are then decoded one by one
+    seconds: float = 0.0  # least seconds of decoding
 
 
 class Side:
-    """A process with a loaded model."""
+    """A process with a loaded model, which is stopped between its turns."""
 
     def __init__(self, spec: Spec, environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
@@ -79,16 +79,17 @@ class Side:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.result()  # once the model is loaded
+        self.result()  # waits until the model is loaded
 
     def start(self, turn: Turn) -> None:
-        """Starts a turn."""
+        """Lets the process run, and starts a turn."""
         assert self._process.stdin is not None
         self._process.send_signal(signal.SIGCONT)
         print(json.dumps(asdict(turn)), file=self._process.stdin, flush=True)
 
     def result(self) -> Figures:
-        """Returns the figures of the turn, and stops the process."""
+        """Waits for the end of the turn and stops the process. Returns the turn's figures. Raises MoeggufError if it
+        failed."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         figures: dict[str, Any] = json.loads(line) if line else {"error": "a process with a loaded model has ended."}
@@ -98,13 +99,14 @@ class Side:
         return figures
 
     def close(self) -> None:
-        """Ends the process."""
+        """Kills the process."""
         self._process.kill()
         self._process.communicate()
 
 
 def take_turn(llama: Llama, tokens: Sequence[int], turn: Turn) -> Figures:
-    """Computes a turn. Returns its seconds, the number of tokens decoded, and the mean number of threads."""
+    """Computes a turn. Returns the seconds of prompt and decoding, the number of tokens decoded, and the mean number
+    of threads."""
     if not 0 < turn.n_depth <= llama.n_tokens or not llama.context.truncate(turn.n_depth):
         llama.reset()
         if turn.n_depth:
@@ -130,7 +132,7 @@ def take_turn(llama: Llama, tokens: Sequence[int], turn: Turn) -> Figures:
 
 
 def serve(spec: Spec, lines: Iterable[str]) -> Iterator[Figures]:
-    """Loads a model, and yields the figures of the turn in each line; first an empty result."""
+    """Loads a model. Yields an empty result once it is loaded, then for each line the figures of the turn in it."""
     with load(spec) as llama:
         if llama.session is not None:
             llama.session.store.drain()
@@ -141,7 +143,8 @@ def serve(spec: Spec, lines: Iterable[str]) -> Iterator[Figures]:
 
 
 def take_turns(calls: Mapping[Key, Callable[[], Result]], rounds: int) -> dict[Key, list[Result]]:
-    """Calls each function once per round, every second round in the opposite order. Returns what each call returned."""
+    """Calls each function once per round, in every second round in the opposite order. Returns {name: results of its
+    calls}."""
     results: dict[Key, list[Result]] = {name: [] for name in calls}
     for number in range(rounds):
         for name in list(calls)[:: 1 if number % 2 else -1]:
@@ -150,8 +153,9 @@ def take_turns(calls: Mapping[Key, Callable[[], Result]], rounds: int) -> dict[K
 
 
 def against_stock(model: str, *, prompt: int, tokens: int, depth: int, rounds: int, kernels: str) -> Iterator[Row]:
-    """Yields tokens per second of prompts or of decoding, and ratios of neighbouring turns with their quartiles. Every
-    expert is resident. kernels: moegguf once more for each of these values of MOEGGUF_KERNELS."""
+    """Yields a row for each system: tokens per second of prompts or of decoding, and the ratio to stock in
+    neighbouring turns with its quartiles. Every expert is in memory. `kernels` lists values of MOEGGUF_KERNELS;
+    moegguf also runs with each."""
     test = Test(prompt, CONTEXT_TOKENS, depth)
     own = Spec(model, (test,), expert_cache="100%", n_threads=os.cpu_count() or 1)
     stock = Spec(model, (test,), system="stock", n_threads=os.cpu_count() or 1)
@@ -171,7 +175,7 @@ def against_stock(model: str, *, prompt: int, tokens: int, depth: int, rounds: i
             return figures["prompt_s"] if prompt else figures["decode_s"]
 
         calls = {name: partial(seconds_of, side) for name, side in opened.items()}
-        take_turns(calls, 1)  # fills caches
+        take_turns(calls, 1)  # fills caches; does not count
         seconds = take_turns(calls, rounds)
     for name, found in seconds.items():
         ratios = [theirs / ours for theirs, ours in zip(seconds["stock"], found, strict=True)]
@@ -182,7 +186,7 @@ def against_stock(model: str, *, prompt: int, tokens: int, depth: int, rounds: i
 
 @contextmanager
 def busy_processes(load_name: str) -> Iterator[None]:
-    """Runs the processes of a load."""
+    """Runs the processes of a load in the background during the `with`."""
     last = str(max(os.sched_getaffinity(0)))
     commands = [[last if word == "LAST" else word for word in command] for command in LOADS[load_name]]
     processes = [subprocess.Popen(command) for command in commands]
@@ -198,8 +202,8 @@ def busy_processes(load_name: str) -> Iterator[None]:
 def beside_load(
     model: str, *, expert_cache: str, seconds: float, rounds: int, loads: str, systems: str
 ) -> Iterator[Row]:
-    """Yields medians of each system beside each load, and shares of the first system beside the first load. systems:
-    numbers of threads; auto, which follows the load; llama.cpp, with every processor."""
+    """Yields a row for each system under each load: median speeds, and the speed as a share of the first row's.
+    `systems` lists numbers of threads, "auto" (follows the load) and "llama.cpp" (uses every processor)."""
     names = loads.split(",")
     known = systems.split(",")
     if not set(names) <= LOADS.keys():

@@ -1,8 +1,10 @@
-"""Files about a model's routing: measured hit rates, trained predictors, its EAM collection, uses of its experts.
+"""Finds and saves files about a model's routing: measured hit rates, trained predictors, its EAM collection, expert
+uses.
 
-Search order: a folder beside the model (`MODEL.gguf.moegguf`), the user's data folder, the package (`predictors/NAME`).
-New files go beside the model, or to the user's folder where that is not writable. All are identified by the model's
-fingerprint, never by its name.
+Search order: a folder beside the model (`MODEL.gguf.moegguf`), the user's data folder, the package
+(`predictors/NAME`). New files are written beside the model, or to the user's folder if the folder beside the model is
+not writable. A file belongs to a model if it has the model's fingerprint (a hash of its routers). The model's name
+does not matter.
 """
 
 from __future__ import annotations
@@ -40,25 +42,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Artifacts:
-    """The files about one model, given by its layout, or from a trace alone by the fingerprint in it.
+    """Finds and saves the files about one model."""
 
-    `folder` is searched first. With `only_folder`, no other folder is searched: files that this user's earlier runs
-    wrote do not count.
-    """
-
-    layout: ExpertLayout | None
-    trace_fingerprint: str = ""
-    folder: Path | None = None
-    only_folder: bool = False
+    layout: ExpertLayout | None  # None: only a trace is given
+    trace_fingerprint: str = ""  # fingerprint in the trace; "": computed from `layout`
+    folder: Path | None = None  # searched before all other folders
+    only_folder: bool = False  # True: no other folder is searched, so that files of earlier runs do not count
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex digits of the model's routers (`gguf.fingerprint`); "" when unknown."""
+        """The fingerprint of the model's routers in hex digits (`gguf.fingerprint`); "" if unknown."""
         return self.trace_fingerprint or (fingerprint(self.layout) if self.layout else "")
 
     @property
     def model_folder(self) -> Path | None:
-        """The folder beside the model; None when there is only a trace."""
+        """The folder for files beside the model; None if there is only a trace."""
         if self.layout is None:
             return None
         path = self.layout.shards[0].path
@@ -66,11 +64,11 @@ class Artifacts:
 
     @property
     def user_folder(self) -> Path:
-        """The model's folder in the user's data folder."""
+        """The folder for this model in the user's data folder."""
         return data_folder() / "models" / self.fingerprint
 
     def folders(self) -> Iterator[Path]:
-        """Folders to search, nearest first; they need not exist."""
+        """Yields the folders to search, in search order. Some of them may not exist."""
         if self.folder is not None:
             yield self.folder
         if self.only_folder:
@@ -84,20 +82,20 @@ class Artifacts:
                             yield path.parent
 
     def find(self, name: str) -> Iterator[Path]:
-        """Files of this name, nearest first; the reader checks whether they are about this model. A folder that cannot
-        be searched is skipped with a warning."""
+        """Yields the existing files of this name in search order. Skips a folder that cannot be searched, with a
+        warning. Does not check whether a file belongs to this model."""
         return (folder / name for folder in self.folders() if _is_file(folder / name))
 
     def routers(self) -> Routers:
-        """The model's own routers. Raises OptionError when there is only a trace."""
+        """Reads the model's own routers from its file. Raises OptionError if there is only a trace."""
         if self.layout is None:
             raise OptionError("this predictor needs the routers of the model: name the model, too (--model).")
         return read_routers(self.layout)
 
     def load(self, kind: str, shape: MoeShape, build: Callable[[weights.Weights], T]) -> T | None:
-        """Returns what `build` makes of the nearest usable file KIND.safetensors; None, with a
-        warning for each, when all are damaged or foreign. Raises FileNotFoundError where there is
-        none."""
+        """Returns `build(weights)` for the first usable file KIND.safetensors in search order. Returns None if all
+        files are damaged or belong to another model, with a warning for each. Raises FileNotFoundError if there is no
+        file."""
         path = None
         for path in self.find(f"{kind}.safetensors"):
             found = weights.load(path, kind, self.fingerprint, shape, build)
@@ -108,18 +106,20 @@ class Artifacts:
         return None
 
     def collection(self, shape: MoeShape) -> Eamc | None:
-        """The nearest EAM collection; a damaged or foreign one is skipped with a warning."""
+        """Reads the first usable collection of expert activation matrices (EAMs) in search order. Skips damaged files
+        and files of other models, with a warning. Returns None if there is none."""
         with suppress(FileNotFoundError):
             return self.load("eamc", shape, partial(Eamc.from_weights, shape))
         return None
 
     def save_collection(self, shape: MoeShape, saved: weights.Weights) -> None:
-        """Saves an `Eamc.weights()`, atomically; a folder that is not writable is a warning."""
+        """Saves a collection of expert activation matrices (the result of `Eamc.weights()`) atomically. If the folder
+        is not writable, warns and saves nothing."""
         self._save(COLLECTION, "eamc", "the EAM collection was", shape, saved)
 
     def uses(self, shape: MoeShape) -> npt.NDArray[np.float32] | None:
-        """Returns how often earlier runs used each expert, (n_layer, n_expert); the last runs count most. A damaged or
-        foreign file is skipped with a warning."""
+        """Returns how often earlier runs used each expert, (n_layer, n_expert); recent runs count more. Skips damaged
+        files and files of other models, with a warning. Returns None if there is no usable file."""
 
         def build(saved: weights.Weights) -> npt.NDArray[np.float32]:
             found = saved.array("uses", *shape.table)
@@ -132,7 +132,8 @@ class Artifacts:
         return None
 
     def save_uses(self, shape: MoeShape, uses: npt.NDArray[np.float32]) -> None:
-        """Saves what `uses` reads, atomically; a folder that is not writable is a warning."""
+        """Saves how often each expert was used, (n_layer, n_expert), atomically. If the folder is not writable, warns
+        and saves nothing."""
         self._save(USES, "uses", "the uses of experts were", shape, weights.Weights({"uses": uses}))
 
     def _save(self, name: str, kind: str, subject: str, shape: MoeShape, saved: weights.Weights) -> None:
@@ -142,8 +143,8 @@ class Artifacts:
             warnings.warn(f"{subject} not saved ({error.strerror}).", stacklevel=3)
 
     def writable_folder(self) -> Path:
-        """Returns the folder beside the model where it is writable and outside the package, else
-        the user's. Creates it."""
+        """Returns the folder beside the model if it is writable and outside the package, else the user's folder.
+        Creates the folder."""
         folder = self.model_folder
         if folder is None or any(folder.is_relative_to(part) for part in package_folders()) or not _writable(folder):
             folder = self.user_folder
@@ -151,7 +152,8 @@ class Artifacts:
         return folder
 
     def measured(self) -> Measured | None:
-        """The nearest measurement of this model; a damaged one is skipped with a warning."""
+        """Reads the first measurement of this model in search order. Skips damaged files with a warning. Returns None
+        if there is none."""
         for path in self.find(MEASURED):
             try:
                 found = read_measured(path)
@@ -167,13 +169,13 @@ def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
     except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:  # a folder of that name cannot be there
+        if error.errno != errno.ENAMETOOLONG:  # the name is too long, so no such folder can exist
             warnings.warn(f"{path.parent} is not searched ({error.strerror}); going on without it.", stacklevel=1)
         return False
 
 
 def _writable(folder: Path) -> bool:
-    """Returns whether files can be written to the folder, once it exists."""
+    """Returns whether files can be written to the folder. If the folder does not exist, checks its parent."""
     try:
         return os.access(folder if folder.is_dir() else folder.parent, os.W_OK)
     except OSError:

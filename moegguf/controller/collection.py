@@ -1,7 +1,8 @@
-"""The expert activation matrix collection of MoE-Infinity (section 4.5, appendix B.1).
+"""MoE-Infinity's collection of expert activation matrices (EAMs, section 4.5 and appendix B.1).
 
-An entry is a request-level EAM: counts of tokens per (layer, expert) of one request's answer, as only passes that
-decode are matched (`moegguf/native/predictors/counts.cpp`). The collection is saved as `Weights`.
+An entry is the EAM of one request (rEAM): counts of tokens per (layer, expert). Only tokens of the answer are counted,
+because only passes that decode are compared with entries (`moegguf/native/predictors/counts.cpp`). The collection is
+saved as `Weights`.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from moegguf.controller.weights import Weights
 from moegguf.native.predictor import integers
 
 CAPACITY = 1000
-ENTRIES = "decode"  # array of the entries in a file; older files also have entries of prompts
+ENTRIES = "decode"  # name of the array of entries in a file; older files also have entries of prompts
 
 
 class Eamc:
-    """A collection of up to `capacity` rEAMs, each (n_layer, n_expert) counts."""
+    """A collection of at most `capacity` requests' expert activation matrices (rEAMs), each (n_layer, n_expert) token
+    counts."""
 
     def __init__(self, n_layer: int, n_expert: int, capacity: int = CAPACITY) -> None:
         self._table = n_layer, n_expert
@@ -35,12 +37,13 @@ class Eamc:
 
     @property
     def state(self) -> Counts:
-        """(n_entries, n_layer, n_expert): a copy of the entries. `from_state` restores the collection."""
+        """A copy of the entries, (n_entries, n_layer, n_expert). `from_state` makes a collection from it."""
         return np.array(self._entries, np.float32).reshape(-1, *self._table)
 
     @classmethod
     def from_state(cls, state: Counts, capacity: int = CAPACITY) -> Eamc:
-        """A collection of these entries (n, n_layer, n_expert); of the last `capacity` ones if there are more."""
+        """Makes a collection of the entries `state` (n, n_layer, n_expert). Keeps only the last `capacity` entries if
+        there are more."""
         _, n_layer, n_expert = state.shape
         eamc = cls(n_layer, n_expert, capacity)
         for ream in state[-eamc.capacity :]:
@@ -49,17 +52,18 @@ class Eamc:
 
     @classmethod
     def from_weights(cls, shape: MoeShape, weights: Weights) -> Eamc:
-        """Returns the collection that an earlier `weights()` described. Raises ValueError where the
-        arrays do not fit."""
+        """Returns the collection that `weights()` saved earlier. Raises ValueError if the arrays do not have the
+        model's shape."""
         return cls.from_state(weights.array(ENTRIES, len(weights.arrays[ENTRIES]), *shape.table))
 
     def weights(self) -> Weights:
-        """A copy of the entries, to be saved."""
+        """Returns a copy of the entries in the form in which they are saved."""
         return Weights({ENTRIES: _narrowed(self.state)})
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """The entries as `predictors/counts.cpp` matches them: in two orders, so that matching a layer costs one
-        contiguous addition per expert used, and a matched entry is contiguous."""
+        """Returns the entries as `predictors/counts.cpp` reads them, in two orders. In `columns` the counts of one
+        expert in all entries are contiguous, so matching a layer costs one addition per expert used. In `entries` each
+        entry is contiguous."""
         entries = self.state if self._entries else np.zeros((1, *self._table), np.float32)
         return {
             "entries": entries,
@@ -70,9 +74,11 @@ class Eamc:
         }
 
     def add(self, ream: Counts) -> bool:
-        """Stores a rEAM; in a full collection it replaces the entry most similar to it, for diversity (appendix B.1).
+        """Adds a rEAM. In a full collection it replaces the entry most similar to it, to keep entries diverse
+        (appendix B.1).
 
-        Returns False for what could never be matched: no counts, NaN, infinite or negative ones, another shape.
+        Returns False, and adds nothing, for a rEAM that could never be matched: without counts, with NaN, infinite or
+        negative counts, or of another shape.
         """
         if ream.shape != self._table:
             return False
@@ -87,17 +93,18 @@ class Eamc:
         return True
 
     def most_similar(self, ream: Counts) -> int:
-        """Index of the entry with the largest cosine to this EAM (n_layer, n_expert), all rows compared; -1 if none."""
+        """Returns the index of the entry with the largest cosine to this EAM (n_layer, n_expert) over all layers; -1
+        if empty."""
         if self.n_entries == 0:
             return -1
-        # einsum: a BLAS would start threads that compete with those that compute
+        # einsum, because a BLAS would start threads that compete with the model's threads
         entries = self.state
         dot = np.einsum("nle,le->n", entries, ream.astype(np.float32))
         return int(np.argmax(dot * dot / np.einsum("nle,nle->n", entries, entries)))
 
 
 def _narrowed(counts: Counts) -> npt.NDArray[np.generic]:
-    """Returns the counts in the smallest type that holds them exactly."""
+    """Returns the counts in the smallest type that holds them exactly: uint8, uint16 or float32."""
     for kind in (np.uint8, np.uint16):
         if counts.max(initial=0) <= np.iinfo(kind).max and np.array_equal(counts, np.trunc(counts)):
             return counts.astype(kind)

@@ -1,7 +1,7 @@
 """The controller: at each routing event it updates the history, predicts, scores resident experts and prefetches.
 
-A native policy without a predictor to act on needs no controller: the store decides by itself. If the store predicts by
-itself, too, the controller only switches its actions on and off.
+No controller is needed if the policy is native and there is no predictor, because the store then decides alone. If the
+store also computes the predictor, the controller only switches the store's predictor and prefetching on and off.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from moegguf.native.store import NativePolicy, Store
 
 @dataclass(frozen=True)
 class ActingOptions:
-    """Options of acting on predictions."""
+    """Options of a controller that acts on predictions."""
 
-    prefetch: PrefetchOptions | None = None  # None acts on no prediction
-    slowest_s: float = 1.0  # a policy or predictor that once takes longer is switched off
-    strict: bool = False  # a policy or predictor that fails raises CallbackError instead, and may take long
-    lockstep: bool = False  # the store's own predictions act at a fixed place
-    clock_ns: Callable[[], int] | None = None  # the watchdog's clock; None: `count_token` is called from outside
-    link_ns: Callable[[], int] | None = None  # busy time of the link so far, if trials of prefetching depend on it
+    prefetch: PrefetchOptions | None = None  # None: nothing is prefetched
+    slowest_s: float = 1.0  # time limit for one event; a slower policy or predictor is switched off
+    strict: bool = False  # a failing policy or predictor raises CallbackError; there is no time limit
+    lockstep: bool = False  # the store applies its own predictions at a fixed place of each pass: reproducible
+    clock_ns: Callable[[], int] | None = None  # the watchdog's clock in ns; None: others call `count_token`
+    link_ns: Callable[[], int] | None = None  # returns the link's busy time so far in ns; None: the link is ignored
 
 
 def build_controller(
     shape: MoeShape, policy: AnyPolicy, predictor: Predictor, store: Store, options: ActingOptions
 ) -> Controller | None:
-    """The controller of one model, live or simulated; None when the store needs none.
+    """Returns the controller of one model, live or simulated; None if the store needs no controller.
 
-    A native policy is set in the store. Raises OptionError when the store refuses it.
+    Sets a native policy in the store. Raises OptionError if the store refuses the policy.
     """
     if isinstance(policy, Sparsity) and isinstance(predictor, NoPrediction):
         predictor = policy.predictor
@@ -57,10 +57,11 @@ def build_controller(
 
 
 class Controller:
-    """Receives one model's announcements and routing events, from one thread at a time, and acts on its store.
+    """Receives one model's announcements and routing events, from one thread at a time, and controls the model's
+    store.
 
-    A policy or predictor that raises, returns values of the wrong shape or takes too long is switched off with one
-    warning. The store then goes on with the remaining parts, in the end with LRU.
+    A policy or predictor is switched off, with one warning, if it raises, returns values of the wrong shape or takes
+    too long. The store then uses the remaining parts; without a policy it evicts by LRU.
     """
 
     def __init__(
@@ -68,16 +69,16 @@ class Controller:
     ) -> None:
         self.shape = shape
         self._native = predictor.native()
-        self.native = self._native is not None  # the store predicts, and acts
-        self.scores = isinstance(policy, Policy)  # a policy in Python scores experts
+        self.native = self._native is not None  # the store computes the predictor, and prefetches
+        self.scores = isinstance(policy, Policy)  # the policy is in Python and scores experts
         self.policy: AnyPolicy | None = policy
         self.predictor: Predictor | None = predictor
         self.history = History(shape)
         self.options = options
         watched = options.prefetch is not None and options.prefetch.watchdog
         self.watchdog = Watchdog(link_ns=options.link_ns) if watched else None
-        self.seconds = 0.0  # spent in here
-        self.n_events = 0  # routing events
+        self.seconds = 0.0  # seconds spent in announce() and observe()
+        self.n_events = 0  # routing events observed
         self.stopped = False
         self._scored = self._forecast_set = False
         self._store = store
@@ -85,30 +86,33 @@ class Controller:
         self._native_forecast = _native_forecast(shape, predictor, options)
         self._predicting = False
         self._acting = True
-        self._changing = Lock()  # held while the store's predictor changes
+        self._changing = Lock()  # held while the predictor in the store is changed
         self._direct_store()
         if options.prefetch is not None:
             self._forecast = Forecast(shape, options.prefetch.window, options.prefetch.again)
-        else:  # a policy alone uses the predictor's reach, unless the predictor multiplies matrices
+        else:  # no prefetching, but a policy reads the forecast: few layers if predictions are costly
             self._forecast = Forecast(shape, PrefetchOptions.window if predictor.needs_inputs else predictor.reach)
 
     @property
     def may_prefetch(self) -> bool:
-        """Returns whether predictions may be acted on at all."""
+        """Returns whether this controller may prefetch at all."""
         return self._prefetcher is not None
 
     @property
     def prefetching(self) -> bool:
-        """Returns whether predictions are acted on now."""
+        """Returns whether this controller prefetches now: prefetching is allowed, and the watchdog has not switched it
+        off."""
         return self.may_prefetch and (self.watchdog is None or self.watchdog.on)
 
     @property
     def needs_events(self) -> bool:
-        """Returns whether the controller needs routing events: else the store evicts, predicts and acts by itself."""
+        """Returns whether the controller needs routing events. Without them the store evicts, predicts and prefetches
+        alone."""
         return isinstance(self.policy, Policy) or not self.native or isinstance(self.predictor, EamcPredictor)
 
     def announce(self, announcement: Announcement) -> None:
-        """Tokens are evaluated next: predictors from tokens look ahead of the first layer."""
+        """Receives the tokens that are evaluated next. Predictors that work from token ids predict now, before the
+        first layer."""
         if self.stopped:
             return
         start = time.perf_counter()
@@ -126,7 +130,7 @@ class Controller:
         self.seconds += time.perf_counter() - start
 
     def observe(self, event: RoutingEvent) -> None:
-        """A layer was routed."""
+        """Receives the routing event of one layer: updates the history, predicts, scores experts and prefetches."""
         if self.stopped or event.il not in self.shape.row_of:
             return
         start = time.perf_counter()
@@ -142,7 +146,8 @@ class Controller:
         self.seconds += time.perf_counter() - start
 
     def count_token(self, phase: Phase, now_ns: int, n_sequences: int = 1) -> None:
-        """Tells the watchdog that tokens are evaluated next; DECODE: one of each sequence, and no prompt's beside."""
+        """Reports the next pass to the watchdog. `phase` is DECODE only if the pass has one token of each of
+        `n_sequences` sequences and no tokens of a prompt."""
         if self.watchdog is None:
             return
         if phase == Phase.DECODE:
@@ -151,11 +156,12 @@ class Controller:
             self.watchdog.pause()
         try:
             self._direct_store()
-        except MoeggufError as error:  # no memory for another thread, say
+        except MoeggufError as error:  # not enough memory for another thread, for example
             self._drop_predictor(_reason(error))
 
     def _direct_store(self) -> None:
-        """Has the store predict, except between trials that said no, and act on it as long as it is to."""
+        """Switches the store's own predictor and its prefetching on or off, as the watchdog has decided. The predictor
+        is off only while prefetching is off until the next trial."""
         if self._native is None:
             return
         with self._changing:
@@ -168,7 +174,7 @@ class Controller:
                 self._store.act_on_forecasts(self._acting)
 
     def _learn(self) -> None:
-        """Adds requests that have ended to what the store predicts with, which it does not read meanwhile."""
+        """Adds requests that have ended to the EAM collection. The store does not use the collection meanwhile."""
         learner = self.predictor
         if not isinstance(learner, EamcPredictor):
             return
@@ -181,11 +187,12 @@ class Controller:
 
     @property
     def _refused(self) -> bool:
-        """Returns whether the last trial said that prefetching does not pay, and the next one has not begun."""
+        """Returns whether prefetching is off until the watchdog's next trial begins."""
         return self.watchdog is not None and self.watchdog.resting and not self.watchdog.on
 
     def _guarded(self, switch_off: Callable[[str], None], act: Callable[..., None], *arguments: object) -> None:
-        """Has a policy or predictor act; what raises, or takes too long, is switched off."""
+        """Calls `act(*arguments)`. If the call raises, or takes longer than `slowest_s`, calls `switch_off` with the
+        reason."""
         start = time.perf_counter()
         try:
             act(*arguments)
@@ -211,8 +218,8 @@ class Controller:
         scores = policy.scores(self.history, self._forecast)
         if scores is not None and np.shape(scores) != self.shape.table:
             raise ValueError(f"scores have the shape {np.shape(scores)}, not {self.shape.table}")
-        # A prompt's pass needs every layer once, in order: the store's own pipeline covers that better than any
-        # probability (DuoServe-MoE, section 5: prefill and decode scheduled apart).
+        # A prompt's pass needs every layer once, in order. The store's own prefetching of the next layer covers that
+        # better than any probability (DuoServe-MoE, section 5: prefill and decode are scheduled separately).
         if phase == Phase.PREFILL:
             self._clear_scores()
         elif scores is not None:
@@ -220,7 +227,8 @@ class Controller:
             self._scored = True
 
     def _act(self, phase: Phase) -> None:
-        """Passes the forecast on: to a policy that takes it, and as prefetch requests."""
+        """Sends the forecast to a native policy that uses forecasts, and prefetch requests to the store. Does nothing
+        in a prompt, or if the store predicts by itself."""
         if phase != Phase.DECODE or self.native:
             return
         if self.may_prefetch and not self.prefetching:
@@ -266,12 +274,12 @@ class Controller:
             warnings.warn(f"{what}; {going_on}.", stacklevel=4)
 
     def stop(self) -> None:
-        """Ignores all events from now on, also those that are queued."""
+        """Makes the controller ignore all further events, including events that are in the queue now."""
         self.stopped = True
 
 
 def name_of(policy_or_predictor: object) -> str:
-    """The name of a policy or predictor: its `title` or `name`, or its class for one of a user's own."""
+    """Returns the `title` or `name` of a policy or predictor; if a user's class has neither, the name of the class."""
     own = type(policy_or_predictor).__name__
     return str(getattr(policy_or_predictor, "title", "") or getattr(policy_or_predictor, "name", "") or own)
 
@@ -284,7 +292,8 @@ def _native_forecast(shape: MoeShape, predictor: Predictor, options: ActingOptio
     prefetch = options.prefetch or PrefetchOptions(budget_bytes=0)
     return NativeForecast(
         window=max(1, min(prefetch.window, len(shape.layers)) if predictor.needs_inputs else predictor.reach),
-        # a predictor of all layers has nothing new at later layers, unless it is matched again at each layer
+        # A predictor that reaches all layers predicts once per pass, because later layers add no information. Only the
+        # EAM collection is matched again at each layer.
         once=not prefetch.again or (predictor.reach >= len(shape.layers) and not isinstance(predictor, EamcPredictor)),
         most_prefetches=min(most_prefetches(shape, prefetch), len(shape.layers) * shape.n_expert),
         waste_weight=prefetch.waste_weight,

@@ -1,4 +1,5 @@
-"""The predictor's probabilities for the rest of this pass, within a window that moves with each routing event."""
+"""Keeps the predicted probabilities for the next layers of a pass. The window of layers moves with each routing
+event."""
 
 from __future__ import annotations
 
@@ -11,11 +12,12 @@ from moegguf.native.events import Float32s
 
 
 class Forecast:
-    """The sliding window of ProMoE (section 4.2): at layer i, layers up to i+window can be predicted.
+    """The sliding window of ProMoE (section 4.2): at MoE layer i, the next `window` MoE layers can be predicted.
 
-    again: all of them are predicted at every layer, and a later prediction replaces an earlier one, whose distance was
-    longer. Otherwise each is predicted once, when it comes into the window: layer i+window at layer i, and at the
-    first layer all up to the window (footnote 1). That is the paper's; it asks the predictor less, and farther ahead.
+    With `again`, every layer in the window is predicted at each routing event. The new prediction, from a nearer
+    layer, replaces the old one. Without `again`, as in the paper, each layer is predicted once: all layers of the
+    window at the first layer, then layer i+window at layer i (footnote 1). This calls the predictor less often, but
+    from farther away.
     """
 
     def __init__(self, shape: MoeShape, window: int, again: bool = True) -> None:
@@ -31,18 +33,21 @@ class Forecast:
         self._known.clear()
 
     def begin_pass(self, predictor: Predictor) -> None:
-        """Predicts the first `window` layers, before any routing event of the pass. Raises as `advance` does."""
+        """Discards all predictions and predicts the first `window` layers, before any routing event of the pass.
+        Raises the errors of `advance`."""
         self.clear()
         self._predict(predictor, row=-1)
 
     def advance(self, predictor: Predictor, il: int) -> None:
-        """Layer `il` was routed: predicts the `window` layers after it. Raises ValueError for a wrong shape or NaN."""
+        """Predicts the `window` layers after layer `il`, which was just routed. Raises ValueError for a wrong shape or
+        NaN."""
         self._table[il] = 0
         self._known = [known for known in self._known if known > il]
         self._predict(predictor, self._shape.row_of[il])
 
     def take(self, probabilities: Float32s, known: npt.NDArray[np.bool_]) -> None:
-        """Takes the store's probabilities (n_layer, n_expert) of `known` layers in place of the predicted ones."""
+        """Replaces all predictions by the store's `probabilities` (n_layer, n_expert). `known` (n_layer,) marks the
+        layers that the store predicted."""
         self._known = np.flatnonzero(known).tolist()
         self._table[:] = probabilities * known[:, np.newaxis]
 
@@ -59,7 +64,8 @@ class Forecast:
                 self._known.append(il)
 
     def _set_row(self, il: int, probabilities: Float32s) -> None:
-        """Copies (n_expert,) numbers, clipped to [0, 1]."""
+        """Copies the probabilities (n_expert,) of layer `il` into the table, clipped to [0, 1]. Raises ValueError for
+        a wrong shape or NaN."""
         shape = np.shape(probabilities)
         if shape != (self._shape.n_expert,):
             raise ValueError(f"probabilities have the shape {shape}, not {(self._shape.n_expert,)}")
@@ -70,9 +76,10 @@ class Forecast:
             raise ValueError(f"probabilities of layer {il} are NaN")
 
     def probabilities(self) -> Float32s:
-        """(n_layer, n_expert) in [0, 1]; rows without a prediction are 0. Valid until the next routing event."""
+        """Returns the table (n_layer, n_expert) of probabilities in [0, 1]; rows of layers without a prediction are 0.
+        The table is valid until the next routing event."""
         return self._table
 
     def known(self) -> list[int]:
-        """Layers with a prediction, nearest first."""
+        """Returns the numbers of the layers that have a prediction, in ascending order."""
         return sorted(self._known)

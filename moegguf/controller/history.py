@@ -1,8 +1,8 @@
-"""Routing seen so far, updated at each routing event: the input of policies and predictors.
+"""Counts the routing seen so far, at each routing event. Policies and predictors read these counts.
 
-EAM, iEAM and rEAM are MoE-Infinity's (section 4.3): counts of tokens per (layer, expert). The iEAM counts the pass in
-progress, the rEAM a request so far, prefill and decode apart. A pass may have tokens of several requests: its iEAM
-counts all of them together, and each request keeps its own rEAM.
+EAM, iEAM and rEAM are terms of MoE-Infinity (section 4.3). An EAM has counts of tokens per (layer, expert). The iEAM
+counts the current pass. An rEAM counts one request so far, with separate tables for prefill and decode. If a pass has
+tokens of several requests, its iEAM counts all of them, and each request keeps its own rEAM.
 """
 
 from __future__ import annotations
@@ -17,45 +17,43 @@ from moegguf.native.events import Phase, RoutingEvent
 
 Counts = npt.NDArray[np.float32]
 
-ABSENT_PASSES = 64  # a request that is absent from this number of passes has ended: schedules wait for fewer
-MOST_REQUESTS = 256  # requests whose rEAMs are kept at once: the most sequences of a context
+ABSENT_PASSES = 64  # a request absent from more passes counts as ended: schedulers pause a request for fewer
+MOST_REQUESTS = 256  # requests whose rEAMs are kept at the same time: the most sequences of a context
 
 
 @dataclass
 class Request:
-    """The rEAMs of one request, counts[phase] (n_layer, n_expert), and the pass of this history that it was last part
-    of."""
+    """The token counts of one request that has not ended."""
 
-    counts: Counts
-    last_pass: int = 0
+    counts: Counts  # the rEAMs, (phase, n_layer, n_expert)
+    last_pass: int = 0  # number of the last pass that had tokens of this request
 
 
 class History:
-    """Tables (n_layer, n_expert) over the routing seen so far.
+    """Tables (n_layer, n_expert) of counts over the routing seen so far.
 
-    No event says that a request has ended. A request has ended when it takes no part in ABSENT_PASSES passes. If
-    requests come one after another, it has ended when it was alone in a pass, and a new request is alone in the next
-    pass.
+    No event says that a request has ended. A request counts as ended when it was absent from more than ABSENT_PASSES
+    passes. It also counts as ended when it was alone in a pass and a new request is alone in the next pass.
     """
 
     def __init__(self, shape: MoeShape) -> None:
         self.shape = shape
         self.clock = 0  # routing events so far
-        self.last_use: npt.NDArray[np.int64] = np.full(shape.table, -1, np.int64)  # clock of the last use; -1: none
-        self.uses: Counts = np.zeros(shape.table, np.float32)  # routing events that used the expert
-        self.iteration: Counts = np.zeros(shape.table, np.float32)  # the iEAM
+        self.last_use: npt.NDArray[np.int64] = np.full(shape.table, -1, np.int64)  # `clock` at the last use; -1: none
+        self.uses: Counts = np.zeros(shape.table, np.float32)  # number of routing events that used the expert
+        self.iteration: Counts = np.zeros(shape.table, np.float32)  # the iEAM: tokens of the current pass
         self._reams: Counts = np.zeros((len(Phase), *shape.table), np.float32)
-        self.prefill, self.decode = self._reams  # sums of the rEAMs of the requests in this pass
+        self.prefill, self.decode = self._reams  # sums of the rEAMs of all requests in this pass
         self.il = -1  # layer of the last event
         self.pass_ = -1
-        self.sequence = -1  # the request of the last event; the first one of several
+        self.sequence = -1  # the request of the last event; if there are several, the first of them
         self.phase = Phase.PREFILL
         self.new_pass = False  # the last event began a pass
         self.new_request = False  # the last event began a request
-        self.requests: dict[int, Request] = {}  # requests that have not ended, by sequence
+        self.requests: dict[int, Request] = {}  # {sequence: request} of requests that have not ended
         self.finished: list[Counts] = []  # rEAMs (decode) of the requests that ended with the last event
         self._n_pass = 0
-        self._present: frozenset[int] = frozenset()  # sequences of the pass
+        self._present: frozenset[int] = frozenset()  # sequences of the current pass
 
     def update(self, event: RoutingEvent) -> None:
         """Adds one routing event."""
@@ -84,7 +82,7 @@ class History:
         self.sequence = event.sequence
 
     def end_all(self) -> list[Counts]:
-        """Ends all requests: their rEAMs (decode), the oldest first."""
+        """Ends all requests. Returns their rEAMs of decoding, the least recently active request first."""
         ended = [request.counts[Phase.DECODE] for request in self.requests.values()]
         self.requests.clear()
         self._present = frozenset()
@@ -96,7 +94,7 @@ class History:
         for sequence in self._present - present if one_by_one else ():
             self._end(sequence)
         for sequence in present:
-            request = self.requests.pop(sequence, None)  # and back, as the last: in order of last use
+            request = self.requests.pop(sequence, None)  # inserted again below, as the request used last
             self.requests[sequence] = request or Request(np.zeros_like(self._reams))
             self.requests[sequence].last_pass = self._n_pass
         for sequence in [s for s, r in self.requests.items() if self._n_pass - r.last_pass > ABSENT_PASSES]:
@@ -108,7 +106,7 @@ class History:
             self._add_up()
 
     def _add_up(self) -> None:
-        """The rEAMs of the pass's requests."""
+        """Recomputes the sums of the rEAMs of the current pass's requests."""
         self._reams[:] = 0
         for sequence in sorted(self._present):
             self._reams += self.requests[sequence].counts

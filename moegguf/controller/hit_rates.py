@@ -1,8 +1,9 @@
-"""Hit rates of a model: measured on its own routing, with the choice of policy and predictor that follows, or published
-by others for text.
+"""Hit rates of a model: measured on its own routing, or published by others for text. A measurement also decides which
+policy and predictor are chosen.
 
-A measurement is a small JSON file, written by `moegguf trace simulate --save` and shipped for the demo model. A policy
-that did not beat LRU in the measurement is not chosen."""
+A measurement is a small JSON file. `moegguf trace simulate --save` writes it, and the demo model's file is shipped. A
+policy that did not beat LRU in the measurement is not chosen.
+"""
 
 from __future__ import annotations
 
@@ -20,46 +21,48 @@ from moegguf.gguf.experts import ExpertLayout
 
 VERSION = 1
 LEAST_GAIN = 0.005  # smaller differences of hit rates are noise between traces
-NEAR_SHARE = 0.05  # shares of experts that differ less have one hit rate
+NEAR_SHARE = 0.05  # two shares of experts in memory that differ by less count as the same share
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class ControllerChoice:
-    """Names of a policy and a predictor, and whether predictions may be acted on."""
+    """The names of a policy and a predictor, and whether to prefetch."""
 
     policy: str = "lru"
     predictor: str = "none"
     prefetch: bool = False
 
 
-# The choice without a measurement. It was the best on all routing that was tried: the demo model's, random weights' and
-# published reuse. A live run keeps prefetching on while it saves time.
+# The choice for a model that was not measured. It was the best on all routing that was tried: the demo model's, random
+# weights' and synthetic routing with published reuse. A live run prefetches only while this saves time.
 UNMEASURED = ControllerChoice("next-use", prefetch=True)
 UNMEASURED_WITHOUT_PREDICTIONS = ControllerChoice("next-use")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Hit rates of decode passes on recorded routing.
+    """Hit rates of decode passes on a model's recorded routing.
 
-    Ranges and the bound come from other requests than the hit rates by which a policy is chosen, so that printed
-    figures were not used for the choice.
+    49 in 50 requests had a hit rate in `ranges`. `ranges` and `bound` come from other requests than `hit_rates`, by
+    which a policy is chosen. So the figures that are printed were not used for the choice. `about` has the number of
+    these other requests under "ranges".
     """
 
-    fingerprint: str
-    hit_rates: Mapping[str, Mapping[float, float]]  # {policy: {share of experts: hit rate}}
-    predictors: Mapping[str, str] = field(default_factory=dict)  # {policy: predictor that it was measured with}
-    prefetch: str = "none"  # predictor whose prefetching lowered the stall of a live run, or "none"
-    about: Mapping[str, str | int] = field(default_factory=dict)  # size and kind of the requests; "ranges": the others
-    ranges: Mapping[str, Mapping[float, tuple[float, float]]] = field(default_factory=dict)  # 49 in 50 requests
-    bound: Mapping[float, float] = field(default_factory=dict)  # {share: Belady's bound}
+    fingerprint: str  # fingerprint of the model's routers
+    hit_rates: Mapping[str, Mapping[float, float]]  # {policy: {share of experts in slots: hit rate}}
+    predictors: Mapping[str, str] = field(default_factory=dict)  # {policy: predictor used with it when measured}
+    prefetch: str = "none"  # predictor whose prefetching shortened the stall of a live run, or "none"
+    about: Mapping[str, str | int] = field(default_factory=dict)  # numbers of requests and tokens
+    ranges: Mapping[str, Mapping[float, tuple[float, float]]] = field(default_factory=dict)  # {policy: {share: range}}
+    bound: Mapping[float, float] = field(default_factory=dict)  # {share in slots: hit rate of Belady's optimal policy}
 
     def choose(self, share: float) -> ControllerChoice:
-        """Returns the best policy at the measured share nearest to `share`, among policies that are nowhere below LRU.
+        """Returns the policy with the highest hit rate at the measured share nearest to `share`. Policies that are
+        below LRU at any measured share are left out.
 
-        Returns LRU unless the best hit rate is higher by LEAST_GAIN.
+        Chooses LRU unless the best hit rate is higher by at least LEAST_GAIN.
         """
         lru = self.hit_rates.get("lru", {})
         if not lru:
@@ -78,7 +81,8 @@ class Measured:
         return ControllerChoice(policy, self.predictors.get(policy, "none"))
 
     def range_at(self, share: float) -> tuple[float, float] | None:
-        """The range of the policy that is chosen at this share, at most Belady's bound; None where it has none."""
+        """Returns the range (low, high) of hit rates of the policy chosen at this share, cut at Belady's bound.
+        Returns None if the policy's range was not measured."""
         ranges = self.ranges.get(self.choose(share).policy)
         if not ranges:
             return None
@@ -89,7 +93,8 @@ class Measured:
 
 
 def interpolate(rates: Mapping[float, float], share: float) -> float:
-    """The hit rate at a share, from {share: hit rate}: linear between these, 0 at 0 and 1 at 1."""
+    """Returns the hit rate at `share`, interpolated linearly in {share: hit rate}. The hit rate is 0 at share 0 and 1
+    at share 1."""
     share = min(max(share, 0.0), 1.0)
     for (x0, y0), (x1, y1) in pairwise(((0.0, 0.0), *sorted(rates.items()), (1.0, 1.0))):
         if share <= x1 and x1 > x0:
@@ -98,13 +103,13 @@ def interpolate(rates: Mapping[float, float], share: float) -> float:
 
 
 def write_measured(path: Path, measured: Measured) -> None:
-    """Writes the file atomically."""
+    """Writes a measurement as a JSON file, atomically."""
     facts = _rounded(asdict(measured) | {"version": VERSION})
     write_atomically(path, (json.dumps(facts, indent=1) + "\n").encode())
 
 
 def _rounded(value: Any) -> Any:
-    """The value with rates of five digits, and shares as keys in as few as they need."""
+    """Returns the value with floats rounded to five digits. Shares, which are keys, become short texts."""
     if isinstance(value, dict):
         return {f"{key:g}" if isinstance(key, float) else key: _rounded(part) for key, part in value.items()}
     if isinstance(value, tuple):
@@ -113,7 +118,8 @@ def _rounded(value: Any) -> Any:
 
 
 def read_measured(path: Path) -> Measured:
-    """Reads the file. Raises OptionError, with its path, when it is not a valid measurement."""
+    """Reads a measurement from its JSON file. Raises OptionError, with the path, if the file is not a valid
+    measurement."""
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
         if facts["version"] != VERSION:
@@ -130,7 +136,8 @@ def read_measured(path: Path) -> Measured:
 
 
 def _name(value: Any) -> str:
-    """Returns the name of a policy or predictor. Raises ValueError for one of a file, which would be executed."""
+    """Returns `value` as the name of a policy or predictor. Raises ValueError for "FILE.py:CLASS", because its code
+    would run."""
     name = str(value)
     if names_file(name):
         raise ValueError(f"{name!r:.60} is no name")
@@ -157,28 +164,29 @@ def _share(value: Any) -> float:
 
 @dataclass(frozen=True)
 class HitRange:
-    """The ends between which the hit rate of an answer's tokens is expected, and what they rest on."""
+    """The range in which the hit rate of an answer is expected."""
 
     low: float
     high: float
-    basis: str
+    basis: str  # names the source of the range
 
 
 @dataclass(frozen=True)
 class HitCurve:
-    """Hit rates {share of all experts in memory: hit rate}, and who measured them, on what."""
+    """Hit rates of a model, from one source."""
 
     rates: Mapping[float, float]
-    source: str
+    source: str  # name of the model, and who measured it
     n_expert: int = 0
     n_expert_used: int = 0
 
     def at(self, share: float) -> float:
-        """Returns the hit rate with so large a share of the experts in slots."""
+        """Returns the hit rate if this share of all experts has slots."""
         return min(1.0, interpolate(self.rates, share))
 
     def corrected(self, reached: Mapping[float, float]) -> HitCurve:
-        """Returns the curve with hit rates that answers reached here, in place of those with about the same share."""
+        """Returns the curve with hit rates that answers reached on this machine, {share: hit rate}. They replace
+        points of the curve within NEAR_SHARE of the same share."""
         if not reached:
             return self
         others = {at: rate for at, rate in self.rates.items() if all(abs(at - share) > NEAR_SHARE for share in reached)}
@@ -203,13 +211,15 @@ PUBLISHED = (
 
 
 def published_for(n_expert: int, n_expert_used: int) -> tuple[tuple[HitCurve, ...], bool]:
-    """The curves of models of this shape; of all models, and False, where there are none."""
+    """Returns the published curves of models with these counts of experts, and True. If there are none, returns all
+    published curves, and False."""
     same = tuple(curve for curve in PUBLISHED if (curve.n_expert, curve.n_expert_used) == (n_expert, n_expert_used))
     return same or PUBLISHED, bool(same)
 
 
 def published_curve(n_expert: int, n_expert_used: int) -> HitCurve:
-    """Returns the middle one, by hits at a quarter, of the curves of models of this shape, else of all curves."""
+    """Returns one published curve: among models with these counts of experts, or else among all, the one whose hit
+    rate at a share of 0.25 is the median."""
     curves, same = published_for(n_expert, n_expert_used)
     ordered = sorted(curves, key=lambda curve: curve.at(0.25))
     chosen = ordered[(len(ordered) - 1) // 2]
@@ -218,9 +228,9 @@ def published_curve(n_expert: int, n_expert_used: int) -> HitCurve:
 
 
 def published_range(layout: ExpertLayout, n_slots: int) -> HitRange:
-    """Returns the lowest and the highest hit rate published for text: of models of this shape, else of all. Below one
-    token's experts over all layers, least-recent-use eviction hits next to nothing.
-    """
+    """Returns the lowest and the highest hit rate published for models of this shape, or else for all models. The
+    lowest is 0 if there are fewer slots than experts that one token uses over all layers: LRU then hits next to
+    nothing."""
     share = n_slots / max(1, layout.n_expert_total)
     curves, same = published_for(layout.n_expert, layout.n_expert_used)
     rates = sorted((curve.at(share), curve.source) for curve in curves)
@@ -233,6 +243,6 @@ def published_range(layout: ExpertLayout, n_slots: int) -> HitRange:
 
 
 def typical_hit_rate(layout: ExpertLayout, n_slots: int) -> float:
-    """One figure between the ends of the published range: for comparing plans, not for promising anything."""
+    """Returns the middle of the published range. It serves to compare plans, not to predict a speed."""
     found = published_range(layout, n_slots)
     return (found.low + found.high) / 2

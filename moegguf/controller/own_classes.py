@@ -1,7 +1,7 @@
-"""Policies and predictors of the user: "FILE.py:CLASS" in place of a name.
+"""Loads a user's own policies and predictors, which are named as "FILE.py:CLASS".
 
-The file runs with the rights of this process. A command line, the environment and a caller in
-Python can name such a file; a request over HTTP, a Modelfile and a file of measurements cannot.
+The file runs with the rights of this process. A command line, the environment and a caller in Python can name such a
+file. A request over HTTP, a Modelfile and a file of measurements cannot.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ T = TypeVar("T")
 
 
 def names_file(name: str) -> bool:
-    """Returns whether a name is one of a class in a file."""
+    """Returns whether `name` refers to a class in a Python file: "FILE.py:CLASS", or a path that ends with ".py"."""
     return bool(_OF_FILE.search(name))
 
 
 def load_class(name: str, kind: str, base: type[T]) -> type[T]:
-    """Returns the class of "FILE.py:CLASS". kind: "policy" or "predictor", for messages; base: what
-    the class must be.
+    """Returns the class that `name`, "FILE.py:CLASS", refers to. `kind` is "policy" or "predictor", for error
+    messages.
 
-    Raises OptionError for a file that is missing or fails, and for a class that is missing or is
-    none of `base`.
+    Raises OptionError if the file is missing or raises an error, or if the class is missing or no subclass of `base`.
     """
     path, separator, class_name = name.rpartition(":")
     if not separator or not class_name.isidentifier():
@@ -53,10 +52,10 @@ def load_class(name: str, kind: str, base: type[T]) -> type[T]:
 
 
 def make_own(name: str, kind: str, base: type[T], shape: object) -> T:
-    """Returns a new object of the class of "FILE.py:CLASS": CLASS(shape), or CLASS() where it takes
-    no argument.
+    """Returns a new object of the class that `name`, "FILE.py:CLASS", refers to. Calls CLASS(shape), or CLASS() if the
+    constructor takes no argument.
 
-    Raises OptionError as `load_class` does, and when the constructor fails.
+    Raises the OptionErrors of `load_class`, and OptionError if the constructor fails.
     """
     own = load_class(name, kind, base)
     try:
@@ -78,15 +77,15 @@ def _takes_shape(own: type, shape: object) -> bool:
 
 @lru_cache(maxsize=64)
 def _load_module(file: Path, mtime_ns: int, kind: str) -> ModuleType:
-    """Runs a file once, and again when it has changed; modules beside it can be imported there.
-    Raises OptionError."""
+    """Imports a Python file once, and again only after the file has changed. The file can import modules from its
+    folder. Raises OptionError if the file raises an error."""
     name = f"moegguf_own_{file.stem}_{abs(hash(file)):x}_{mtime_ns:x}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None  # the suffix is .py
     module = importlib.util.module_from_spec(spec)
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
-    sys.modules[name] = module  # dataclasses and pickle look for it there
+    sys.modules[name] = module  # dataclasses and pickle look up the module there
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:

@@ -1,4 +1,5 @@
-"""Turns forecasts into prefetch requests: the most probable experts of layers to come, within bytes per token."""
+"""Turns forecasts into prefetch requests: the most probable experts of later layers, within a budget of bytes per
+token."""
 
 from __future__ import annotations
 
@@ -15,38 +16,41 @@ if TYPE_CHECKING:
     from moegguf.controller.forecast import Forecast
 
 Residency = npt.NDArray[np.uint8]
-NO_LIMIT = 1 << 62  # bytes per token
+NO_LIMIT = 1 << 62  # a budget in bytes per token that is never reached
 
 
 @dataclass(frozen=True)
 class PrefetchOptions:
     """Limits of prefetching.
 
-    A store that predicts by itself calibrates its probabilities, and uses `waste_weight` in place of
-    `least_probability`. Only such a store can fetch by proximity (MoE-Infinity, section 4.5). Predictions in Python
-    always fetch the nearest layer first.
+    A store that computes the predictor calibrates the probabilities, and uses `waste_weight` instead of
+    `least_probability`. Only such a store can prefetch by proximity (MoE-Infinity, section 4.5). For predictors in
+    Python the nearest layer always goes first.
     """
 
-    window: int = 2  # MoE layers ahead
-    again: bool = True  # a layer is predicted anew as its distance shrinks (`Forecast`)
-    budget_bytes: int | None = None  # most bytes requested per token; None: half the experts that a token uses
-    least_probability: float = 0.2  # experts with a lower probability, or with 0, are not prefetched
-    by_proximity: bool = False  # the largest probability times layer proximity goes first, in any layer
-    watchdog: bool = True  # prefetching is switched off when it does not save time
-    waste_weight: float = 0.1  # cost of a prefetch in vain, as a share of the stall that a useful one saves
+    window: int = 2  # number of next layers with experts that are predicted
+    again: bool = True  # a layer is predicted again at each nearer layer; False: once (`Forecast`)
+    budget_bytes: int | None = None  # most bytes prefetched per token; None: half the bytes of a token's experts
+    least_probability: float = 0.2  # experts with probability 0, or with less than this, are not prefetched
+    by_proximity: bool = False  # the largest probability times layer proximity goes first; False: the nearest layer
+    watchdog: bool = True  # prefetching is switched off while it does not save time
+    waste_weight: float = 0.1  # cost of a useless prefetch, as a share of the stall that a useful one saves
 
 
 def most_prefetches(shape: MoeShape, options: PrefetchOptions) -> int:
-    """The budget of a token in experts."""
+    """Returns the most experts that may be prefetched for one token: the budget in bytes divided by an expert's
+    size."""
     cycle_bytes = shape.n_expert_used * len(shape.layers) * shape.expert_bytes
     budget_bytes = cycle_bytes // 2 if options.budget_bytes is None else options.budget_bytes
     return budget_bytes // shape.expert_bytes
 
 
 class Prefetcher:
-    """Chooses experts to prefetch, of a layer at most as many as a token uses (ProMoE, section 4.3).
+    """Chooses experts to prefetch: for each layer at most n_expert_used, the number that a token uses (ProMoE, section
+    4.3).
 
-    Only absent experts count against the budget. An expert is requested once in a pass, the nearest layer first.
+    Experts that have a slot do not count against the budget. Each expert is requested at most once in a pass. The
+    nearest layer goes first.
     """
 
     def __init__(self, shape: MoeShape, options: PrefetchOptions) -> None:
@@ -56,12 +60,12 @@ class Prefetcher:
         self._requested: set[tuple[int, int]] = set()
 
     def begin_pass(self) -> None:
-        """Resets the budget and the set of requested experts."""
+        """Resets the budget and forgets which experts were requested in the last pass."""
         self._requested.clear()
 
     def requests(self, forecast: Forecast, residency: Callable[[], Residency]) -> list[tuple[int, int]]:
-        """(layer, expert) to prefetch now: probable, absent and not requested yet. `residency` is called only when
-        needed."""
+        """Returns the (layer, expert) pairs to prefetch now: probable, without a slot, and not requested in this pass.
+        Calls `residency` only if the budget and the forecast allow a prefetch."""
         n_left = self._budget_experts - len(self._requested)
         known = forecast.known()
         if n_left <= 0 or not known:

@@ -1,4 +1,4 @@
-"""Numbers of layers and experts: the only facts about a model that the controller uses."""
+"""The numbers of a model's layers and experts: the only facts about a model that the controller uses."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from moegguf.gguf.experts import ExpertLayout
 class MoeShape:
     """The shape of a model's routing.
 
-    Tables over experts are (n_layer, n_expert) with absolute layer numbers; rows of layers without experts stay zero.
-    `layers` are those with experts, in order; distances between layers count these only. `expert_bytes` is the
-    average size of one expert in the file.
+    Tables over experts are (n_layer, n_expert), with one row for each layer of the model. Rows of layers without
+    experts stay zero. Distances between layers count only layers with experts.
     """
 
     n_layer: int
     n_expert: int
     n_expert_used: int
-    layers: tuple[int, ...]
+    layers: tuple[int, ...]  # numbers of the layers with experts, ascending
     n_embd: int = 0
     n_vocab: int = 0
-    expert_bytes: int = 1
+    expert_bytes: int = 1  # average bytes of one expert in the file
 
     @classmethod
     def of(cls, layout: ExpertLayout) -> MoeShape:
-        """The shape of the model with this layout."""
+        """Returns the shape of the model with this layout."""
         return cls(
             n_layer=layout.n_layer,
             n_expert=layout.n_expert,
@@ -40,10 +39,10 @@ class MoeShape:
 
     @property
     def table(self) -> tuple[int, int]:
-        """(n_layer, n_expert)."""
+        """The shape (n_layer, n_expert) of a table over all experts."""
         return self.n_layer, self.n_expert
 
     @cached_property
     def row_of(self) -> dict[int, int]:
-        """Position of a layer among those with experts."""
+        """{layer number: position of the layer among the layers with experts}."""
         return {il: row for row, il in enumerate(self.layers)}

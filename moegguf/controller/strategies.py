@@ -1,7 +1,7 @@
-"""Strategies by name, from four papers and others: the cache, predictor, prefetch, order and prefill of each.
+"""Strategies by name, from four papers and others: each names a cache, predictor, prefetching, order and prefill.
 
-A strategy only names parts; each part can still be chosen by itself. docs/evidence/strategies.md names the place in the
-papers for each part.
+A strategy only names parts; each part can still be chosen by itself. For each part docs/evidence/strategies.md names
+the place in the papers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moegguf.errors import OptionError
 from moegguf.native.store import StoreOptions
 
 OWN = "moegguf"
-EVERY_LAYER = 1 << 16  # a window over all of them
+EVERY_LAYER = 1 << 16  # a prefetch window that covers all layers
 SWITCHES = ("chunked", "preempt", "overlap", "sweep", "stream")
 
 Prefetch = PrefetchOptions | bool | None
@@ -22,27 +22,26 @@ Prefetch = PrefetchOptions | bool | None
 
 @dataclass(frozen=True)
 class Strategy:
-    """The settings of a strategy. `policy` "auto", and None: what was measured to be best for the model.
-
-    store: what it sets of a store, one of SWITCHES.
-    """
+    """The settings of a strategy. A policy "auto" and settings that are None are replaced by the ones measured to be
+    best for the model."""
 
     name: str
     about: str
     policy: str = "auto"
     predictor: str | None = None
     prefetch: Prefetch = None
-    store: StoreOptions = field(default_factory=StoreOptions)
+    store: StoreOptions = field(default_factory=StoreOptions)  # only its SWITCHES belong to the strategy
 
     @property
     def switches(self) -> dict[str, Any]:
-        """{switch of a store: its value}."""
+        """{name of a store's switch: its value in this strategy}."""
         return {name: getattr(self.store, name) for name in SWITCHES}
 
     def parts(self, policy: Any, predictor: Any, prefetch: Prefetch) -> tuple[Any, Any, Prefetch]:
-        """Policy, predictor (names or objects) and prefetching as chosen; "auto" and None are the strategy's.
+        """Returns policy, predictor (each a name or an object) and prefetching. A policy "auto", or None for the other
+        two, is replaced by the strategy's setting.
 
-        True for prefetching is the strategy's way of doing it.
+        If `prefetch` is True and the strategy prefetches, the strategy's prefetching options are used.
         """
         own_way = prefetch is None or (prefetch is True and bool(self.prefetch))
         return (
@@ -85,7 +84,7 @@ STRATEGIES = {
 
 
 def find_strategy(name: str) -> Strategy:
-    """The strategy of this name; "" is moegguf's own. Raises OptionError."""
+    """Returns the strategy of this name; "" means moegguf's own strategy. Raises OptionError for an unknown name."""
     found = STRATEGIES.get(name or OWN)
     if found is None:
         raise OptionError(f"there is no strategy {name[:60]!r}; known are {', '.join(STRATEGIES)}.")

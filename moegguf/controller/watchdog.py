@@ -1,4 +1,4 @@
-"""Switches prefetching off when it costs time: compares time per token with and without it, alternately."""
+"""Switches prefetching off when it costs time: compares the time per token with and without prefetching."""
 
 from __future__ import annotations
 
@@ -13,54 +13,56 @@ from moegguf.decisions import log_decision
 
 @dataclass(frozen=True)
 class WatchdogOptions:
-    """Length of a trial and its threshold.
+    """Lengths and thresholds of the trials that compare decoding with and without prefetching.
 
     A trial may end early after each pair of periods. With a certainty of 3.4 this happens in about one of a hundred
     trials in which prefetching makes no difference.
     """
 
-    off_tokens: int = 8  # length of a period without prefetching
-    on_tokens: int = 16  # length of a period with prefetching
-    periods: int = 8  # most periods of each kind in a trial
-    least_periods: int = 2  # periods of each kind before a trial may end early
-    certainty: float = 3.4  # standard errors of the rank-sum test that end a trial early
-    warm_tokens: int = 16  # tokens with prefetching before the first trial, which do not count: slots are filled
+    off_tokens: int = 8  # tokens in a period without prefetching
+    on_tokens: int = 16  # tokens in a period with prefetching
+    periods: int = 8  # most periods of each kind (with and without prefetching) in a trial
+    least_periods: int = 2  # least periods of each kind before a trial may end early
+    certainty: float = 3.4  # a trial ends early at this many standard errors of the rank-sum test
+    warm_tokens: int = 16  # first tokens, which are decoded with prefetching to fill the slots and are not compared
     gain: float = 0.03  # share of a token's time that prefetching must save to stay on
-    pause_tokens: int = 1024  # tokens until the next trial, doubled after each trial
+    pause_tokens: int = 1024  # tokens from a trial to the next; doubles after each trial
     max_pause_tokens: int = 1 << 16
-    weighed_tokens: int = 16  # tokens whose median shows how busy the link is
-    busy: float = 0.25  # share of a token's time that the link must be busy for a trial to begin
+    weighed_tokens: int = 16  # tokens before a trial in which the link's load is measured (median)
+    busy: float = 0.25  # share of a token's time in which the link must be busy for a trial to begin
 
 
 class Watchdog:
-    """A switch of prefetching, which takes the time of every decoded token.
+    """Switches prefetching on or off, by the time of every decoded token.
 
-    The criterion is time, which includes both the stall and the cost of moving bytes. A smaller stall can cost more
-    compute than it saves on a machine of few cores. The controller listens, counts and predicts in all periods, so that
-    they differ only in prefetching.
+    The criterion is time, which includes both the stall and the cost of moving bytes. On a machine of few cores a
+    smaller stall can cost more compute time than it saves. The controller observes, counts and predicts in all
+    periods, so that periods differ only in prefetching.
 
-    A trial alternates periods. Periods without prefetching are shorter, because prefetching mostly pays. The first
-    token of a period is left out, because the period before affects it. The trial ends as soon as the difference is
-    clear. Token times with prefetching, made longer by the gain that it has to bring, then rank below or above the
-    other times by `certainty`. Ranks are used so that a few slow tokens do not decide. Otherwise the medians of all
-    periods decide, until the next trial.
+    A trial alternates periods with and without prefetching. Periods without are shorter, because prefetching mostly
+    pays. The first token of a period is left out, because the period before affects it. A trial ends early if the
+    difference is clear. For that, token times with prefetching are made longer by the gain that prefetching has to
+    bring. They must then rank below or above the other times by `certainty`, and the medians of the periods must
+    agree. Ranks are used so that a few slow tokens do not decide. At the end of a trial the medians of the periods
+    decide, until the next trial.
 
-    If several sequences are decoded together, a token is one token of each sequence. A trial compares passes with one
-    number of sequences. Other passes do not count, and a whole period of them begins the trial anew.
+    If several sequences are decoded together, one token of each sequence counts as one token. A trial compares passes
+    with the same number of sequences. Other passes do not count; if more than `off_tokens` follow each other, the
+    trial begins anew with their number.
 
-    Prefetching saves no more than the link's time. With `link_ns`, the busy time of the link so far in ns, a trial
-    begins only if the link is busy for `busy` of the median token's time. Until then nothing is predicted. The first
-    `warm_tokens` fill slots and are not counted.
+    Prefetching saves no more than the time in which the link copies. `link_ns` returns the link's busy time so far in
+    ns. With it, a trial begins only if the link is busy for a share `busy` of the median token's time. Until then
+    nothing is predicted. The first `warm_tokens` fill slots and are not counted.
     """
 
     def __init__(self, options: WatchdogOptions | None = None, link_ns: Callable[[], int] | None = None) -> None:
         self.options = options or WatchdogOptions()
         self.on = self.options.warm_tokens > 0 and link_ns is None
         self.trials = 0
-        self.last_gain: float | None = None  # share of a token's time saved in the last trial
+        self.last_gain: float | None = None  # share of a token's time that prefetching saved in the last trial
         self._link_ns = link_ns
         self._link_before_ns = 0
-        self._busy_shares: list[float] = []  # share of each weighed token's time in which the link was busy
+        self._busy_shares: list[float] = []  # share of time in which the link was busy, for each measured token
         self._weighs = link_ns is not None
         self._warm_tokens = self.options.warm_tokens
         self._pause_tokens = 0
@@ -68,17 +70,17 @@ class Watchdog:
         self._period_ns: list[int] = []
         self._periods_ns: dict[bool, list[list[int]]] = {False: [], True: []}
         self._previous_ns: int | None = None
-        self._n_sequences = 1  # sequences of the passes that the trial compares
-        self._n_last_sequences = 1  # sequences of the last pass
-        self._n_others = 0  # passes of other numbers of sequences in a row
+        self._n_sequences = 1  # number of sequences in the passes that the trial compares
+        self._n_last_sequences = 1  # number of sequences in the last pass
+        self._n_others = 0  # passes in a row that had another number of sequences
 
     @property
     def resting(self) -> bool:
-        """Returns whether the watchdog has decided, and the next trial has not begun."""
+        """Returns whether the watchdog waits for the next trial, or measures how busy the link is before a trial."""
         return self._pause_tokens > 0 or self._weighs
 
     def token(self, now_ns: int, n_sequences: int = 1) -> None:
-        """Notes that decoding of a token of each of `n_sequences` sequences begins at `now_ns`.
+        """Records that at `now_ns` the decoding of one token of each of `n_sequences` sequences begins.
 
         The clock may be any monotonic clock that runs while the model computes.
         """
@@ -106,7 +108,7 @@ class Watchdog:
                 self._end_period()
 
     def pause(self) -> None:
-        """A prompt is computed next; its time is not counted."""
+        """Records that a prompt is computed next, whose time does not count."""
         self._previous_ns = None
 
     def _weigh(self, busy_share: float) -> None:
@@ -125,7 +127,8 @@ class Watchdog:
         self._next_pause_tokens = min(2 * self._next_pause_tokens, self.options.max_pause_tokens)
 
     def _is_compared(self, n_sequences: int) -> bool:
-        """Returns whether a pass of `n` sequences counts in this trial, which begins anew after a period of others."""
+        """Returns whether a pass of `n_sequences` counts: whether the trial compares passes with this number of
+        sequences. After more than `off_tokens` other passes in a row, begins the trial anew with their number."""
         self._n_others = self._n_others + 1 if n_sequences != self._n_sequences else 0
         if self._n_others > self.options.off_tokens:
             self._n_sequences = n_sequences
@@ -145,10 +148,11 @@ class Watchdog:
             self._decide()
 
     def _is_clear(self) -> bool:
-        """Returns whether ranks of single tokens are certain, and say what the periods' medians say."""
+        """Returns whether the trial can end early: the ranks of single tokens are certain, and the medians of the
+        periods agree."""
         without, with_ = (np.concatenate(self._periods_ns[on]).astype(np.float64) for on in (False, True))
         with_ /= 1 - self.options.gain
-        wins = np.sign(without[:, np.newaxis] - with_).mean()  # 1: every token with prefetching was faster
+        wins = np.sign(without[:, np.newaxis] - with_).mean()  # -1 to 1; 1: all tokens with prefetching were faster
         n = len(without)
         m = len(with_)
         errors = wins * np.sqrt(3 * n * m / (n + m + 1))
@@ -159,7 +163,8 @@ class Watchdog:
         return 1 - self._token_ns(True) / without if without > 0 else 0.0
 
     def _token_ns(self, on: bool) -> float:
-        """Returns the median over periods of a token's mean time."""
+        """Returns the median, over the periods, of the mean time of a token in ns. `on` selects periods with
+        prefetching."""
         return median(sum(period) / len(period) for period in self._periods_ns[on])
 
     def _decide(self) -> None:

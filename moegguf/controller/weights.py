@@ -1,7 +1,7 @@
-"""Files of what predictors learned, EAM collections included: safetensors, with facts as JSON in the header.
+"""Reads and writes files of trained predictors and EAM collections: safetensors, with facts as JSON in the header.
 
-Never pickle, never executed. A file that is damaged, made for another model, shape or version, or lacks something that
-its predictor needs is ignored with one warning.
+Files are never pickled and never executed. A file is ignored with one warning if it is damaged, was made for another
+model, shape or version, or lacks something that its predictor needs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moegguf.controller.shape import MoeShape
 
 FORMAT_VERSION = 1
 MAX_FILE_BYTES = 4 << 30
-SHAPE_KEYS = ("n_layer", "n_expert", "n_expert_used", "layers", "n_embd", "n_vocab")  # fields that must be equal
+SHAPE_KEYS = ("n_layer", "n_expert", "n_expert_used", "layers", "n_embd", "n_vocab")  # must be equal in file and model
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 T = TypeVar("T")
@@ -33,13 +33,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Weights:
-    """The learned arrays of a predictor. facts: JSON values on its training and on the meaning of the arrays."""
+    """The learned arrays of a predictor."""
 
     arrays: Arrays
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)  # JSON values: options of the training, meaning of arrays
 
     def array(self, name: str, *shape: int) -> npt.NDArray[np.float32]:
-        """The named array as float32; ValueError when it is missing, has another shape or is not finite."""
+        """Returns the array `name` as float32. Raises ValueError if it is missing, has another shape or is not
+        finite."""
         found = self.arrays.get(name)
         if found is None or found.shape != shape:
             what = "is missing" if found is None else f"has {found.shape}"
@@ -52,7 +53,7 @@ class Weights:
 def save(path: str | os.PathLike[str], predictor: str, fingerprint: str, shape: MoeShape, weights: Weights) -> None:
     """Writes the file atomically. Raises OSError; an existing file is then unchanged, and no temporary file remains.
 
-    predictor: its name. fingerprint: of the model's routers (`Trace.header.fingerprint`).
+    `predictor` is the predictor's name. `fingerprint` identifies the model's routers (`Trace.header.fingerprint`).
     """
     path = Path(path)
     arrays = {name: np.ascontiguousarray(array) for name, array in weights.arrays.items()}
@@ -69,7 +70,8 @@ def save(path: str | os.PathLike[str], predictor: str, fingerprint: str, shape: 
 
 
 def read_facts(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns the facts in a file's header; none of a file that cannot be read, about which `load` warns."""
+    """Returns the facts in a file's header. Returns an empty dict if the file cannot be read; `load` warns about such
+    a file."""
     try:
         with safe_open(path, "numpy") as file:
             facts = json.loads((file.metadata() or {})["moegguf"])["facts"]
@@ -81,9 +83,9 @@ def read_facts(path: str | os.PathLike[str]) -> dict[str, Any]:
 def load(
     path: str | os.PathLike[str], predictor: str, fingerprint: str, shape: MoeShape, build: Callable[[Weights], T]
 ) -> T | None:
-    """`build(weights of the file)`; None, and one warning, when the file cannot be used.
+    """Returns `build(weights)` for the file's weights. Returns None, after one warning, if the file cannot be used.
 
-    `build` raises ValueError for arrays or facts that do not fit, as `Weights.array` does.
+    `build` raises ValueError if arrays or facts do not fit, which `Weights.array` does, too.
     """
     try:
         return build(_read(Path(path), predictor, fingerprint, shape))
@@ -116,7 +118,7 @@ def _read(path: Path, predictor: str, fingerprint: str, shape: MoeShape) -> Weig
 
 
 def _checksum(head: Mapping[str, Any], arrays: Arrays) -> str:
-    """sha256 of the header, and of names, types, shapes and bytes of the arrays."""
+    """Returns the SHA-256 of the header and of the names, types, shapes and bytes of the arrays."""
     digest = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
     for name, array in sorted(arrays.items()):
         digest.update(f"{name} {array.dtype.str} {array.shape}".encode())

@@ -1,6 +1,6 @@
-"""Reads the header of a LoRA adapter (a GGUF file): its size, and its architecture.
+"""Reads the header of a LoRA adapter (a GGUF file): its size and its architecture.
 
-llama.cpp reads the rest, and compares the shapes of its matrices with the model.
+llama.cpp reads the rest of the file, and compares the shapes of the adapter's matrices with the model.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from moegguf.gguf.reader import Shard, read_gguf
 
 @dataclass(frozen=True)
 class AdapterHeader:
-    """Facts of an adapter. `n_bytes`: its matrices, which stay in memory beside the model."""
+    """Facts about an adapter file."""
 
     shard: Shard
-    n_bytes: int
+    n_bytes: int  # bytes of its matrices, which stay in memory in addition to the model
 
 
 def read_adapter(path: str | os.PathLike[str], arch: str | None = None) -> AdapterHeader:
-    """The header of the adapter at `path`, for a model of the architecture `arch`.
+    """Reads the header of the adapter at `path`. `arch` is the model's architecture; None: any.
 
-    Raises ModelNotFoundError, ExpertIOError, and ModelFormatError for a damaged file, one that is no LoRA adapter, or
-    one for another architecture.
+    Raises ModelNotFoundError, ExpertIOError, and ModelFormatError for a damaged file, for a file that is no LoRA
+    adapter, or for an adapter of another architecture.
     """
     file = read_gguf(path)
     kind, method, found = (file.metadata.get(key) for key in ("general.type", "adapter.type", "general.architecture"))

@@ -1,4 +1,5 @@
-"""Capabilities of a model and the marks around its thinking, from its chat template, which is never rendered."""
+"""Finds a model's capabilities, and the marks around its thinking, in its chat template. The template is not
+rendered."""
 
 from __future__ import annotations
 
@@ -9,15 +10,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ThinkMarks:
-    """The text before and after the thinking in an answer. `sign` finds them in a template that builds them from
-    parts; empty for the closing mark itself."""
+    """The marks that begin and end the thinking in an answer."""
 
     open: str
     close: str
-    sign: str = ""
+    sign: str = ""  # text by which a template with these marks is recognized; "": `close`
 
     def begun_by(self, prompt_end: str) -> bool:
-        """Returns whether a prompt that ends like this has opened the thinking and not closed it."""
+        """Returns whether a prompt with this end has opened the thinking: only white space follows the last opening
+        mark."""
         _, mark, after = prompt_end.rpartition(self.open)
         return bool(mark) and not after.strip()
 
@@ -46,23 +47,24 @@ THINK_MARKS = (
     ThinkMarks("<think:opensource>", "</think:opensource>", "</think{}>"),  # Hunyuan 3
     ThinkMarks("<mm:think>", "</mm:think>"),  # MiniMax-M3
     ThinkMarks("<thinking>", "</thinking>"),
-    ThinkMarks("<think>", "</think>"),  # most others: DeepSeek, Qwen, GLM, Kimi, MiniMax, ...
+    ThinkMarks("<think>", "</think>"),  # most other models: DeepSeek, Qwen, GLM, Kimi, MiniMax, ...
 )
 
-_SELF = " to=self<|message|>"  # begins a message of thinking, where headers name the recipient
+_SELF = " to=self<|message|>"  # end of the header of a thinking message, if headers name a recipient
 _THINKING = re.compile(r"reasoning_content|message\.reasoning|message\['reasoning']")
 _TOOLS = re.compile(r"\btools\b|tool_call", re.ASCII)
 _INSERT = re.compile(r"<\|fim_prefix\|>|<fim_prefix>|<\|fim▁begin\|>|<｜fim▁begin｜>|\[PREFIX\]")
 
 
 def has_channels(template: str) -> bool:
-    """Returns whether a model with this template writes every part of an answer as a message with a header."""
+    """Returns whether a model with this template writes each part of an answer as a message with a header (a
+    channel)."""
     return HARMONY in template or _SELF in template
 
 
 def think_marks_of(template: str) -> ThinkMarks | None:
-    """Returns the marks around the thinking of a model with this template that are known without rendering it; None for
-    a model with channels."""
+    """Returns the marks around the thinking of a model with this template, if the template has known marks. Returns
+    None for a model with channels."""
     if has_channels(template):
         return None
     return next((marks for marks in THINK_MARKS if (marks.sign or marks.close) in template), None)

@@ -1,8 +1,8 @@
-"""The layout of a MoE model's experts on disk: byte ranges, shapes and counts, checked before llama.cpp runs.
+"""Reads the layout of a MoE model's experts on disk: byte ranges, shapes and counts, checked before llama.cpp runs.
 
-An expert is (il, e): one slice of each of the layer's stacked matrices. The layout lists the matrices; slice e of a
+An expert is (il, e): slice e of each stacked matrix of layer il. The layout lists the stacked matrices. Slice e of a
 matrix is `expert_bytes` bytes at `offset + e * expert_bytes` in shard `shard`. The layout of a model without experts
-has no layers. Reads headers only, never weights.
+has no layers. Only headers are read, never weights.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ KINDS: tuple[Kind, ...] = ("gate", "up", "down", "gate_up")
 
 _LAYER = re.compile(r"blk\.(\d{1,6})\.(.*)", re.DOTALL)
 _EXPERTS: dict[str, Kind] = {f"ffn_{kind}_exps.weight": kind for kind in KINDS}
-HEADS_TENSOR = "nextn.eh_proj.weight"  # every head that predicts further tokens has this tensor
-# Architectures whose heads may draft, because moegguf's tests cover them. llama.cpp computes these heads with a KV
-# cache and no other memory, and their models can take back the tokens of a draft.
+HEADS_TENSOR = "nextn.eh_proj.weight"  # every multi-token-prediction head has this tensor
+# Architectures whose multi-token-prediction heads may draft, because moegguf's tests cover them. For these heads
+# llama.cpp needs only a KV cache, and the models can take back drafted tokens.
 HEADS_ARCHS = ("glm4moe", "qwen35moe", "nemotron_h_moe", "deepseek4")
-# llama.cpp reads this tensor of these architectures by row from the file (TENSOR_READ_LAZY in src/models).
+# This tensor is read row by row from the file if llama.cpp runs one of these architectures (TENSOR_READ_LAZY in
+# src/models).
 ROW_TABLE = "per_layer_token_embd.weight"
 ROW_TABLE_ARCHS = ("qwen4exp", "gemma4")
 _SAMPLING: dict[str, tuple[str, type[int] | type[float]]] = {
@@ -44,7 +45,8 @@ _SAMPLING: dict[str, tuple[str, type[int] | type[float]]] = {
 
 @dataclass(frozen=True)
 class ExpertMatrix:
-    """The stacked matrices of one kind in one layer: shape (ne0, ne1, n_expert), ne0 the row length."""
+    """The matrices of one kind of all experts of a layer, stacked: shape (ne0, ne1, n_expert), where ne0 is a row's
+    length."""
 
     il: int
     kind: Kind
@@ -54,29 +56,29 @@ class ExpertMatrix:
     ne1: int
     n_expert: int
     shard: int  # index into ExpertLayout.shards
-    offset: int  # place of expert 0, in bytes from the start of the shard
+    offset: int  # position of expert 0, in bytes from the start of the shard
     expert_bytes: int
-    padding_bytes: int = 0  # bytes after each expert in a slot; the file does not have them
+    padding_bytes: int = 0  # unused bytes after each expert in a slot; not in the file
 
 
 @dataclass(frozen=True)
 class MoeLayer:
-    """A layer with experts. Matrices in the order of KINDS: gate (if there is one), up, down; or down, gate_up."""
+    """A layer with experts."""
 
     il: int
     n_expert: int
     n_expert_used: int
-    matrices: tuple[ExpertMatrix, ...]
+    matrices: tuple[ExpertMatrix, ...]  # gate (if there is one), up, down; or down, gate_up: the order of KINDS
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert: one slice of each matrix."""
+        """Bytes of one expert: one slice of each stacked matrix."""
         return sum(m.expert_bytes for m in self.matrices)
 
 
 @dataclass(frozen=True)
 class RouterTensor:
-    """A layer's router: `tensor` in shard number `shard` (from 0)."""
+    """The tensor of a layer's router."""
 
     il: int
     shard: int
@@ -85,7 +87,8 @@ class RouterTensor:
 
 @dataclass(frozen=True)
 class RowTable:
-    """A table that is read by row: `n_bytes` bytes at `offset` in shard number `shard`."""
+    """A table (per-layer token embeddings) that stays in the file. llama.cpp reads only the rows of a pass's
+    tokens."""
 
     shard: int
     offset: int
@@ -94,36 +97,30 @@ class RowTable:
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """A model's files, layers and hyperparameters. Bytes are bytes on disk.
-
-    `dense_bytes` is all that is neither an expert nor a table in `row_tables`. `unused_bytes` are experts of
-    multi-token-prediction layers, which are not loaded. `tensor_types` maps a type's name to (tensors, bytes).
-    `n_layer_nextn`: such layers at the end that can draft; `loads_heads`: they are loaded, as weights that have no
-    slots (`with_heads`).
-    """
+    """A model's files, layers and hyperparameters. Sizes are bytes on disk."""
 
     arch: str
     shards: tuple[Shard, ...]
     n_layer: int
     layers: tuple[MoeLayer, ...]
-    dense_bytes: int
+    dense_bytes: int  # bytes of everything except experts and row_tables
     expert_bytes: int
-    unused_bytes: int
-    tied_output_bytes: int  # size of the embedding matrix if it also serves as the output matrix, else 0
+    unused_bytes: int  # bytes of experts in multi-token-prediction layers, which are not loaded
+    tied_output_bytes: int  # bytes of the embedding matrix if it is also the output matrix, else 0
     n_vocab: int
     hparams: Hparams
     metadata: Mapping[str, Value]
-    tensor_types: Mapping[str, tuple[int, int]]
+    tensor_types: Mapping[str, tuple[int, int]]  # {name of a type: (number of tensors, bytes)}
     routers: tuple[RouterTensor, ...] = ()
-    looked_up_bytes: int = 0  # size of an embedding matrix that serves as nothing else: a token reads one row
-    layer_dense_bytes: Mapping[int, int] = field(default_factory=dict)  # each layer's part of dense_bytes
-    n_layer_nextn: int = 0
-    loads_heads: bool = False
-    has_long_rope: bool = False  # rotary factors of its own for long contexts
-    row_tables: tuple[RowTable, ...] = ()  # read by row from the file, not kept in memory
+    looked_up_bytes: int = 0  # bytes of the embedding matrix if it is not also the output matrix, else 0
+    layer_dense_bytes: Mapping[int, int] = field(default_factory=dict)  # {il: the layer's part of dense_bytes}
+    n_layer_nextn: int = 0  # multi-token-prediction layers at the end that can draft
+    loads_heads: bool = False  # multi-token-prediction layers are loaded, without slots (`with_heads`)
+    has_long_rope: bool = False  # the file has rotary factors for long contexts
+    row_tables: tuple[RowTable, ...] = ()  # tables that stay in the file, from which single rows are read
 
     def check_unchanged(self) -> None:
-        """Raises ExpertIOError where a shard was written to or replaced since its header was read."""
+        """Raises ExpertIOError if a shard was written to or replaced after its header was read."""
         for shard in self.shards:
             if shard.is_changed():
                 raise ExpertIOError(
@@ -137,58 +134,59 @@ class ExpertLayout:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all shards."""
+        """The size of all shards together in bytes."""
         return sum(shard.n_bytes for shard in self.shards)
 
     @property
     def n_expert(self) -> int:
-        """The most experts in any layer."""
+        """The largest number of experts in any layer."""
         return max((layer.n_expert for layer in self.layers), default=0)
 
     @property
     def n_expert_used(self) -> int:
-        """The most experts one token uses in any layer."""
+        """The largest number of experts that one token uses in any layer."""
         return max((layer.n_expert_used for layer in self.layers), default=0)
 
     @property
     def n_expert_total(self) -> int:
-        """Experts of all layers together."""
+        """The number of experts in all layers together."""
         return sum(layer.n_expert for layer in self.layers)
 
     @property
     def token_cycle_bytes(self) -> int:
-        """The token cycle: bytes of the experts that one token uses over all layers."""
+        """The bytes of all experts that one token uses, over all layers (the token cycle)."""
         return sum(layer.n_expert_used * layer.expert_bytes for layer in self.layers)
 
     @property
     def token_cycle_slots(self) -> int:
-        """Experts that one token uses over all layers."""
+        """The number of experts that one token uses, over all layers."""
         return sum(layer.n_expert_used for layer in self.layers)
 
     @cached_property
     def matrices(self) -> tuple[ExpertMatrix, ...]:
-        """The matrices of all layers."""
+        """The stacked matrices of all layers."""
         return tuple(m for layer in self.layers for m in layer.matrices)
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """The matrix kinds in use, in the order of KINDS; a pool has one arena for each."""
+        """The kinds of matrices that the experts have, in the order of KINDS. A pool has one block of memory (arena)
+        for each."""
         present = {m.kind for m in self.matrices}
         return tuple(kind for kind in KINDS if kind in present)
 
     @property
     def row_table_bytes(self) -> int:
-        """Bytes of all tables that are read by row."""
+        """The bytes of all tables that stay in the file, from which single rows are read."""
         return sum(table.n_bytes for table in self.row_tables)
 
     @property
     def embedding_bytes(self) -> int:
-        """Bytes of the embedding matrix."""
+        """Bytes of the token embedding matrix."""
         return self.looked_up_bytes + self.tied_output_bytes
 
     def only(self, layers: Iterable[int]) -> ExpertLayout:
-        """Returns the layout in which only these layers' experts count as experts. The experts of other layers count as
-        weights that every token uses."""
+        """Returns a layout in which only the experts of `layers` count as experts. The experts of other layers count
+        as weights that every token uses."""
         wanted = set(layers)
         moved = Counter[int]()
         for layer in self.layers:
@@ -203,28 +201,28 @@ class ExpertLayout:
         )
 
     def with_heads(self) -> ExpertLayout:
-        """Returns the layout with its multi-token-prediction layers, whose experts count as weights
-        that every token uses: a draft that waits for experts costs more than it saves."""
+        """Returns a layout in which the multi-token-prediction layers are loaded. Their experts count as weights that
+        every token uses, because a draft that waits for experts costs more than it saves."""
         return replace(self, dense_bytes=self.dense_bytes + self.unused_bytes, unused_bytes=0, loads_heads=True)
 
     @property
     def chat_template(self) -> str | None:
-        """The model's chat template (Jinja); None without one. A file may have one for conversations with tools
-        only."""
+        """The model's chat template (Jinja); None if the file has none. If the file has only a template for
+        conversations with tools, returns this one."""
         value = self.metadata.get("tokenizer.chat_template")
         is_text = isinstance(value, str) and value not in ("", "chatml")
         return str(value) if is_text else self.tool_template
 
     @property
     def tool_template(self) -> str | None:
-        """The chat template that the file names for conversations with tools; None where there is none of its own."""
+        """The file's separate chat template for conversations with tools; None if the file has none."""
         value = self.metadata.get("tokenizer.chat_template.tool_use")
         return value if isinstance(value, str) and value else None
 
     @property
     def sampling(self) -> dict[str, int | float]:
-        """Returns the sampling that the file asks for (general.sampling.*, as llama.cpp reads it),
-        by Ollama's names."""
+        """Returns the sampling parameters in the file (general.sampling.*, which llama.cpp reads, too), under Ollama's
+        names."""
         found = {}
         for key, (name, kind) in _SAMPLING.items():
             value = self.metadata.get(f"general.sampling.{key}")
@@ -234,18 +232,18 @@ class ExpertLayout:
 
     @property
     def name(self) -> str:
-        """The key `general.name`, or the file's stem."""
+        """The value of the key `general.name`; if it is missing, the first file's name without suffix."""
         value = self.metadata.get("general.name")
         return value if isinstance(value, str) and value else self.shards[0].path.stem
 
 
 def read_layout(path: str | os.PathLike[str], *, vocab_only: bool = False) -> ExpertLayout:
-    """Returns the layout of the model at `path` (the first shard when it is split); with `vocab_only` of no tensors,
-    which the file then need not have.
+    """Returns the layout of the model at `path`, the only file or the first shard. With `vocab_only` the layout has no
+    tensors, and the file may have none.
 
     Raises ModelNotFoundError when a file is missing, ModelFormatError when it breaks a rule (the message names the
-    file, the key or tensor, and the offset), ExpertIOError when the disk fails. Made again only when a shard has
-    changed.
+    file, the key or tensor, and the offset), ExpertIOError when the disk fails. The files are read again only when a
+    shard has changed.
     """
     return _layout(Path(path), tuple(map(FileVersion.now, shards_of(Path(path)))), vocab_only)
 
@@ -287,10 +285,10 @@ def _layout(path: Path, _versions: tuple[FileVersion | None, ...], vocab_only: b
     embedding_bytes = embedding.n_bytes if embedding else 0
     is_tied = "output.weight" not in tensors
     n_rows = embedding.shape[1:2] if embedding else ()
-    has_head = f"blk.{hparams.n_layer}.{HEADS_TENSOR}" in tensors  # llama.cpp computes one such layer, and no more
+    has_head = f"blk.{hparams.n_layer}.{HEADS_TENSOR}" in tensors  # llama.cpp computes only one such layer
     can_draft = has_head and hparams.arch in HEADS_ARCHS and hparams.n_layer_all == hparams.n_layer + 1
     if files[0].metadata.get("deepseek4.attention.indexer.key_length") == hparams.key_length:
-        can_draft = False  # llama.cpp divides by the width of an empty cache
+        can_draft = False  # llama.cpp would divide by zero, the width of an empty cache
     return ExpertLayout(
         arch=hparams.arch,
         shards=tuple(file.shard for file in files),
@@ -316,7 +314,8 @@ def _layout(path: Path, _versions: tuple[FileVersion | None, ...], vocab_only: b
 def _expert_matrix(
     file: GgufFile, shard: int, tensor: TensorInfo, il: int, kind: Kind, hparams: Hparams
 ) -> ExpertMatrix:
-    """A layer's stacked matrices, checked against the metadata's counts."""
+    """Returns a layer's stacked matrices of one kind. Raises ModelFormatError if their shape contradicts the
+    metadata."""
     if il >= hparams.n_layer_all:
         raise file.tensor_error(tensor, f"layer {il} is beyond the {hparams.n_layer_all} layers of the model")
     if len(tensor.shape) != 3:
@@ -344,7 +343,7 @@ def _layers(matrices: list[ExpertMatrix], hparams: Hparams, files: tuple[GgufFil
 
 
 def _layer_fault(kinds: Mapping[Kind, ExpertMatrix], n_expert_used: int) -> str | None:
-    """The rule that one layer's matrices break; None when they fit together."""
+    """Returns the rule that one layer's matrices break; None if they break none."""
     if n_expert_used == 0:
         return "has experts, but a token uses 0 of them (expert_used_count)"
     gate, up, down, gate_up = (kinds.get(kind) for kind in KINDS)

@@ -1,9 +1,10 @@
-"""Identifies a trained model by its routers, a file by its header, and the bytes on the disk now.
+"""Computes digests that identify a trained model (by its routers), a file (by its header), or the bytes now on this
+disk.
 
-What was learned of a model is used with the same routers (`fingerprint`), wherever its file lies. Routers are small,
-and differ between trainings. They are rarely quantised, so the quantisations of one model usually share a fingerprint,
-as they share their routing. Contexts need the same weights, so they are used with one file as it is on this disk
-(`weights_digest`): a copy has none. Reads a few MB, never whole experts.
+What was learned from a model is used for every file with the same routers (`fingerprint`). Routers are small, and
+differ between trainings. They are rarely quantised. So the quantisations of one model usually share a fingerprint, and
+they also share their routing. Saved contexts need the same weights, so they are used only with the same file on this
+disk (`weights_digest`): a copy of the file has another digest. A few MB are read, never whole experts.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _SAMPLE_BYTES = 1 << 12
 
 
 def fingerprint(layout: ExpertLayout) -> str:
-    """32 hex digits of a SHA-256 over architecture, sizes and the bytes of all routers, layer by layer.
+    """Returns 32 hex digits of a SHA-256 over architecture, sizes and the bytes of all routers, layer by layer.
 
     Raises ExpertIOError when the file cannot be read.
     """
@@ -40,9 +41,8 @@ def fingerprint(layout: ExpertLayout) -> str:
 
 @functools.lru_cache(maxsize=16)
 def header_digest(shards: tuple[Shard, ...]) -> str:
-    """32 hex digits of a SHA-256 over the headers of all shards and their sizes: other vocabulary, shapes or types,
-    another digest. Raises ExpertIOError when a file cannot be read.
-    """
+    """Returns 32 hex digits of a SHA-256 over the headers and sizes of all shards. Another vocabulary, shape or type
+    gives another digest. Raises ExpertIOError when a file cannot be read."""
     digest = hashlib.sha256()
     for shard in shards:
         digest.update(repr((shard.n_bytes, shard.header_bytes)).encode())
@@ -51,11 +51,12 @@ def header_digest(shards: tuple[Shard, ...]) -> str:
 
 
 def weights_digest(shards: tuple[Shard, ...]) -> str:
-    """Returns 32 hex digits of a SHA-256 over the inodes, sizes and times of files as their headers were read, and over
-    the page in the middle of each tensor. Raises ExpertIOError when a file cannot be read.
+    """Returns 32 hex digits of a SHA-256 over the inodes, sizes and times of files as their headers were read, and
+    over the page in the middle of each tensor. Raises ExpertIOError when a file cannot be read.
 
-    After every write the change time is another, but on file systems that do not keep it. There the pages tell another
-    training or quantisation, which changes every tensor, but not a write that spares each page.
+    Every write changes a file's change time, except on file systems that do not keep it. On those, the pages
+    distinguish another training or quantisation, which changes every tensor. They miss a write that changes none of
+    these pages.
     """
     digest = hashlib.sha256()
     for shard in shards:
@@ -67,7 +68,8 @@ def weights_digest(shards: tuple[Shard, ...]) -> str:
 
 
 def _hash_spans(digest: hashlib._Hash, path: Path, spans: Sequence[tuple[int, int]], what: str) -> None:
-    """Adds the bytes at each (offset, number of bytes). The disk reads them side by side."""
+    """Adds the bytes at each (offset, number of bytes) of `spans` to the digest. Read-ahead lets the disk read them in
+    parallel. Raises ExpertIOError if the file ends too early or cannot be read."""
     n_missing = 0
     try:
         with open(path, "rb", buffering=0) as file:

@@ -1,4 +1,4 @@
-"""The model's hyperparameters (GGUF key-values), as far as they are used here, each in its range.
+"""Reads the model's hyperparameters (GGUF key-values) that moegguf uses, and checks that each is in its range.
 
 Names follow llama.cpp's llama_hparams.
 """
@@ -10,21 +10,21 @@ from dataclasses import dataclass
 from moegguf.errors import ModelFormatError
 from moegguf.gguf.reader import GgufFile
 
-# llama.cpp's compiled-in limits at the pinned version
+# limits that are compiled into llama.cpp, in the release that moegguf uses
 MAX_LAYERS = 512
 MAX_EXPERTS = 1024
-MAX_WIDTH = 1 << 24  # n_embd, n_ff, n_head and the like
-MAX_CONTEXT = 1 << 27  # the longest real one is 10 Mi
+MAX_WIDTH = 1 << 24  # limit of n_embd, n_ff, n_head and similar sizes
+MAX_CONTEXT = 1 << 27  # tokens; the longest context of a real model is 10 Mi
 
 
 @dataclass(frozen=True)
 class Hparams:
-    """`n_layer_all` counts every block in the file; `n_layer` leaves out the multi-token-prediction blocks at its end,
-    which are not run. Per-layer tuples have n_layer_all entries."""
+    """A model's hyperparameters. Tuples whose names begin with `n_` have one entry for each of the n_layer_all
+    blocks."""
 
     arch: str
-    n_layer_all: int
-    n_layer: int
+    n_layer_all: int  # all blocks in the file
+    n_layer: int  # blocks, the multi-token-prediction blocks at the end left out
     n_ctx_train: int
     n_embd: int
     n_expert: int
@@ -35,14 +35,14 @@ class Hparams:
     n_ff_exp: tuple[int, ...]
     key_length: int
     value_length: int
-    is_mla: bool
-    key_lengths: tuple[int, ...]  # length in all layers, then in sliding-window layers if that is another
+    is_mla: bool  # the model has multi-head latent attention
+    key_lengths: tuple[int, ...]  # a head's key length; then in sliding-window layers, if it differs there
     value_lengths: tuple[int, ...]
 
 
 class Keys:
-    """Typed access to the keys of one architecture, or with another prefix; every error is a ModelFormatError naming
-    the key."""
+    """Reads keys `ARCH.NAME` of one architecture, or of another prefix, and checks type and range. Every error is a
+    ModelFormatError that names the key."""
 
     def __init__(self, arch: str, file: GgufFile) -> None:
         self.arch = arch
@@ -50,13 +50,14 @@ class Keys:
         self._name = file.name
 
     def fail(self, name: str, rule: str) -> ModelFormatError:
-        """The error of a key that breaks a rule."""
+        """Returns the error for the key `name`, which breaks a rule."""
         return ModelFormatError(
             f"{self._name}: key '{self.arch}.{name}': {rule}; the file cannot be run, fetch it again."
         )
 
     def number(self, name: str, default: int | None = 0, low: int = 0, high: int = MAX_WIDTH) -> int:
-        """A whole number from low to high; default: where the key is missing, None where it must not be."""
+        """Returns the key's whole number, which must be from `low` to `high`. If the key is missing, returns
+        `default`, or raises an error if `default` is None."""
         value = self.metadata.get(f"{self.arch}.{name}", default)
         if value is None:
             raise self.fail(name, f"is missing, but every {self.arch} model has it")
@@ -70,7 +71,8 @@ class Keys:
         return value
 
     def per_layer(self, name: str, n_layer: int, high: int = MAX_WIDTH) -> tuple[int, ...]:
-        """One number for all layers, or an array with one per layer; n_layer numbers either way, 0 without the key."""
+        """Returns `n_layer` numbers: the key's array, or the key's one number for every layer. A missing key gives
+        zeros."""
         value = self.metadata.get(f"{self.arch}.{name}", 0)
         values = value if isinstance(value, tuple) else (value,) * n_layer
         if len(values) != n_layer:
@@ -79,7 +81,7 @@ class Keys:
 
 
 def read_hparams(file: GgufFile) -> Hparams:
-    """The hyperparameters in a file's key-values.
+    """Reads the hyperparameters from a file's key-values.
 
     Raises ModelFormatError for a number that is missing, of the wrong kind or out of its range.
     """
@@ -125,7 +127,7 @@ def read_hparams(file: GgufFile) -> Hparams:
 def _read_expert_counts(keys: Keys, n_layer: int) -> tuple[int, tuple[int, ...]]:
     n_expert = keys.number("expert_count", high=MAX_EXPERTS)
     used = keys.per_layer("expert_used_count", n_layer, MAX_EXPERTS)
-    if n_expert <= 1 and keys.arch.startswith("hunyuan"):  # dense models of the family, which llama.cpp accepts
+    if n_expert <= 1 and keys.arch.startswith("hunyuan"):  # dense models of this family; llama.cpp accepts them
         return 0, (0,) * n_layer
     if max(used) > n_expert:
         raise keys.fail("expert_used_count", f"a token cannot use {max(used)} of {n_expert} experts")

@@ -1,7 +1,7 @@
-"""Reads the header of a projector file (mmproj): the kind of vision model, its size, and its memory.
+"""Reads the header of a projector file (mmproj): the kind of vision model, its size, and the memory that it needs.
 
-A projector turns an image into rows of the text model's width. The file is a GGUF of the architecture "clip"; libmtmd,
-which reads it, trusts it: what it aborts on ends a trial load (`moegguf/engine/trial.py`).
+A projector turns an image into vectors of the text model's width. The file is a GGUF of the architecture "clip".
+libmtmd reads the file without checking it: if libmtmd aborts, only a trial load ends (`moegguf/engine/trial.py`).
 """
 
 from __future__ import annotations
@@ -16,50 +16,52 @@ from moegguf.gguf.reader import Shard, read_gguf
 
 MAX_SIDE_PIXELS = 1 << 13
 MAX_DIMENSION = 1 << 17
-DECODED_BYTES = 192 << 20  # while an image is decoded, at most
+DECODED_BYTES = 192 << 20  # most bytes needed while an image is decoded
 
-# Kinds whose image tokens see each other, so that an image has to be read in one pass: {kind: tokens at most}. Zero:
-# from the header. libmtmd decides this in mtmd_decode_use_non_causal().
+# Kinds whose image tokens attend to each other, so that one pass must have the whole image: {kind: most tokens of an
+# image}. Zero: computed from the header. libmtmd decides this in mtmd_decode_use_non_causal().
 ONE_PASS_TOKENS = {"gemma3": 0, "gemma4v": 1120, "gemma4uv": 1120, "deepseek4v": 384}
 
-# Kinds with a fixed image size; the others take up to DYNAMIC_PATCHES, 4,096 tokens of 2 x 2 patches.
+# Kinds with a fixed image size. Other kinds take images of up to DYNAMIC_PATCHES patches (4,096 tokens of 2 x 2
+# patches).
 FIXED_SIZE = {"mlp", "mlp_norm", "ldp", "ldpv2", "gemma3", "gemma3nv", "cogvlm", "janus_pro", "adapter", "yasa2"}
 DYNAMIC_PATCHES = 4096 * 4
 
 
 @dataclass(frozen=True)
 class ProjectorHeader:
-    """Facts of a projector file. `weight_bytes`: its tensors. `work_bytes`: an upper bound of its compute buffers."""
+    """Facts about a projector file."""
 
     shard: Shard
     kind: str
-    weight_bytes: int
+    weight_bytes: int  # bytes of its tensors
     n_embd: int
     n_ff: int
-    n_patches: int
-    one_pass_tokens: int
+    n_patches: int  # most patches of an image
+    one_pass_tokens: int  # most image tokens that one pass must have together; 0: images may be split
 
     @property
     def path(self) -> Path:
-        """The file."""
+        """The path of the projector file."""
         return self.shard.path
 
     @property
     def work_bytes(self) -> int:
-        """Residual stream, queries, keys, values and the wider of attention and feed-forward, in float32."""
+        """An upper bound of the compute buffers in bytes: residual stream, queries, keys, values and the wider of
+        attention and feed-forward, in float32."""
         return 4 * self.n_patches * (6 * self.n_embd + 2 * max(self.n_ff, 2 * self.n_embd))
 
     @property
     def total_bytes(self) -> int:
-        """Memory while an image is read, the image itself at its largest included."""
+        """The bytes needed while an image is read: weights, compute buffers, and the decoded image at its largest."""
         return self.weight_bytes + self.work_bytes + DECODED_BYTES
 
 
 def read_projector(path: str | os.PathLike[str]) -> ProjectorHeader:
-    """The header of the projector at `path`.
+    """Reads the header of the projector at `path`.
 
-    Raises ModelNotFoundError, ExpertIOError, and ModelFormatError for a damaged file or one that is no projector for
-    images.
+    Raises ModelNotFoundError, ExpertIOError, and ModelFormatError for a damaged file or a file that is no projector
+    for images.
     """
     file = read_gguf(Path(path))
     arch = file.metadata.get("general.architecture")
@@ -81,7 +83,7 @@ def read_projector(path: str | os.PathLike[str]) -> ProjectorHeader:
         kind,
         sum(tensor.n_bytes for tensor in file.tensors),
         keys.number("embedding_length", None, 1, MAX_DIMENSION),
-        keys.number("feed_forward_length", None, 0, MAX_DIMENSION),  # old files of Qwen2-VL do not know it
+        keys.number("feed_forward_length", None, 0, MAX_DIMENSION),  # 0 in old files of Qwen2-VL
         n_patches if kind in FIXED_SIZE else max(n_patches, DYNAMIC_PATCHES),
         ONE_PASS_TOKENS[kind] or n_patches if kind in ONE_PASS_TOKENS else 0,
     )

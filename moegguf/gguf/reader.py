@@ -1,8 +1,8 @@
 """Reads and checks the header of one GGUF file (versions 2 and 3) before llama.cpp sees it.
 
-A file that breaks a rule of the format is a ModelFormatError, naming the key or tensor and the offset in bytes. Every
-count and length is limited before anything is allocated, nothing is mapped, and large arrays (the vocabulary) are
-stepped over in chunks. The meaning of the tensors is in experts.py.
+A file that breaks a rule of the format raises ModelFormatError with the key or tensor and the offset in bytes. Every
+count and length is limited before memory is allocated. The file is not mapped. Large arrays (the vocabulary) are
+skipped in chunks. experts.py interprets the tensors.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from moegguf.errors import ExpertIOError, ModelFormatError, ModelNotFoundError, 
 MAGIC = b"GGUF"
 MAX_STRINGS = 1 << 22  # most strings in one array
 MAX_ALL_STRINGS = 1 << 23  # most strings in all arrays of a file
-KEPT_TOTAL_BYTES = 12 << 20  # most bytes of a file's key-values
+KEPT_TOTAL_BYTES = 12 << 20  # most bytes of a file's key-values that are kept in memory
 CHUNK_BYTES = 1 << 20
 FETCH_AGAIN = "the file is damaged or incomplete, fetch it again"
 
 
 @dataclass
 class Cursor:
-    """Reads a file of `size` bytes from its start. One chunk is in memory at a time.
+    """Reads a file of `size` bytes from its start. Only one chunk is in memory at a time.
 
-    Every read raises ModelFormatError at the end of the file, OSError when the disk fails.
+    Every read raises ModelFormatError at the end of the file, and OSError when the disk fails.
     """
 
     file: BinaryIO
     size: int
-    label: str
-    n_strings: int = 0
-    kept_bytes: int = 0
-    what: str = "header"
+    label: str  # name of the file in messages
+    n_strings: int = 0  # strings in arrays so far
+    kept_bytes: int = 0  # bytes of key-values kept in memory so far
+    what: str = "header"  # part of the header that is being read, for messages
 
     @property
     def pos(self) -> int:
-        """The current offset."""
+        """The current offset in the file, in bytes."""
         return self.file.tell()
 
     def fail(self, rule: str, at: int | None = None) -> NoReturn:
@@ -56,7 +56,7 @@ class Cursor:
             self.fail(f"needs {n} bytes but the file ends at {self.size}; {FETCH_AGAIN}")
 
     def take(self, n: int) -> bytes:
-        """The next `n` (at most a chunk) bytes."""
+        """Reads the next `n` bytes. Callers ask for no more than a chunk."""
         self._check_end(n)
         data = self.file.read(n)
         if len(data) < n:
@@ -64,33 +64,34 @@ class Cursor:
         return data
 
     def u32(self) -> int:
-        """The next 4 bytes as a number."""
+        """Reads the next 4 bytes as an unsigned little-endian number."""
         return int.from_bytes(self.take(4), "little")
 
     def u64(self) -> int:
-        """The next 8 bytes as a number."""
+        """Reads the next 8 bytes as an unsigned little-endian number."""
         return int.from_bytes(self.take(8), "little")
 
     def skip(self, n: int) -> None:
-        """Moves on by `n` bytes without reading them."""
+        """Moves forward by `n` bytes without reading them."""
         self._check_end(n)
         self.file.seek(n, os.SEEK_CUR)
 
     def length(self, most: int, what: str) -> int:
-        """Reads the length of a string in bytes. Raises ModelFormatError above `most`."""
+        """Reads the length of a string in bytes. Raises ModelFormatError if it is above `most`."""
         n = self.u64()
         if n > most:
             self.fail(f"{what} is {n} bytes long, but at most {most} are allowed", self.pos - 8)
         return n
 
     def keep(self, n: int) -> None:
-        """Counts `n` bytes as kept in memory. Raises ModelFormatError above KEPT_TOTAL_BYTES."""
+        """Counts `n` more bytes as kept in memory. Raises ModelFormatError if all kept bytes are above
+        KEPT_TOTAL_BYTES."""
         self.kept_bytes += n
         if self.kept_bytes > KEPT_TOTAL_BYTES:
             self.fail(f"the key-values hold more than {KEPT_TOTAL_BYTES} bytes of text and numbers; {FETCH_AGAIN}")
 
     def skip_strings(self, count: int) -> None:
-        """Steps over `count` strings of an array."""
+        """Moves past `count` strings of an array. Raises ModelFormatError if there are too many."""
         self.n_strings += count
         if count > MAX_STRINGS or self.n_strings > MAX_ALL_STRINGS:
             self.fail(f"an array of {count} strings is too long, at most {MAX_STRINGS} are allowed")
@@ -100,12 +101,12 @@ class Cursor:
         seek = self.file.seek
         unpack = struct.Struct("<Q").unpack
         try:
-            for _ in range(count):  # no calls of ours: a vocabulary has some 100,000
+            for _ in range(count):  # no Python calls in this loop: a vocabulary has some 100,000 strings
                 (n,) = unpack(read(8))
                 if n > self.size:
                     self.skip(n)
                 seek(n, os.SEEK_CUR)
-        except struct.error:  # the end of the file
+        except struct.error:  # end of the file: take() raises the error
             self.take(8)
         self._check_end(0)
 
@@ -128,20 +129,20 @@ MAX_TENSORS = 1 << 15
 MAX_KEY_BYTES = (1 << 16) - 1
 MAX_NAME_BYTES = 63
 MAX_STRING_BYTES = 64 << 20
-MAX_ITEMS = 1 << 30  # numbers in one array, as in llama.cpp
+MAX_ITEMS = 1 << 30  # most numbers in one array, as in llama.cpp
 MAX_ALIGNMENT = 1 << 20
 KEPT_STRING_BYTES = 1 << 20  # longer strings are checked, not kept
 KEPT_ITEMS = 1024  # longer arrays are checked, not kept
 
 STRING = 8
 ARRAY = 9
-_SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))  # {GGUF value type: of struct}
+_SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))  # {GGUF type: format}
 
 Value = bool | int | float | str | tuple[bool | int | float, ...]
 
 
 def ggml_type(name: str) -> int:
-    """The number of a ggml type by its name. Raises OptionError."""
+    """Returns the number of the ggml type `name`, in any case. Raises OptionError for an unknown name."""
     for number, (known, *_) in GGML_TYPES.items():
         if known.lower() == name.lower():
             return number
@@ -152,12 +153,12 @@ def ggml_type(name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor of a file. `shape` is (ne0, ne1, ...), ne0 the row length; `offset`: bytes from the file's start."""
+    """The entry of one tensor in a file's header."""
 
     name: str
     ggml_type: int
-    shape: tuple[int, ...]
-    offset: int
+    shape: tuple[int, ...]  # (ne0, ne1, ...), where ne0 is a row's length
+    offset: int  # bytes from the start of the file to the tensor's data
     n_bytes: int
 
     @property
@@ -168,7 +169,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class FileVersion:
-    """One file and its identity when it was read, from which a later change is detected."""
+    """A file's path, size and identity at one time. A later change of the file is detected by comparing identities."""
 
     path: Path
     n_bytes: int
@@ -179,57 +180,59 @@ class FileVersion:
 
     @classmethod
     def of(cls, path: Path, info: os.stat_result, **more: int) -> Self:
-        """The file at `path` with this status. more: the fields of a subclass."""
+        """Returns the FileVersion of the file at `path`, made from its status `info`. `more` has the fields of a
+        subclass."""
         return cls(path, info.st_size, info.st_dev, info.st_ino, info.st_mtime_ns, info.st_ctime_ns, **more)
 
     @classmethod
     def now(cls, path: Path) -> Self | None:
-        """The file as it is; None where there is none."""
+        """Returns the FileVersion of the file at `path` as it is now; None if there is no such file."""
         try:
             return cls.of(path, path.stat())
-        except (OSError, ValueError):  # a zero byte in the path
+        except (OSError, ValueError):  # ValueError: a zero byte in the path
             return None
 
     @property
     def identity(self) -> tuple[int, ...]:
-        """Numbers that differ between files, and change with every write. A program can set the modification time back,
-        but not the change time, which also changes with the file's name, owner, mode and links."""
+        """Numbers that differ between files and change with every write. A program can reset a file's modification
+        time, but not its change time. The change time changes also when the file is renamed, linked, or gets another
+        owner or mode."""
         return self.dev, self.ino, self.n_bytes, self.mtime_ns, self.ctime_ns
 
     def is_as_read(self, fd: int) -> bool:
-        """Returns whether the open file `fd` is this one, unchanged."""
+        """Returns whether the open file `fd` is the file of this version and unchanged."""
         return FileVersion.of(self.path, os.fstat(fd)).identity == self.identity
 
     def is_changed(self) -> bool:
-        """Returns whether the file was written to since, or another one has its name. False: no file is there."""
+        """Returns whether the file at this path was written to or replaced since. Returns False if there is no file
+        now."""
         now = FileVersion.now(self.path)
         return now is not None and now.identity != self.identity
 
 
 @dataclass(frozen=True)
 class Shard(FileVersion):
-    """One file of the model. `header_bytes`: where its data begin."""
+    """One file of the model."""
 
-    header_bytes: int = 0
+    header_bytes: int = 0  # offset of the tensors' data
 
 
 @dataclass(frozen=True)
 class GgufFile:
-    """The checked header of one file. `metadata` has scalars, strings up to 1 MiB, short numeric arrays; `arrays` the
-    number of elements of every array."""
+    """The checked header of one file."""
 
     shard: Shard
-    metadata: Mapping[str, Value]
-    arrays: Mapping[str, int]
+    metadata: Mapping[str, Value]  # scalars, strings up to 1 MiB, and short arrays of numbers, by key
+    arrays: Mapping[str, int]  # {key: number of elements} of every array
     tensors: tuple[TensorInfo, ...]
 
     @property
     def name(self) -> str:
-        """The file's name, with which messages start."""
+        """The file's name without folders. Messages start with it."""
         return self.shard.path.name
 
     def tensor_error(self, tensor: TensorInfo, rule: str) -> ModelFormatError:
-        """The error of a tensor that breaks a rule."""
+        """Returns the error for a tensor that breaks a rule."""
         return ModelFormatError(
             f"{self.name}: tensor '{tensor.name}', data at offset {tensor.offset}: {rule};"
             " the file cannot be run, convert or fetch it again."
@@ -237,7 +240,8 @@ class GgufFile:
 
 
 def _read_array(cur: Cursor) -> tuple[Value | None, int]:
-    """The numbers of a short array, else None; and how many elements it has."""
+    """Reads an array. Returns its numbers (None for a long array or an array of strings), and its number of
+    elements."""
     gguf_type = cur.u32()
     count = cur.u64()
     if gguf_type == STRING:
@@ -256,7 +260,7 @@ def _read_array(cur: Cursor) -> tuple[Value | None, int]:
 
 
 def _read_value(cur: Cursor, gguf_type: int) -> Value | None:
-    """One scalar; None for a string too long to keep."""
+    """Reads one scalar or string. Returns None for a string that is too long to keep."""
     if gguf_type == STRING:
         n = cur.length(MAX_STRING_BYTES, "the string")
         if n >= KEPT_STRING_BYTES:
@@ -301,7 +305,7 @@ def _short(name: str) -> str:
 
 
 def _read_header(cur: Cursor) -> tuple[int, int]:
-    """(number of tensors, number of key-values), each within its limit."""
+    """Returns (number of tensors, number of key-values). Raises ModelFormatError if one is above its limit."""
     magic = cur.take(4)
     if magic != MAGIC:
         cur.fail(f"a GGUF file starts with 'GGUF', but this one with {str(magic)[1:]}; give a .gguf model file", 0)
@@ -329,7 +333,7 @@ def _alignment(cur: Cursor, metadata: Mapping[str, Value]) -> int:
 
 
 def _read_tensor(cur: Cursor, start: int) -> TensorInfo:
-    """One tensor's entry, at `start`, with its offset from the start of the data section."""
+    """Reads the entry of one tensor. The entry's offset counts from the start of the data section."""
     raw = cur.take(cur.length(MAX_NAME_BYTES, "the tensor's name"))
     name = raw.decode("utf-8", "backslashreplace")
     cur.what = f"tensor {_short(name)}"
@@ -353,7 +357,8 @@ def _read_tensor(cur: Cursor, start: int) -> TensorInfo:
 
 
 def _read_tensors(cur: Cursor, n_tensors: int, alignment: int) -> tuple[int, tuple[TensorInfo, ...]]:
-    """The offset of the data section and all tensors, back to back in it and inside the file."""
+    """Returns the offset of the data section, and all tensors. Raises ModelFormatError unless the tensors' data follow
+    each other without gaps inside the file."""
     entries = dict[str, tuple[int, TensorInfo]]()
     for i in range(n_tensors):
         cur.what = f"tensor {i}"
@@ -379,12 +384,13 @@ def _read_tensors(cur: Cursor, n_tensors: int, alignment: int) -> tuple[int, tup
 
 
 def _open(path: str | os.PathLike[str]) -> BinaryIO:
-    """Opens the file. A FIFO does not block. Raises OSError, ValueError."""
+    """Opens the file for reading, without waiting for the writer of a FIFO. Raises OSError or ValueError."""
     return open(path, "rb", CHUNK_BYTES, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
 
 
 def is_other_kind(path: str | os.PathLike[str]) -> bool:
-    """Returns whether the file at `path` can be read and does not begin as a GGUF file does, as a pipe does not."""
+    """Returns whether the file at `path` can be opened but does not begin with "GGUF"; a pipe is also of another
+    kind."""
     try:
         with _open(path) as file:
             return file.read(len(MAGIC)) != MAGIC
@@ -393,11 +399,11 @@ def is_other_kind(path: str | os.PathLike[str]) -> bool:
 
 
 def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
-    """The header of the GGUF file at `path`, every rule of the format checked.
+    """Returns the checked header of the GGUF file at `path`.
 
-    Raises ModelNotFoundError when it cannot be opened, ModelFormatError for the first rule that is broken,
-    ExpertIOError when the disk fails. Takes memory for a few MiB at most, whatever the file claims. Reads it again only
-    when it has changed.
+    Raises ModelNotFoundError when the file cannot be opened, ModelFormatError for the first rule that it breaks,
+    ExpertIOError when the disk fails. Needs a few MiB of memory at most, whatever sizes the file claims. Reads the
+    file again only when it has changed.
     """
     return _read_version(Path(path), FileVersion.now(Path(path)))
 
@@ -422,6 +428,6 @@ def _read_version(path: Path, _version: FileVersion | None) -> GgufFile:
             data_offset, tensors = _read_tensors(cur, n_tensors, alignment)
         except OSError as error:
             raise ExpertIOError(f"{path.name}: reading at offset {cur.pos} failed ({error.strerror}).") from error
-    # No padding follows the header of a file without tensors.
+    # No padding follows the header in a file without tensors.
     shard = Shard.of(path, info, header_bytes=min(data_offset, info.st_size))
     return GgufFile(shard, metadata, arrays, tensors)

@@ -1,5 +1,5 @@
-"""The model's routers: `ffn_gate_inp` and its biases in float32, and how `build_moe_ffn` (llama-graph.cpp) chooses by
-them."""
+"""Reads the model's routers: `ffn_gate_inp` and its biases in float32, and the rule by which `build_moe_ffn`
+(llama-graph.cpp) chooses experts."""
 
 from __future__ import annotations
 
@@ -19,57 +19,57 @@ Float32s = npt.NDArray[np.float32]
 
 
 class Gating(IntEnum):
-    """llama_expert_gating_func_type: the function from a router's logits to probabilities."""
+    """llama_expert_gating_func_type: the function that turns a router's logits into probabilities."""
 
     SOFTMAX = 1
     SIGMOID = 2
-    SOFTMAX_WEIGHT = 3  # the choice is made on logits, softmax comes after
+    SOFTMAX_WEIGHT = 3  # experts are chosen by logits; softmax over the chosen ones comes after
     SQRT_SOFTPLUS = 4
 
 
-# Set in llama.cpp's src/models, independent of the file. llama4 and grovemoe choose by logits or their sigmoid: the
-# same order.
+# Gating that llama.cpp's src/models sets whatever the file says. llama4 and grovemoe choose by logits or by their
+# sigmoid, which have the same order.
 FIXED_GATING = {
     "gpt-oss": Gating.SOFTMAX_WEIGHT,
     **dict.fromkeys(("llama4", "grovemoe", "mimo2", "nemotron_h", "nemotron_h_moe"), Gating.SIGMOID),
 }
-# The default of these architectures for a file without expert_gating_func. Other architectures use softmax.
+# Gating of these architectures if the file has no expert_gating_func. Other architectures use softmax.
 DEFAULT_GATING = dict.fromkeys(
     ("afmoe", "cohere2moe", "glm-dsa", "glm4moe", "glm5-next", "hy_v3", "laguna", "step35"), Gating.SIGMOID
 )
-# The one deepseek2 model without the key that has sigmoid.
+# Sizes of the one deepseek2 model that uses sigmoid although its file has no expert_gating_func.
 GLM_VOCAB = 154880
 GLM_LAYERS = (47, 48)
 
 
 @dataclass(frozen=True)
 class Router:
-    """One layer's router. matrix (n_expert, n_embd); logit_bias and choice_bias (n_expert,)."""
+    """One layer's router."""
 
     n_expert_used: int
-    matrix: Float32s
-    logit_bias: Float32s | None = None
-    choice_bias: Float32s | None = None
+    matrix: Float32s  # (n_expert, n_embd)
+    logit_bias: Float32s | None = None  # (n_expert,) added to the logits
+    choice_bias: Float32s | None = None  # (n_expert,) added to the probabilities for the choice only
 
 
 @dataclass(frozen=True)
 class Routers:
-    """The routers by layer. `il` is absent where a token's id alone decides (deepseek4's first layers).
+    """The routers of a model. Layers in which the token's id alone decides (first layers of deepseek4) have none.
 
-    With n_group > 1 only experts of the n_group_used best groups may be chosen.
+    If n_group > 1, only experts of the n_group_used best groups may be chosen.
     """
 
     gating: Gating
-    routers: Mapping[int, Router]
+    routers: Mapping[int, Router]  # {il: router}
     n_group: int = 1
     n_group_used: int = 1
 
 
 def read_routers(layout: ExpertLayout) -> Routers:
-    """The routers of the model with this layout.
+    """Reads the routers of the model with this layout.
 
-    Raises ModelFormatError when one is missing, has not the metadata's shape, or holds numbers that are
-    not finite; ExpertIOError when the disk fails.
+    Raises ModelFormatError when one is missing, does not have the metadata's shape, or has numbers that are not
+    finite; ExpertIOError when the disk fails.
     """
     tensors = {t.name: (file, t) for file in read_shards(layout.shards[0].path) for t in file.tensors}
     routers = {}
@@ -77,12 +77,12 @@ def read_routers(layout: ExpertLayout) -> Routers:
         if f"blk.{layer.il}.ffn_gate_tid2eid.weight" not in tensors:
             routers[layer.il] = _read_router(layout, layer, tensors)
     n_group = max(1, _whole(layout, "expert_group_count", 1))
-    n_used = _whole(layout, "expert_group_used_count", 1) if n_group > 1 else 1  # files without groups may say 0
+    n_used = _whole(layout, "expert_group_used_count", 1) if n_group > 1 else 1  # may be 0 in files without groups
     return Routers(read_gating(layout), routers, n_group, n_used)
 
 
 def read_gating(layout: ExpertLayout) -> Gating:
-    """The gating function of the model."""
+    """Returns the gating function of the model."""
     if layout.arch in FIXED_GATING:
         return FIXED_GATING[layout.arch]
     found = _whole(layout, "expert_gating_func", 0)
@@ -115,7 +115,8 @@ def _read_router(layout: ExpertLayout, layer: MoeLayer, tensors: dict[str, tuple
 
 
 def _read_tensor(file: GgufFile, tensor: TensorInfo, shape: tuple[int, ...]) -> Float32s:
-    """The tensor as float32, in numpy's order of dimensions: `shape` reversed."""
+    """Returns the tensor as float32. The array's shape is `shape` reversed, because numpy has the longest stride
+    first."""
     if tensor.shape != shape:
         raise file.tensor_error(tensor, f"its shape must be {shape}, but is {tensor.shape}")
     try:
@@ -131,7 +132,7 @@ def _read_tensor(file: GgufFile, tensor: TensorInfo, shape: tuple[int, ...]) -> 
     if numbers := {"F32": np.float32, "F16": np.float16}.get(tensor.type_name):
         values = data.view(numbers)
     else:
-        from gguf import GGMLQuantizationType, quants  # numpy lacks the other types; this import is slow
+        from gguf import GGMLQuantizationType, quants  # reads types that numpy lacks; this import is slow
 
         try:
             values = quants.dequantize(data.reshape(*shape[:0:-1], -1), GGMLQuantizationType(tensor.ggml_type))

@@ -1,7 +1,7 @@
-"""Finds and checks the shards of a model: one file, or NAME-00001-of-0000N.gguf and the files numbered after it.
-Names are compared without case.
+"""Finds and checks the shards of a model: one file, or NAME-00001-of-0000N.gguf and the files numbered after it. Names
+are compared without case.
 
-Every error names the shard. Reads `split.*` and `general.*` keys only.
+Every error names the shard. Only keys `split.*` and `general.*` are read.
 """
 
 from __future__ import annotations
@@ -23,26 +23,27 @@ _SHARD_STEM = re.compile(_SHARD_NAME.pattern.removesuffix("\\.gguf"), _SHARD_NAM
 
 
 class ShardName(NamedTuple):
-    """The parts of a file's name: shard `number` (from 1) of `n_shards` of the model `prefix`."""
+    """The parts of a shard's file name."""
 
-    prefix: str
-    number: int = 1
+    prefix: str  # path or name before the shard's number
+    number: int = 1  # number of the shard, from 1
     n_shards: int = 1
 
 
 def parse_shard_name(stem: str) -> ShardName:
-    """The parts of a path or name without ".gguf", in any case; a file that is not a shard is the only one of 1."""
+    """Splits a path or name without ".gguf" into its parts, in any case. A name without shard numbers is shard 1 of
+    1."""
     match = _SHARD_STEM.fullmatch(stem)
     return ShardName(match["prefix"], int(match["number"]), int(match["count"])) if match else ShardName(stem)
 
 
 def shard_path(prefix: str, number: int, count: int, suffix: str = ".gguf") -> str:
-    """Returns the path of shard `number` (from 1) of `count`, as llama.cpp builds it but for the suffix."""
+    """Returns the path of shard `number` (from 1) of `count`, named as llama.cpp names shards, but with any suffix."""
     return f"{prefix}-{number:05d}-of-{count:05d}{suffix}"
 
 
 def shards_of(path: Path) -> tuple[Path, ...]:
-    """`path`, and when it is a first shard the other shards that exist beside it, in order."""
+    """Returns `path`. If it is a first shard, returns also the other shards that exist in its folder, in order."""
     prefix, number, count = parse_shard_name(path.stem)
     if number != 1:
         return (path,)
@@ -50,10 +51,10 @@ def shards_of(path: Path) -> tuple[Path, ...]:
 
 
 def mirror_paths(mirror: str | os.PathLike[str], shards: Sequence[Shard]) -> tuple[Path, ...]:
-    """Returns the paths of copies of these shards, which need not exist.
+    """Returns the paths of copies of these shards, whether the copies exist or not.
 
-    mirror: the copy of the first shard, or the folder of copies with the shards' own names. A copy of the first shard
-    that is not named as one has the other copies beside it, under the shards' own names.
+    `mirror` is the copy of the first shard, or the folder in which the copies have the shards' own names. If the name
+    of the first copy has no shard numbers, the other copies lie in its folder under the shards' own names.
     """
     first, names = Path(mirror), [shard.path.name for shard in shards]
     if first.is_dir():
@@ -65,7 +66,8 @@ def mirror_paths(mirror: str | os.PathLike[str], shards: Sequence[Shard]) -> tup
 
 
 def _others(first: Path, prefix: str, count: int) -> list[Path]:
-    """Returns the paths of shards 2 to `count`: names in the form of the first one, or else in another case."""
+    """Returns the paths of shards 2 to `count`, named like the first shard. If such a file does not exist, returns a
+    file whose name differs only in case."""
     paths = [first.with_name(shard_path(prefix, n, count, first.suffix)) for n in range(2, count + 1)]
     if all(path.exists() for path in paths):
         return paths
@@ -76,9 +78,11 @@ def _others(first: Path, prefix: str, count: int) -> list[Path]:
 
 
 def read_shards(path: str | os.PathLike[str]) -> tuple[GgufFile, ...]:
-    """All shards of the model whose first (or only) file is at `path`, in order, checked against each other.
+    """Reads all shards of the model whose first (or only) file is at `path`, in order, and checks that they belong
+    together.
 
-    Raises ModelNotFoundError when a file is missing, ModelFormatError when one is damaged or does not belong.
+    Raises ModelNotFoundError when a file is missing, ModelFormatError when a file is damaged or belongs to another
+    model.
     """
     path = Path(path)
     first = read_gguf(path)
@@ -103,7 +107,8 @@ def read_shards(path: str | os.PathLike[str]) -> tuple[GgufFile, ...]:
 
 
 def _read_member(first: GgufFile, path: Path) -> GgufFile:
-    """A further shard, with the keys of `first` that all have. That each tensor is in one of them, llama.cpp checks."""
+    """Reads a further shard. Raises ModelFormatError if keys that all shards have in common differ from `first`.
+    llama.cpp checks that no tensor is missing."""
     if not path.exists():
         raise ModelNotFoundError(f"shard {path.name!r} is missing beside {first.name!r}; fetch it as well.")
     shard = read_gguf(path)

@@ -1,6 +1,6 @@
-"""Training: recorded routing becomes the arrays of the papers' predictors, with numpy alone.
+"""Trains the papers' predictors on recorded routing, with numpy alone.
 
-Promises: a training is repeated bit by bit by its seed and number of threads. Requests that a
-figure is about are never trained on. A saved file is whole, or the old file stays. Does not know
-how a model is run or recorded, devices, and how results are displayed.
+The same seed and number of threads repeat a training bit by bit. Requests from which a published figure is computed
+are never used for training. Saving writes a complete file or leaves the old file unchanged. This package does not know
+devices, how a model is run or recorded, or how results are displayed.
 """

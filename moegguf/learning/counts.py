@@ -1,4 +1,4 @@
-"""Counts on a recorded trace: popularity, affinity, the token table, MoE-Infinity's collection."""
+"""Counts the choices in a recorded trace, for popularity, affinity, the token table and MoE-Infinity's collection."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ from moegguf.controller.weights import Weights
 from moegguf.native.events import Float32s
 from moegguf.trace.trace import Trace
 
-MOST_TOKENS = 1 << 15  # entries of a token table
+MOST_TOKENS = 1 << 15  # most entries of a token table
 
 
 def multi_hot(expert_ids: npt.NDArray[np.integer], n_expert: int) -> npt.NDArray[np.bool_]:
-    """Returns (..., n_expert): True for the ids (..., n_expert_used); negative ids are padding."""
+    """Returns an array (..., n_expert) that is True for the experts in `expert_ids` (..., n_expert_used). Negative ids
+    are padding."""
     hot = np.zeros((*expert_ids.shape[:-1], n_expert + 1), np.bool_)
     np.put_along_axis(hot, np.where(expert_ids < 0, n_expert, expert_ids).astype(np.intp), True, axis=-1)
     return hot[..., :n_expert]
 
 
 def choices(trace: Trace, row: int) -> Float32s:
-    """Returns (n_tokens, n_expert): 1 where a token's router in MoE layer number `row` chose the
-    expert; 0 for the others, and where the layer was not computed."""
+    """Returns (n_tokens, n_expert): 1 if a token's router chose the expert, else 0. `row` is the layer's position
+    among the layers with experts. A token for which the layer was not computed has only zeros."""
     return multi_hot(trace.expert_ids[row], trace.shape.n_expert).astype(np.float32)
 
 
 def count_popularity(trace: Trace) -> Float32s:
-    """Returns DuoServe-MoE's popularity P (n_moe_layer, n_expert) (equation 2). Rows sum to 1. A
-    layer that was never computed has a uniform row."""
+    """Returns DuoServe-MoE's popularity P (n_moe_layer, n_expert) (equation 2): each expert's share of its layer's
+    choices. A layer that was never computed has equal shares."""
     counts = np.stack([choices(trace, row).sum(axis=0) for row in range(len(trace.shape.layers))])
     return _shares(counts, np.full_like(counts, 1 / trace.shape.n_expert))
 
 
 def count_affinity(trace: Trace, popularity: Float32s) -> Float32s:
-    """Returns DuoServe-MoE's affinity A (n_moe_layer - 1, n_expert, n_expert) (equation 3): the
-    choices in layer l + 1 per expert of layer l.
+    """Returns DuoServe-MoE's affinity A (n_moe_layer - 1, n_expert, n_expert) (equation 3): the shares of choices in
+    layer l + 1, for each expert chosen in layer l.
 
     Rows sum to 1. The row of an expert that was never chosen is the popularity of the next layer.
     """
@@ -56,10 +57,9 @@ def _shares(counts: Float32s, default: Float32s) -> Float32s:
 
 
 def count_tokens(trace: Trace, most_tokens: int = MOST_TOKENS) -> Weights:
-    """Returns ProMoE's token table (section 4.2): `tokens` (n_entry,), and `counts` (n_entry,
-    n_moe_layer, n_expert) of the choices made for each. Tokens without known id and experts are
-    left out, and so are tokens above the first `most_tokens`.
-    """
+    """Returns ProMoE's token table (section 4.2): `tokens` (n_entry,), and `counts` (n_entry, n_moe_layer, n_expert),
+    the number of choices made for each token id. Tokens with unknown id are left out. Of the others, only the
+    `most_tokens` smallest ids are kept."""
     known = (trace.tokens >= 0) & (trace.tokens < trace.shape.n_vocab)
     tokens = np.unique(trace.tokens[known])[:most_tokens]
     kept = np.isin(trace.tokens, tokens)
@@ -81,8 +81,8 @@ COUNTED: dict[str, Callable[[Trace], Weights]] = {
 
 
 def collect(trace: Trace, eamc: Eamc) -> None:
-    """Adds the requests of the trace to MoE-Infinity's collection, as if their answers had been
-    written here. A request that the collection has already is left out."""
+    """Adds the answers of the trace's requests to MoE-Infinity's collection. Skips requests that the collection
+    already has."""
     rows = list(trace.shape.layers)
     answers = trace.decode()
     for sequence in answers.sequences():

@@ -1,9 +1,7 @@
-"""Trains DuoServe-MoE's ExpertMLP (section 4.2): one network for all layers, BCE, BatchNorm, ReLU,
-dropout 0.1.
+"""Trains DuoServe-MoE's ExpertMLP (section 4.2): one network for all layers, BCE, BatchNorm, ReLU, dropout 0.1.
 
-Popularity and affinity are counted on the same trace first; afterwards BatchNorm is folded into the
-matrices. A sample's state is made when a batch needs it: all of them together would not fit in
-memory.
+Popularity and affinity are counted on the same trace first. After training, BatchNorm is folded into the matrices. The
+network's input for a sample is computed when a batch needs it, because all inputs together would not fit in memory.
 """
 
 from __future__ import annotations
@@ -25,23 +23,21 @@ from moegguf.trace.trace import Trace
 
 @dataclass(frozen=True)
 class Options(Schedule):
-    """hidden: the paper's sizes, or smaller ones for a small model. most_samples: in an epoch; 0:
-    all.
+    """Options of a training.
 
-    The paper trained 15 to 20 epochs for Mixtral 8x7B and 40 to 45 for 8x22B (section 6.4). Here it
-    is 45 at most. The one with the best validation accuracy is kept, and none are left out: the
-    rate is annealed until the last.
+    The paper trained 15 to 20 epochs for Mixtral 8x7B and 40 to 45 for 8x22B (section 6.4). Here all epochs are run,
+    because the learning rate is annealed until the last one. The epoch with the best validation accuracy is kept.
     """
 
     epochs: int = 45
     patience: int = 0
-    hidden: tuple[int, ...] = HIDDEN_SIZES
+    hidden: tuple[int, ...] = HIDDEN_SIZES  # sizes of hidden layers: the paper's, or smaller ones for a small model
     dropout: float = 0.1
-    most_samples: int = 0
+    most_samples: int = 0  # most samples in an epoch; 0: all
 
 
 def train(trace: Trace, options: Options | None = None, report: Report = no_report) -> Weights:
-    """Returns the arrays `popularity`, `affinity` and `layers.<i>.{weight,bias}`."""
+    """Trains the network. Returns the arrays `popularity`, `affinity` and `layers.<i>.{weight,bias}`."""
     options = options or Options()
     popularity = count_popularity(trace)
     affinity = count_affinity(trace, popularity)
@@ -61,8 +57,8 @@ def train(trace: Trace, options: Options | None = None, report: Report = no_repo
 
 
 def _samples(trace: Trace, popularity: Float32s, affinity: Float32s, seed: int) -> Samples:
-    """Returns a sample per token and layer where every layer up to this one was computed. The first
-    layer has none."""
+    """Returns one sample for each token and layer, if this layer and all earlier ones were computed for the token. The
+    first layer has no samples."""
     ids = trace.expert_ids
     computed = np.cumprod(ids.min(axis=2) >= 0, axis=0).astype(np.bool_)
     rows, tokens = np.nonzero(computed[1:])
@@ -78,11 +74,11 @@ def _samples(trace: Trace, popularity: Float32s, affinity: Float32s, seed: int) 
 
 
 def states(popularity: Float32s, affinity: Float32s, expert_ids: Integers, rows: Integers) -> Float32s:
-    """Returns s_l = [h_l, p_l, a_{l-1,l}] (equation 5) of samples, (n, state_size).
+    """Returns the network's inputs s_l = [h_l, p_l, a_{l-1,l}] (equation 5), (n, state_size), for n samples.
 
-    rows (n,): the number of the MoE layer that each sample is about, at least 1. expert_ids (n,
-    n_layer, n_expert_used): the choices in the router's order. Only choices in the layers before
-    the sample's layer count.
+    `rows` (n,) is each sample's layer: its position among the layers with experts, at least 1. `expert_ids` (n,
+    n_layer, n_expert_used) has the choices in the router's order. Only choices in layers before the sample's layer
+    count.
     """
     n_layer, n_expert = popularity.shape
     n, _, k = expert_ids.shape

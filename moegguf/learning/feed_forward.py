@@ -1,5 +1,4 @@
-"""Networks of dense layers with ReLUs between them, fitted to samples: ProMoE's and DuoServe-MoE's
-are such."""
+"""Fits networks of dense layers with ReLUs between them, such as ProMoE's and DuoServe-MoE's, to samples."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ from moegguf.learning.fitting import Batch, Trainee, n_right
 from moegguf.learning.gradients import Floats, Node, add, product, relu, standardize, times
 
 NORM_EPS = 1e-5
-MOMENTUM = 0.1  # weight of a batch in a batch norm's running mean and variance
-MOST_VALIDATION = 8192  # samples that validate; of more, an even selection does
+MOMENTUM = 0.1  # weight of one batch in a batch norm's running mean and variance
+MOST_VALIDATION = 8192  # most validation samples; if there are more, only every k-th is used
 VALIDATION_BATCH = 2048
 
 Indices = npt.NDArray[np.int64]
@@ -24,21 +23,17 @@ Loss = Callable[[Node, Floats], Batch]
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples by number.
+    """Samples for training and validation. Each sample has a number, from 0 to n - 1."""
 
-    validation (n,): True for samples that only decide when to stop.
-    read: returns inputs (m, n_in) and choices (m, n_expert) of 0 and 1 of the numbered samples.
-    """
-
-    validation: npt.NDArray[np.bool_]
-    read: Callable[[Indices], tuple[Floats, Floats]]
+    validation: npt.NDArray[np.bool_]  # (n,) True for samples that are not trained on and only decide when to stop
+    read: Callable[[Indices], tuple[Floats, Floats]]  # returns inputs (m, n_in) and choices (m, n_expert), 0 or 1
 
 
 class FeedForward:
-    """Dense layers of these sizes, from the input to the logits.
+    """A network of dense layers. `sizes` lists the widths, from the input to the logits.
 
-    dropout: the share of hidden values that a training step leaves out.
-    norms: True puts a batch norm behind each hidden layer.
+    `dropout` is the share of hidden values that a training step sets to 0. If `norms` is True, a batch norm follows
+    each hidden layer.
     """
 
     def __init__(
@@ -47,7 +42,7 @@ class FeedForward:
         self.parameters: dict[str, Node] = {}
         self.n_layers = len(sizes) - 1
         self.dropout = dropout
-        self.running: dict[str, Floats] = {}  # the batch norms' means and variances
+        self.running: dict[str, Floats] = {}  # running means and variances of the batch norms
         for i, (n_in, n_out) in enumerate(pairwise(sizes)):
             most = 1 / np.sqrt(n_in)
             for name, size in ((f"layers.{i}.weight", (n_in, n_out)), (f"layers.{i}.bias", (n_out,))):
@@ -59,8 +54,8 @@ class FeedForward:
                 self.running[f"norms.{i}.variance"] = np.ones(n_out, np.float32)
 
     def training_logits(self, inputs: Floats, rng: np.random.Generator) -> Node:
-        """Returns the logits (n, n_expert) of a training step, whose batch norms take their means
-        from these inputs."""
+        """Returns the logits (n, n_expert) for `inputs` in a training step. Batch norms use the means and variances of
+        these inputs."""
         x = Node(inputs)
         for i in range(self.n_layers):
             x = add(product(x, self.parameters[f"layers.{i}.weight"]), self.parameters[f"layers.{i}.bias"])
@@ -82,8 +77,8 @@ class FeedForward:
         return add(times(standardize(x, NORM_EPS), gain), self.parameters[f"norms.{i}.bias"])
 
     def matrices(self) -> list[tuple[Floats, Floats]]:
-        """Returns each layer's W (n_out, n_in) and bias, with the batch norm that follows it folded
-        in."""
+        """Returns each layer's matrix W (n_out, n_in) and bias. A batch norm that follows a layer is folded into
+        them."""
         found = []
         for i in range(self.n_layers):
             weight = self.parameters[f"layers.{i}.weight"].value.T
@@ -98,14 +93,14 @@ class FeedForward:
 
 
 def dropped(shape: tuple[int, ...], share: float, rng: np.random.Generator) -> Floats:
-    """Returns factors that leave out this share of values, and scale the others so that their mean
-    stays."""
+    """Returns random factors for dropout: 0 for about `share` of the values. The other factors scale up, so that the
+    mean stays."""
     return (rng.random(shape, np.float32) >= share) / np.float32(1 - share)
 
 
 class FeedForwardTrainee(Trainee):
-    """A feed-forward network with its samples. most: samples in an epoch, drawn anew for each; 0:
-    all of them."""
+    """A feed-forward network with the samples that it is fitted to. `most` is the number of samples in an epoch, drawn
+    anew for each epoch; 0: all samples."""
 
     def __init__(
         self, network: FeedForward, samples: Samples, loss: Loss, batch: int, most: int, rng: np.random.Generator
@@ -123,7 +118,7 @@ class FeedForwardTrainee(Trainee):
 
     @property
     def n_batches(self) -> int:
-        """The batches of an epoch, all of one size."""
+        """The number of batches in an epoch. All batches have the same size."""
         return self._most // self._batch
 
     def batches(self, rng: np.random.Generator) -> Iterator[Batch]:
@@ -134,7 +129,7 @@ class FeedForwardTrainee(Trainee):
             yield self._loss(self.network.training_logits(inputs, self._rng), chosen)
 
     def validate(self) -> float:
-        """Returns the accuracy on the validation samples; 0 without any."""
+        """Returns the accuracy on the validation samples; 0 if there are none."""
         matrices = self.network.matrices()
         right = total = 0
         for start in range(0, len(self._validation), VALIDATION_BATCH):
@@ -152,6 +147,6 @@ class FeedForwardTrainee(Trainee):
         return super().state() | dict(self.network.running)
 
     def restore(self, state: dict[str, Floats]) -> None:
-        """Returns to an earlier state."""
+        """Sets parameters, means and variances to a state that `state()` returned."""
         super().restore(state)
         self.network.running = {name: state[name] for name in self.network.running}

@@ -1,7 +1,6 @@
-"""One way to fit a network to choices of experts: AdamW, batches in random order, an end when it no
-longer helps.
+"""Fits a network to choices of experts: AdamW, batches in random order, an end when the accuracy no longer rises.
 
-It knows networks and samples, not traces.
+This module knows networks and samples, not traces.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ Choices = Floats | npt.NDArray[np.bool_]
 Report = Callable[[str, float], object]
 """Gets a step of a training in words, and the share of the training that is done."""
 
-WARM_SHARE = 0.1  # share of the steps in which the rate rises
-MOST_NORM = 1.0  # largest norm of the gradient of all parameters together; a larger one is scaled down
+WARM_SHARE = 0.1  # share of the steps in which the learning rate rises
+MOST_NORM = 1.0  # largest norm of all parameters' gradients together; larger gradients are scaled down
 BETAS = (0.9, 0.999)  # decay of Adam's two averages
 EPS = 1e-8
 
@@ -34,22 +33,18 @@ def no_report(step: str, share: float) -> None:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The length and speed of a training; the rate is annealed over all epochs.
-
-    patience: epochs without a better validation accuracy before the training ends; 0: all epochs
-    are run.
-    """
+    """The length and speed of a training. The learning rate is annealed over all epochs."""
 
     epochs: int = 12
-    batch: int = 512
-    lr: float = 1e-3
+    batch: int = 512  # samples in a batch
+    lr: float = 1e-3  # largest learning rate
     weight_decay: float = 0.01
-    patience: int = 3
+    patience: int = 3  # epochs without a better validation accuracy before the training ends; 0: runs all epochs
     seed: int = 0
 
 
 class Batch(NamedTuple):
-    """A batch's logits, with the loss and its gradient by the logits."""
+    """The logits of a batch, with the loss and the loss's gradient with respect to the logits."""
 
     logits: Node
     loss: float
@@ -57,45 +52,44 @@ class Batch(NamedTuple):
 
 
 class Trainee(ABC):
-    """A network with the samples that it is fitted to. `parameters`: by name, as `fit` changes
-    them."""
+    """A network with the samples that it is fitted to."""
 
-    parameters: dict[str, Node]
+    parameters: dict[str, Node]  # {name: parameter}; `fit` changes them in place
 
     @property
     @abstractmethod
     def n_batches(self) -> int:
-        """The most batches in an epoch."""
+        """An upper bound of the number of batches in an epoch."""
 
     @abstractmethod
     def batches(self, rng: np.random.Generator) -> Iterator[Batch]:
-        """Yields the batches of an epoch; each is computed when it is reached, with the parameters
-        of then."""
+        """Yields the batches of an epoch. Each batch is computed when it is reached, with the parameters at that
+        time."""
 
     @abstractmethod
     def validate(self) -> float:
-        """Returns the accuracy on requests that only decide when to stop."""
+        """Returns the accuracy on requests that are not trained on and only decide when to stop."""
 
     def state(self) -> dict[str, Floats]:
-        """Returns a copy of what a training changes."""
+        """Returns a copy of everything that a training changes."""
         return {name: node.value.copy() for name, node in self.parameters.items()}
 
     def restore(self, state: dict[str, Floats]) -> None:
-        """Returns to an earlier state."""
+        """Sets everything that a training changes to a state that `state()` returned."""
         for name, node in self.parameters.items():
             node.value = state[name]
 
 
 @dataclass
 class Fitted:
-    """The course of a training: for each epoch the mean loss and the validation accuracy."""
+    """The course of a training."""
 
-    losses: list[float] = field(default_factory=list)
-    accuracies: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # mean loss of each epoch
+    accuracies: list[float] = field(default_factory=list)  # validation accuracy after each epoch
 
     @property
     def best(self) -> float:
-        """The validation accuracy of the epoch that was kept."""
+        """The best validation accuracy of any epoch."""
         return max(self.accuracies, default=0.0)
 
     @property
@@ -105,7 +99,7 @@ class Fitted:
 
 
 class AdamW:
-    """Adam with decoupled weight decay, over these parameters."""
+    """The optimizer AdamW (Adam with decoupled weight decay) for these parameters."""
 
     def __init__(self, parameters: Iterable[Node], weight_decay: float) -> None:
         self._parameters = list(parameters)
@@ -115,7 +109,8 @@ class AdamW:
         self._n_steps = 0
 
     def step(self, rate: float) -> None:
-        """Changes each parameter against its gradient, which is then cleared."""
+        """Moves each parameter against its gradient at the learning rate `rate`, and clears the gradient. Large
+        gradients are clipped."""
         self._n_steps += 1
         first, second = BETAS
         rise = rate / (1 - first**self._n_steps)
@@ -133,21 +128,21 @@ class AdamW:
             node.grad = None
 
     def _clipping(self) -> np.float32:
-        """Returns the factor that makes the norm of all gradients MOST_NORM at most."""
+        """Returns the factor by which gradients are scaled, so that the norm of all together is at most MOST_NORM."""
         squares = sum(float(np.vdot(node.grad, node.grad)) for node in self._parameters if node.grad is not None)
         return np.float32(min(1.0, MOST_NORM / max(squares**0.5, EPS)))
 
 
 def rate_at(share: float) -> float:
-    """Returns the share of the learning rate that is used when this share of all steps is done: it
-    rises over the first tenth and falls along half a cosine."""
+    """Returns the factor of the learning rate when this share of all steps is done. It rises from 0 to 1 over the
+    first tenth, and falls to 0 along half a cosine."""
     if share < WARM_SHARE:
         return share / WARM_SHARE
     return 0.5 + 0.5 * float(np.cos(np.pi * (share - WARM_SHARE) / (1 - WARM_SHARE)))
 
 
 def fit(trainee: Trainee, schedule: Schedule, report: Report = no_report) -> Fitted:
-    """Trains the network in place and leaves it in the state of its best epoch."""
+    """Trains the network in place. Leaves it in the state of the epoch with the best validation accuracy."""
     rng = np.random.default_rng(schedule.seed)
     optimizer = AdamW(trainee.parameters.values(), schedule.weight_decay)
     n_steps = schedule.epochs * trainee.n_batches
@@ -164,7 +159,7 @@ def fit(trainee: Trainee, schedule: Schedule, report: Report = no_report) -> Fit
             losses.append(batch.loss)
         fitted.losses.append(float(np.mean(losses)))
         found = trainee.validate()
-        if found > fitted.best or found == 0:  # 0: no request validates, and the last epoch is kept
+        if found > fitted.best or found == 0:  # 0: there are no validation samples, so the last epoch is kept
             best = trainee.state()
             best_epoch = epoch
         fitted.accuracies.append(found)
@@ -176,8 +171,12 @@ def fit(trainee: Trainee, schedule: Schedule, report: Report = no_report) -> Fit
 
 
 def n_right(scores: Floats, chosen: Choices) -> tuple[int, int]:
-    """Returns how many of the most probable experts are right, of how many: ProMoE's ACCURACY
-    (section 4.1) takes as many as a token uses. scores and chosen: (n, n_expert)."""
+    """Returns (number of predicted experts that were chosen, number of chosen experts): ProMoE's ACCURACY (section
+    4.1).
+
+    For each sample the most probable experts count as predicted, as many as a token uses. `scores` and `chosen` are
+    (n, n_expert).
+    """
     total = int(chosen.sum())
     if total == 0:
         return 0, 0
@@ -187,10 +186,10 @@ def n_right(scores: Floats, chosen: Choices) -> tuple[int, int]:
 
 
 def cross_entropy(logits: Node, chosen: Floats) -> Batch:
-    """The loss of softmax with the choices as equal shares, the mean over samples.
+    """Returns the loss of a softmax, the mean over samples. The target gives each chosen expert an equal share.
 
-    On two pairs of layers of a small model its accuracy was 1 to 2 points above KL on the router's
-    probabilities, and 2 to 4 above BCE (one seed).
+    On two pairs of layers of a small model the accuracy with this loss was 1 to 2 points above KL on the router's
+    probabilities. It was 2 to 4 points above BCE (one seed).
     """
     wanted = chosen / chosen.sum(axis=1, keepdims=True)
     shares = shares_of(logits.value)
@@ -199,8 +198,8 @@ def cross_entropy(logits: Node, chosen: Floats) -> Batch:
 
 
 def binary_cross_entropy(logits: Node, chosen: Choices, known: npt.NDArray[np.bool_] | None = None) -> Batch:
-    """The loss of a sigmoid for each expert, the mean over experts; of rows that are `known` where
-    this is given."""
+    """Returns the loss of one sigmoid for each expert: the mean over experts and samples. If `known` is given, only
+    samples that are True in it count."""
     x = logits.value
     decay = np.exp(-np.abs(x))
     losses = np.maximum(x, 0) - x * chosen + np.log1p(decay)

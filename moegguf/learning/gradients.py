@@ -1,7 +1,7 @@
-"""Reverse-mode differentiation of the operations that the predictors' networks consist of.
+"""Reverse-mode differentiation of the operations in the predictors' networks.
 
-A node holds a value, and the function that turns the gradient of this value into the gradients of
-the node's inputs. tests/pure/test_gradients.py compares each operation with finite differences.
+A node holds a value, and the function that turns the gradient of this value into the gradients of the node's inputs.
+tests/pure/test_gradients.py compares each operation with finite differences.
 """
 
 from __future__ import annotations
@@ -17,29 +17,21 @@ Back = Callable[[Floats], tuple[Floats | None, ...]]
 
 
 class Node:
-    """A value in a computation.
-
-    inputs: the nodes that the value was computed from.
-
-    back: returns the gradients of the inputs, from the gradient of the value.
-
-    learns: True where a gradient is needed: for parameters and everything computed from them.
-
-    grad: the sum of gradients, once `backward` has been called.
-    """
+    """A value in a computation that can be differentiated."""
 
     def __init__(
         self, value: Floats, inputs: tuple[Node, ...] = (), back: Back | None = None, learns: bool = False
     ) -> None:
         self.value = value
-        self.inputs = inputs
-        self.back = back
-        self.learns: bool = learns or any(node.learns for node in inputs)
-        self.grad: Floats | None = None
+        self.inputs = inputs  # nodes from which the value was computed
+        self.back = back  # turns the gradient of the value into the gradients of the inputs
+        self.learns: bool = learns or any(node.learns for node in inputs)  # needs a gradient
+        self.grad: Floats | None = None  # the sum of gradients, once `backward` was called
 
 
 def backward(last: Node, gradient: Floats) -> None:
-    """Adds to `grad` of every node that `last` was computed from, given the gradient of `last`."""
+    """Computes the gradient of every node from which `last` was computed, and adds it to the node's `grad`. `gradient`
+    is the gradient of `last`."""
     last.grad = gradient
     for node in reversed(_in_order(last)):
         if node.back is None or node.grad is None:
@@ -50,7 +42,8 @@ def backward(last: Node, gradient: Floats) -> None:
 
 
 def _in_order(last: Node) -> list[Node]:
-    """Returns the nodes that `last` was computed from, each behind its inputs."""
+    """Returns the nodes from which `last` was computed, each after its inputs. Nodes that need no gradient are left
+    out."""
     order: list[Node] = []
     seen: set[int] = set()
 
@@ -67,12 +60,13 @@ def _in_order(last: Node) -> list[Node]:
 
 
 def add(a: Node, b: Node) -> Node:
-    """Returns a + b; the one of fewer axes is repeated along the first axes."""
+    """Returns a + b. If one operand has fewer axes, it is repeated along the first axes of the other one."""
     return Node(a.value + b.value, (a, b), lambda g: (_summed(g, a), _summed(g, b)))
 
 
 def times(a: Node, b: Node) -> Node:
-    """Returns a * b, element by element; the one of fewer axes is repeated along the first axes."""
+    """Returns a * b, element by element. If one operand has fewer axes, it is repeated along the first axes of the
+    other one."""
 
     def back(gradient: Floats) -> tuple[Floats | None, ...]:
         of_a = _summed(gradient * b.value, a) if a.learns else None
@@ -82,13 +76,13 @@ def times(a: Node, b: Node) -> Node:
 
 
 def _summed(gradient: Floats, node: Node) -> Floats:
-    """Returns the gradient of a node whose value was repeated along the first axes."""
+    """Returns the gradient of a node whose value was repeated along the first axes: the sum over these axes."""
     shape = node.value.shape
     return gradient if gradient.shape == shape else gradient.reshape(-1, *shape).sum(axis=0)
 
 
 def product(x: Node, w: Node) -> Node:
-    """Returns x @ w of x (..., n_in) and a matrix w (n_in, n_out)."""
+    """Returns x @ w for x (..., n_in) and a matrix w (n_in, n_out)."""
     n_in, n_out = w.value.shape
     rows = x.value.reshape(-1, n_in)
 
@@ -101,7 +95,7 @@ def product(x: Node, w: Node) -> Node:
 
 
 def matmul(a: Node, b: Node) -> Node:
-    """Returns a @ b of a (..., n, m) and b (..., m, k) with equal first axes."""
+    """Returns a @ b for a (..., n, m) and b (..., m, k) with equal first axes."""
 
     def back(gradient: Floats) -> tuple[Floats | None, ...]:
         return gradient @ b.value.swapaxes(-1, -2), a.value.swapaxes(-1, -2) @ gradient
@@ -116,7 +110,7 @@ def relu(x: Node) -> Node:
 
 
 def softmax(x: Node) -> Node:
-    """Returns e^x, scaled to add up to 1 along the last axis."""
+    """Returns the softmax of x: e^x, scaled so that the last axis sums to 1."""
     shares = shares_of(x.value)
 
     def back(gradient: Floats) -> tuple[Floats | None, ...]:
@@ -127,13 +121,13 @@ def softmax(x: Node) -> Node:
 
 
 def shares_of(x: Floats) -> Floats:
-    """Returns e^x, scaled to add up to 1 along the last axis, of plain numbers."""
+    """Returns the softmax of plain numbers: e^x, scaled so that the last axis sums to 1."""
     powers = np.exp(x - x.max(axis=-1, keepdims=True))
     return powers / powers.sum(axis=-1, keepdims=True)
 
 
 def rms_norm(x: Node, eps: float) -> Node:
-    """Returns x over its root mean square along the last axis: T5's norm without its gain."""
+    """Returns x divided by its root mean square along the last axis: T5's norm without its gain."""
     scale = 1 / np.sqrt((x.value * x.value).mean(axis=-1, keepdims=True) + eps)
     normed = x.value * scale
 

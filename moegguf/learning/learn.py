@@ -1,8 +1,8 @@
-"""Learns what strategies need from one trace of a model, and saves it beside the model.
+"""Learns the arrays that strategies need from one trace of a model, and saves them beside the model.
 
-Requests that were left out judge a strategy: the simulator replays them. Two figures come of it, and
-each stands beside the figure of a strategy without training. One is the share of the experts that
-the predictor named and the router chose. The other one is the hit rate.
+Requests that were left out of the training judge a strategy: the simulator replays them. This gives two figures. One
+is the share of the predicted experts that the router chose. The other is the hit rate. Each figure is saved together
+with the same figure of a strategy without training.
 """
 
 from __future__ import annotations
@@ -52,55 +52,45 @@ BRIEF: dict[str, Any] = {
 EAMC = "eamc"
 LEAST_REQUESTS = 4
 HELD_OUT_SHARE = 0.2
-JUDGED_SHARE = 0.25  # share of the experts that fit in memory where strategies are judged
-LAYER_US = 1000.0  # a layer's time on the modelled link
-LAYER_EXPERTS = 2  # experts that this link brings in the time of a layer
-TRACE_BYTES = 1 << 30  # size of a trace that is learned from
-INPUT_BYTES = 768 << 20  # size of router inputs in such a trace; a training holds them twice
+JUDGED_SHARE = 0.25  # share of all experts that have slots when strategies are judged
+LAYER_US = 1000.0  # computing time of a layer in the simulation, in microseconds
+LAYER_EXPERTS = 2  # experts that the simulated link copies in the time of a layer
+TRACE_BYTES = 1 << 30  # most bytes of a trace to learn from
+INPUT_BYTES = 768 << 20  # most bytes of router inputs in such a trace; a training holds them twice
 
 
 @dataclass(frozen=True)
 class Learnt:
-    """The outcome of learning for one strategy.
-
-    files: the files that were saved.
-
-    validation: the accuracy of the strategy's network on requests that decided when to stop. It is
-    None where nothing is trained.
-
-    right: the share of the experts named by its predictor that the router chose, in held-out
-    answers. popularity: this share where the experts that are used most are named.
-
-    hits and lru: hit rates of these answers, with the strategy and with LRU alone.
-    """
+    """The outcome of learning for one strategy. Shares and hit rates come from answers that were not trained on."""
 
     strategy: str
-    files: tuple[Path, ...]
-    tokens: int
-    requests: int
+    files: tuple[Path, ...]  # the files that were saved
+    tokens: int  # tokens that were trained on
+    requests: int  # requests that were trained on
     seconds: float
-    validation: float | None
-    right: float
-    popularity: float
-    hits: float
-    lru: float
+    validation: float | None  # accuracy on requests that decided when to stop; None: nothing was trained
+    right: float  # share of the predictor's experts that the router chose
+    popularity: float  # `right` if the most used experts were always predicted
+    hits: float  # hit rate with the strategy
+    lru: float  # hit rate with LRU alone
 
 
 def most_tokens(n_layer: int, n_embd: int, strategies: Iterable[str], wanted: int) -> int:
-    """Returns how many tokens of a trace are learned from. Where a strategy needs router inputs,
-    these have INPUT_BYTES at most."""
+    """Returns how many tokens of a trace to learn from: `wanted`, or fewer if a strategy needs router inputs and these
+    would be larger than INPUT_BYTES."""
     if not needs_inputs(strategies):
         return wanted
     return max(1, min(wanted, INPUT_BYTES // (2 * n_layer * n_embd)))
 
 
 def needs_inputs(strategies: Iterable[str]) -> bool:
-    """Returns whether one of these strategies is learned from the routers' inputs."""
+    """Returns whether any of these strategies is learned from the routers' inputs."""
     return any(find_strategy(name).predictor == MLP for name in strategies)
 
 
 def check_strategies(names: Sequence[str]) -> list[str]:
-    """Returns the names; all of LEARNERS for none. Raises OptionError for another one."""
+    """Returns the names without duplicates, or all of LEARNERS if there are none. Raises OptionError for a strategy
+    that needs no learning."""
     for name in names:
         if find_strategy(name).name not in LEARNERS:
             raise OptionError(f"the strategy {name!r} needs nothing learned; these do: {', '.join(LEARNERS)}.")
@@ -108,10 +98,10 @@ def check_strategies(names: Sequence[str]) -> list[str]:
 
 
 class Learning:
-    """The requests of a trace, split into those that are learned from and those that judge.
+    """The requests of a trace, split into requests to learn from and requests that judge what was learned.
 
-    options: of trainings, by predictor, in place of BRIEF. Raises OptionError for a trace of
-    another model, and for one of too few requests or without answers.
+    `options` replaces BRIEF's training options of single predictors. Raises OptionError for a trace of another model,
+    and for a trace with too few requests or without answers.
     """
 
     def __init__(
@@ -139,8 +129,8 @@ class Learning:
         self._popularity = COUNTED["popularity"](self.training)
 
     def learn(self, name: str, report: Report = no_report) -> Learnt:
-        """Learns and judges one strategy, then saves it. Raises OptionError, and StorageError where
-        a file cannot be written. Interrupted before the end, the old files stay."""
+        """Learns, judges and saves one strategy. Raises OptionError, and StorageError if a file cannot be written. If
+        it is interrupted before it saves, the old files stay."""
         start = time.monotonic()
         strategy = find_strategy(name)
         learned = {file: self._train(file, report) for file, of in LEARNT_FOR.items() if of == name}
@@ -171,14 +161,14 @@ class Learning:
         return found
 
     def _collected(self) -> Weights:
-        """Returns MoE-Infinity's collection of this model with the requests added."""
+        """Returns MoE-Infinity's collection of this model with the training requests added."""
         shape = self.training.shape
         eamc = self.artifacts.collection(shape) or Eamc(*shape.table)
         collect(self.training, eamc)
         return eamc.weights()
 
     def _judge(self, strategy: Strategy, learned: Mapping[str, Weights]) -> dict[str, Any]:
-        """Returns what held-out requests say of a strategy, as facts for its files."""
+        """Replays the judging requests with a strategy. Returns the results as facts for the strategy's files."""
         own = str(strategy.predictor)
         shape = self.training.shape
         found = self._replay(strategy, self._predictor(own, learned[own]))
@@ -197,13 +187,13 @@ class Learning:
         return facts | (self._beside_skip(learned[own]) if own == MLP else {})
 
     def _beside_skip(self, learned: Weights) -> dict[str, float]:
-        """Returns how often the networks and the model's own routers are right as the default
-        strategy uses them: it takes the better ones (`prefetch_predictor`)."""
+        """Returns how often the trained networks and the model's own routers are right when the default strategy uses
+        them. The default strategy takes the better ones (`prefetch_predictor`)."""
         default = Strategy("", "", "lru", prefetch=PrefetchOptions(watchdog=False))
         shape = self.training.shape
         try:
             skip = UNTRAINED[SKIP](shape, self.artifacts)
-        except (ModelFormatError, OptionError):  # routers that only llama.cpp can read, or a trace alone
+        except (ModelFormatError, OptionError):  # only llama.cpp can read the routers, or there is only a trace
             return {}
         predictors = {MLP: self._predictor(MLP, learned), SKIP: skip}
         return {f"{name}_right": _right(self._replay(default, each)) for name, each in predictors.items()}
@@ -227,5 +217,5 @@ class Learning:
 
 
 def _right(result: SimResult) -> float:
-    """Returns the share of the experts named that the router chose."""
+    """Returns the share of the predicted experts that the router chose."""
     return round(result.counters["forecast_right"] / max(1, result.counters["forecast_picks"]), 4)

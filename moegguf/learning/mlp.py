@@ -1,6 +1,6 @@
-"""Trains ProMoE's two-layer MLPs (section 4.3), one per pair of layers that the windows need.
+"""Trains ProMoE's two-layer MLPs (section 4.3), one for each pair of layers that the windows need.
 
-Inputs are standardised for training, and that is folded into the first matrix afterwards.
+Inputs are standardized for training. Afterwards the standardization is folded into the first matrix.
 """
 
 from __future__ import annotations
@@ -21,21 +21,20 @@ from moegguf.learning.gradients import Floats
 from moegguf.learning.splitting import validation_tokens
 from moegguf.trace.trace import Trace
 
-LEAST_SPREAD = 0.3  # share of the mean spread: smaller ones would make weights that bytes cannot hold beside others
+LEAST_SPREAD = 0.3  # share of the mean spread; inputs with less spread make weights too large for bytes
 
 
 @dataclass(frozen=True)
 class Options(Schedule):
-    """windows: distances k. n_hidden: 970 makes 2 million weights of 2048 inputs and 60 experts, as
-    in the paper."""
+    """Options of a training."""
 
     lr: float = 3e-3
-    windows: tuple[int, ...] = (1, 2, 4, 8)
-    n_hidden: int = 512
+    windows: tuple[int, ...] = (1, 2, 4, 8)  # distances between the layers of a pair
+    n_hidden: int = 512  # hidden values; 970 gives the paper's 2 million weights (2048 inputs, 60 experts)
 
 
 def train(trace: Trace, options: Options | None = None, report: Report = no_report) -> Weights:
-    """Returns the arrays `<source>.<target>.{hidden,out}.{weight,bias}`. Raises OptionError where
+    """Trains the networks. Returns the arrays `<source>.<target>.{hidden,out}.{weight,bias}`. Raises OptionError if
     the trace has no inputs."""
     options = options or Options()
     if trace.inputs is None:
@@ -63,7 +62,8 @@ def train(trace: Trace, options: Options | None = None, report: Report = no_repo
 
 
 def _mean_curve(courses: Sequence[Fitted]) -> list[float]:
-    """Returns the mean validation accuracy after each epoch. A network that stopped earlier keeps its last one."""
+    """Returns the mean validation accuracy of the networks after each epoch. A network that stopped earlier counts
+    with its last accuracy."""
     longest = max((course.epochs for course in courses), default=0)
     rows = [[*course.accuracies, *course.accuracies[-1:] * (longest - course.epochs)] for course in courses]
     return [round(float(mean), 4) for mean in np.mean(rows, axis=0)] if longest else []
@@ -72,7 +72,7 @@ def _mean_curve(courses: Sequence[Fitted]) -> list[float]:
 def train_pair(
     inputs: Floats, chosen: Floats, validation: npt.NDArray[np.bool_], options: Options, report: Report = no_report
 ) -> tuple[dict[str, Floats], Fitted]:
-    """Returns one MLP's arrays, and the course of its training."""
+    """Trains one MLP. Returns its arrays, and the course of the training."""
     mean = inputs.mean(axis=0)
     spread = inputs.std(axis=0)
     spread = np.maximum(spread, LEAST_SPREAD * spread.mean() + np.finfo(np.float32).tiny)

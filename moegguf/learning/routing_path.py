@@ -1,16 +1,15 @@
-"""Trains ExpertFlow's routing-path predictor (section 3.1.2) from a trace. The network is the
-differentiable form of moegguf/controller/predictors/routing_path.py: equal arrays, equal sums.
+"""Trains ExpertFlow's routing-path predictor (section 3.1.2) from a trace. The network is the differentiable form of
+moegguf/controller/predictors/routing_path.py: from the same arrays it computes the same results.
 
-A sample is a chunk of a request and the window of tokens before it. The chunks of a request begin
-at another place in every epoch.
+A sample is a chunk of a request and the window of tokens before it. In every epoch the chunks of a request begin at
+other positions.
 
-Three departures from the paper: A batch of 16 is 16 chunks, not 16 requests. Adam's weight decay is
-decoupled (AdamW), because coupled decay of 0.01 wipes out the embeddings of rare tokens. The
-network begins from what each token id says by itself (`Samples.first_guess`), because 33,000 tokens
-would take long to show it.
+Training departs from the paper in three ways. A batch of 16 is 16 chunks, not 16 requests. Adam's weight decay is
+decoupled (AdamW), because coupled decay of 0.01 wipes out the embeddings of rare tokens. The network starts from the
+experts that each token id uses by itself (`Samples.first_guess`), because 33,000 tokens are too few to learn this
+soon.
 
-Only tokens that the trace has get an embedding in training. The embedding of every other token is
-zero.
+Only tokens in the trace get an embedding in training. The embedding of every other token is zero.
 """
 
 from __future__ import annotations
@@ -45,19 +44,18 @@ from moegguf.learning.gradients import (
 from moegguf.learning.splitting import held_out
 from moegguf.trace.trace import Trace
 
-BLOCK_GAIN = 0.1  # blocks begin small beside the first guess
+BLOCK_GAIN = 0.1  # scale of a block's first weights, so that its output is small compared to the first guess
 POSITION_GAIN = 0.2
-MIN_SHARE = 1e-3  # least share of tokens that use an expert, where its logit is taken
-PRIOR_TOKENS = 1.0  # tokens of mere popularity that a token id's statistics begin with
-N_POWER = 4  # iterations that find the largest singular vectors
-MASKED = np.float32(-1e9)  # the score of what an attention may not see
+MIN_SHARE = 1e-3  # shares are moved into MIN_SHARE ... 1 - MIN_SHARE before a logit is computed
+PRIOR_TOKENS = 1.0  # weight of popularity in a token id's statistics, in tokens
+N_POWER = 4  # iterations to find the largest singular vectors
+MASKED = np.float32(-1e9)  # attention score of positions that must not be seen
 VALIDATION_SHARE = 0.1
 
 
 @dataclass(frozen=True)
 class Options(Schedule):
-    """Sizes of the network and training options; lr, weight_decay and batch are the paper's
-    (section 5.2)."""
+    """Sizes of the network and options of its training. lr, weight_decay and batch are the paper's (section 5.2)."""
 
     epochs: int = 8
     batch: int = 16
@@ -72,7 +70,7 @@ class Options(Schedule):
 
 
 class PathModel:
-    """The network; parameters have the names and shapes of the arrays that `routing_path` reads."""
+    """The network. Its parameters have the names and shapes of the arrays that `routing_path` reads."""
 
     def __init__(
         self, embedding: Floats, heads: Floats, popularity: Floats, options: Options, rng: np.random.Generator
@@ -97,7 +95,7 @@ class PathModel:
         self.parameters = {name: Node(value.astype(np.float32), learns=True) for name, value in values.items()}
 
     def _matrix(self, *sizes: int, fan_in: int, gain: float = 1.0) -> Floats:
-        """Returns a normal matrix whose output has about `gain` times the spread of its input."""
+        """Returns a random normal matrix. It multiplies the spread of an input of length `fan_in` by about `gain`."""
         return self._rng.standard_normal(sizes) * (gain / np.sqrt(fan_in))
 
     def _attention(self, name: str) -> dict[str, Floats]:
@@ -118,8 +116,8 @@ class PathModel:
         }
 
     def logits(self, windows: Integers, chunks: Integers, training: bool) -> Node:
-        """Returns logits (n, chunk, n_moe_layer, n_expert) of windows (n, window) and chunks (n,
-        chunk)."""
+        """Returns logits (n, chunk, n_moe_layer, n_expert) for n samples: `windows` (n, window) and `chunks` (n,
+        chunk) of tokens."""
 
         def drop(x: Node) -> Node:
             if not training:
@@ -146,8 +144,8 @@ class PathModel:
         return times(rms_norm(x, NORM_EPS), self.parameters[name])
 
     def _attend(self, name: str, x: Node, memory: Node | None = None, causal: bool = False) -> Node:
-        """Returns the attention of normed x (n, n_token, n_embd) over itself, or over a memory
-        (n, n_window, n_embd)."""
+        """Normalizes x (n, n_token, n_embd). Returns its attention over itself, or over `memory` (n, n_window,
+        n_embd)."""
         x = self._norm(f"{name}.norm", x)
         source = x if memory is None else memory
         q = self._heads(f"{name}.q", x)
@@ -163,7 +161,7 @@ class PathModel:
         return product(reshape(mixed, *x.value.shape), reshape(out, -1, out.value.shape[-1]))
 
     def _heads(self, name: str, x: Node) -> Node:
-        """Returns x times a matrix, by head: (n, n_head, n_token, n_embd_head)."""
+        """Returns x times a matrix, split by head: (n, n_head, n_token, n_embd_head)."""
         weight = self.parameters[name]
         n_embd, n_head, n_embd_head = weight.value.shape
         found = product(x, reshape(weight, n_embd, -1))
@@ -175,22 +173,22 @@ class PathModel:
 
 
 def logit(share: Floats) -> Floats:
-    """Returns the logit of a share, of MIN_SHARE at least and 1 - MIN_SHARE at most."""
+    """Returns the logit of `share`, which is first moved into the range from MIN_SHARE to 1 - MIN_SHARE."""
     share = np.clip(share, MIN_SHARE, 1 - MIN_SHARE)
     return np.log(share / (1 - share))
 
 
 class Samples:
-    """The requests of a trace end to end, with the beginning's token before and behind each.
-    Requests with unknown tokens are left out. Raises OptionError when none remains.
+    """The tokens of all requests of a trace in one array. Padding (token id n_vocab) lies before and after each
+    request. Requests with unknown tokens are left out. Raises OptionError if no request remains.
 
-    seen (n_seen,): the token ids that occur, in order, and n_vocab, the beginning's token.
+    seen (n_seen,): the token ids that occur, ascending, with n_vocab for padding.
 
-    tokens (n,): the tokens as indices of `seen`.
+    tokens (n,): the tokens as indices into `seen`.
 
-    paths (n, n_moe_layer, n_expert): the experts that a token used.
+    paths (n, n_moe_layer, n_expert): True for the experts that a token used.
 
-    known (n, n_moe_layer): True where a layer was computed.
+    known (n, n_moe_layer): True if the layer was computed for the token.
     """
 
     def __init__(self, trace: Trace, window: int, chunk: int) -> None:
@@ -221,7 +219,7 @@ class Samples:
         self.known[here] = ids[:, :, 0] >= 0
 
     def tokens_of(self, sequences: list[int]) -> Integers:
-        """Returns the places of the tokens of these requests."""
+        """Returns the positions of the tokens of these requests in `tokens`."""
         parts = [
             np.arange(start, end)
             for sequence, start, end in zip(self.sequences, self.starts, self.ends, strict=True)
@@ -230,14 +228,14 @@ class Samples:
         return np.concatenate(parts)
 
     def popularity(self, places: Integers) -> Floats:
-        """Returns (n_moe_layer, n_expert): the share of these tokens that used an expert."""
+        """Returns (n_moe_layer, n_expert): the share of the tokens at `places` that used each expert."""
         return self.paths[places].sum(axis=0) / np.maximum(self.known[places].sum(axis=0), 1)[:, np.newaxis]
 
     def first_guess(self, places: Integers, n_embd: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
-        """Returns an embedding (n_seen, n_embd) and heads (n_embd, n_moe_layer, n_expert).
+        """Returns an embedding (n_seen, n_embd) and heads (n_embd, n_moe_layer, n_expert) to start the training with.
 
-        Their product approximates the log-odds with which a token id uses an expert, less the
-        log-odds with which an average token does. Only tokens at `places` count.
+        Their product approximates, for each token id and expert, the log-odds that this token id uses the expert, less
+        the log-odds of an average token. Only tokens at `places` count.
         """
         size = self.paths.shape[1:]
         uses = np.zeros((len(self.seen), *size), np.float32)
@@ -257,7 +255,8 @@ class Samples:
         return embedding, heads
 
     def firsts(self, sequences: list[int], rng: np.random.Generator) -> Integers:
-        """Returns where chunks of these requests begin; each request is cut at places of its own."""
+        """Returns the positions at which chunks of these requests begin. Each request is cut into chunks from a random
+        offset."""
         cuts = [
             np.maximum(np.arange(start - int(rng.integers(self.chunk)), end, self.chunk), start)
             for sequence, start, end in zip(self.sequences, self.starts, self.ends, strict=True)
@@ -267,7 +266,8 @@ class Samples:
 
 
 class PathTrainee(Trainee):
-    """The network with the chunks of a trace; requests of `validation` only decide when to stop."""
+    """The network with the chunks of a trace. Requests in `validation` are not trained on and only decide when to
+    stop."""
 
     def __init__(self, samples: Samples, validation: list[int], options: Options, rng: np.random.Generator) -> None:
         self._training = [sequence for sequence in samples.sequences if sequence not in validation]
@@ -281,7 +281,7 @@ class PathTrainee(Trainee):
 
     @property
     def n_batches(self) -> int:
-        """The most batches in an epoch."""
+        """An upper bound of the number of batches in an epoch."""
         samples = self._samples
         lengths = (samples.ends - samples.starts)[np.isin(samples.sequences, self._training)]
         return int((-(-lengths // samples.chunk) + 1).sum()) // self._batch + 1
@@ -294,7 +294,7 @@ class PathTrainee(Trainee):
     def _computed(
         self, firsts: Integers, training: bool
     ) -> Iterator[tuple[Node, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]]:
-        """Yields logits, paths and where these are known, a batch of chunks at a time."""
+        """Yields (logits, experts used, True where a layer was computed) for one batch of chunks after the other."""
         samples = self._samples
         for start in range(0, len(firsts), self._batch):
             first = firsts[start : start + self._batch, np.newaxis]
@@ -304,7 +304,7 @@ class PathTrainee(Trainee):
             yield logits, samples.paths[here], samples.known[here]
 
     def validate(self) -> float:
-        """Returns the accuracy on the validation requests; 0 without any."""
+        """Returns the accuracy on the validation requests; 0 if there are none."""
         right = total = 0
         for logits, paths, known in self._computed(self._validation, False):
             n, of = n_right(logits.value[known], paths[known])
@@ -314,8 +314,8 @@ class PathTrainee(Trainee):
 
 
 def train(trace: Trace, options: Options | None = None, report: Report = no_report) -> Weights:
-    """Returns the arrays of a trained predictor, by name. They follow from the seed and the number
-    of threads."""
+    """Trains the network. Returns its arrays by name, which depend only on the trace, the options and the number of
+    threads."""
     options = options or Options()
     samples = Samples(trace, options.window, options.chunk)
     validation = held_out(trace.select(samples.sequences), VALIDATION_SHARE, options.seed)
@@ -329,7 +329,7 @@ def train(trace: Trace, options: Options | None = None, report: Report = no_repo
 
 
 def largest_singular(matrix: Floats, n: int, rng: np.random.Generator) -> tuple[Floats, Floats, Floats]:
-    """Returns u, s and v^T of the about n largest singular values, by power iteration."""
+    """Returns u, s and v^T for about the n largest singular values, computed by power iteration."""
     found = matrix @ rng.standard_normal((matrix.shape[1], n)).astype(matrix.dtype)
     for _ in range(N_POWER):
         basis, _ = np.linalg.qr(found)

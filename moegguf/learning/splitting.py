@@ -1,4 +1,4 @@
-"""Splits a trace by request, never by token: neighbouring tokens share experts."""
+"""Splits a trace into sets of requests, never within a request, because neighbouring tokens share experts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from moegguf.trace.trace import Trace
 
 
 def held_out(trace: Trace, share: float, seed: int) -> list[int]:
-    """Returns the requests to leave out: this share of each kind of text, at least one where a kind
-    has several. Where no kind has several, all requests count as one kind."""
+    """Returns the requests to leave out of a training: `share` of each kind of text, at least one request of a kind
+    with several. If every kind has only one request, all requests count as one kind."""
     rng = np.random.default_rng(seed)
     kinds: dict[str, list[int]] = {}
     for sequence in trace.sequences():
@@ -26,5 +26,5 @@ def held_out(trace: Trace, share: float, seed: int) -> list[int]:
 
 
 def validation_tokens(trace: Trace, seed: int, share: float = 0.1) -> npt.NDArray[np.bool_]:
-    """Returns (n_tokens,): tokens of requests that only decide when to stop."""
+    """Returns (n_tokens,): True for tokens of requests that are not trained on and only decide when to stop."""
     return np.isin(trace.sequence_of, held_out(trace, share, seed))

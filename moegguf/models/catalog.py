@@ -1,8 +1,8 @@
-"""All models of this machine by name: looked up, listed, copied, created and removed here.
+"""Finds, lists, copies, creates and removes the models of this machine by name.
 
 Sources, in this order: paths (where allowed), the demo, MOEGGUF_MODELS, our index, the Hugging Face cache, Ollama's
-stores. The first of two models with one name is used. Only our own files and, when no name uses them any more, those in
-the Hugging Face cache are ever deleted.
+stores. If two models have one name, the first is used. Only our own files are ever deleted, and files in the Hugging
+Face cache that no name uses any more.
 """
 
 from __future__ import annotations
@@ -42,12 +42,11 @@ HUB_SEARCH = "https://huggingface.co/models?library=gguf&search="
 
 
 class Catalog:
-    """The models that can be used now. Reads the sources at each call, so changes by other processes are seen.
-
+    """The models that can be used now. Each call reads the sources, so changes by other processes are seen.
     Thread-safe.
 
-    paths: whether a path is accepted as a name, as on a command line, and errors name paths and commands. In a server
-    this is False, or its clients could open any file of the machine.
+    paths: True accepts a path as a name, as on a command line, and lets errors name paths and commands. A server needs
+    False, because otherwise its clients could open any file of the machine.
 
     given: further models, which are found before all others.
     """
@@ -58,16 +57,17 @@ class Catalog:
 
     @property
     def index(self) -> Index:
-        """The index in the data folder."""
+        """The index of names in the data folder."""
         return Index(data_folder())
 
     @property
     def blobs(self) -> BlobStore:
-        """The uploaded files in the data folder."""
+        """The store of uploaded files in the data folder."""
         return BlobStore()
 
     def entries(self, prefix: str = "") -> list[ModelEntry]:
-        """Models whose names start with `prefix` (in any case), newest first; no files that are not GGUF."""
+        """Returns the models whose names start with `prefix` (in any case), newest first. Leaves out files that are
+        not GGUF."""
         found: dict[str, ModelEntry] = {}
         for entry in self._models():
             found.setdefault(entry.name.lower(), entry)
@@ -76,16 +76,16 @@ class Catalog:
         return sorted(chosen, key=lambda entry: (entry.modified, entry.name), reverse=True)
 
     def find(self, name: str | os.PathLike[str], *, even_missing: bool = False) -> ModelEntry:
-        """The model of this name, or at this path.
+        """Returns the model of this name, or at this path.
 
-        Raises ModelNotFoundError, listing the nearest names, when there is none, and for one whose files are missing,
-        unless `even_missing`; ModelNameError where paths are not allowed and it is not a valid name.
+        Raises ModelNotFoundError, with the nearest names, if there is none. Raises it also for a model whose files are
+        missing, unless `even_missing`. Raises ModelNameError for an invalid name if paths are not allowed.
         """
         text = os.fspath(name)
         if not text.strip():
             raise ModelNotFoundError(f"a model is given by its name, but is {text!r}; try {sources.DEMO_NAME!r}.")
         if (entry := next(self._models(text), None)) is None:
-            # A text that is no name is most likely a path that does not exist, where paths are taken.
+            # If paths are allowed, a text that is no name is most likely a path that does not exist.
             raise self._not_found(text, name_or_none(text) if self.paths else parse_name(text))
         if not entry.missing or even_missing:
             return entry
@@ -99,30 +99,31 @@ class Catalog:
         )
 
     def modelfile(self, entry: ModelEntry) -> str:
-        """The Modelfile that makes the same model again, also when the entry's name was removed."""
+        """Returns a Modelfile that makes the same model again, even after the entry's name was removed."""
         if entry.source in ("demo", "hub", "ollama"):
             return render(entry, entry.name)
         if entry.path == demo_path():
             return render(entry, f"{sources.DEMO_NAME}:{DEFAULT_TAG}")
-        # A name that stays when the entry's is removed.
+        # Another name of the same files, which stays when the entry's name is removed.
         cached = sources.cached_models(None, self.index.read().hidden)
         names = (each.name for each in cached if each.files == entry.files)
         return render(entry, next(names, str(entry.path)))
 
     def copy(self, source: str, destination: str) -> ModelEntry:
-        """Makes `destination` another name for the files of `source`, which are not copied.
+        """Makes `destination` another name for the files of `source`. The files are not copied.
 
-        Raises ModelNotFoundError, ModelNameError, and OptionError when a model outside our index has the name.
+        Raises ModelNotFoundError, ModelNameError, and OptionError if a model outside our index has the name
+        `destination`.
         """
         target = self._free_name(destination)
         entry = self.find(source)
         return self._save(lambda: entry, target)
 
     def create(self, name: str, recipe: Recipe) -> ModelEntry:
-        """Saves the model of `recipe` in our index under `name`, replacing one there.
+        """Saves the model that `recipe` describes in our index under `name`, and replaces an entry of that name.
 
-        Raises ModelNotFoundError (base or blobs), ModelFormatError for files that are not a model or an adapter of
-        it, OptionError for values of the wrong type or out of range. Warns of what is left out.
+        Raises ModelNotFoundError (base or blobs), ModelFormatError for files that are not a model or not an adapter of
+        it, OptionError for values of the wrong type or out of range. Warns of parts of the recipe that are left out.
         """
         target = self._free_name(name)
         if bool(recipe.from_) == bool(recipe.files):
@@ -144,7 +145,7 @@ class Catalog:
                     "a mirror is the path of a file, which could be any file of the server; start it with"
                     " --mirror, or create the name on the server's machine."
                 )
-        if base is not None and is_other_kind(base.path):  # a name for it would be in no list
+        if base is not None and is_other_kind(base.path):  # no list would show a name for this file
             raise ModelFormatError(f"{base.path} is not a GGUF file; give a .gguf model file, or a model's name.")
 
         draft = self.find(recipe.draft).path if recipe.draft and not guesses else None
@@ -163,7 +164,7 @@ class Catalog:
         return self._save(make, target)
 
     def remove(self, name: str) -> ModelEntry:
-        """Removes the name, and its files when no other name uses them; returns the removed model.
+        """Removes the name. Also deletes its files if no other name uses them. Returns the removed model.
 
         Raises ModelNotFoundError, OptionError for sources that are never changed, PullError when a file cannot be
         deleted.
@@ -187,15 +188,15 @@ class Catalog:
         return entry
 
     def unhide(self, *names: str) -> None:
-        """Lists removed names of the Hugging Face cache again, as after they were fetched again."""
+        """Makes removed names of the Hugging Face cache visible again, because their files were fetched again."""
         keys = {name.lower() for name in names} & self.index.read().hidden
         if keys:
             with self.index.changed() as found:
                 found.hidden -= keys
 
     def _models(self, text: str | None = None) -> Iterator[ModelEntry]:
-        """The models of all sources, one source after the other; with `text` those that it may mean, the right one
-        first."""
+        """Yields the models of all sources, one source after the other. With `text`, yields only models that `text`
+        may mean, the most likely one first."""
         path = text if self.paths else None
         if path is not None and (file := _existing(path, Path.is_file)):
             yield sources.file_entry(file, "path", str(file.absolute()))
@@ -209,14 +210,15 @@ class Catalog:
         yield from (updated(entry) for known, entry in contents.entries.items() if key in (None, known))
         yield from sources.cached_models(text, contents.hidden)
         yield from sources.ollama_models(text)
-        if text and (model := find_in_library(text)):  # none of the others has its short name
+        if text and (model := find_in_library(text)):  # a short name of the library, unknown to the sources above
             yield from sources.cached_models(model.hub_name, contents.hidden)
         if path is not None and (folder := _existing(path, Path.is_dir)):
             file = sources.only_model(folder)
             yield sources.file_entry(file, "path", str(file.absolute()))
 
     def _save(self, make: Callable[[], ModelEntry], target: Name) -> ModelEntry:
-        """Saves the result of `make` under the name `target`; `make` runs under the index's lock."""
+        """Saves the result of `make` in our index under the name `target`. Calls `make` while it holds the index's
+        lock."""
         self.index.read()  # repairs a damaged file first
         with self.index.changed() as contents:
             entry = make()
@@ -229,7 +231,8 @@ class Catalog:
         return updated(own)
 
     def _free_name(self, text: str) -> Name:
-        """The name, if no other source has it. Raises ModelNameError, OptionError."""
+        """Parses a name and returns it. Raises ModelNameError, and OptionError if a model outside our index has this
+        name."""
         name = parse_name(text)
         with suppress(ModelNotFoundError):
             entry = Catalog(paths=False).find(name.canonical)
@@ -238,8 +241,8 @@ class Catalog:
         return name
 
     def _clean(self) -> None:
-        """Deletes file sets that no name uses, and from the Hugging Face cache the files of removed names that no other
-        model uses."""
+        """Deletes sets of uploaded files that no name uses. Deletes from the Hugging Face cache the files of removed
+        names that no other model uses."""
         with self.index.changed() as contents:
             self.blobs.clean(contents.files())
             used = {path.resolve() for path in contents.files()}
@@ -288,28 +291,29 @@ _REMOVAL_HINTS = {
 
 
 def _as_now(entry: ModelEntry) -> ModelEntry:
-    """The entry where its files are still the same or gone, else one with their sizes and their digest now."""
+    """Returns the entry unchanged if its files are unchanged or gone, else with their present sizes and digest."""
     now = updated(entry)
     return entry if now.missing or now.weights == entry.weights else now
 
 
 def with_adapter(entry: ModelEntry, path: str | Path) -> ModelEntry:
-    """The model with a LoRA adapter. Raises ModelFormatError for a file that is none of it, ModelNotFoundError."""
+    """Returns the model with a LoRA adapter. Raises ModelFormatError for a file that is no adapter of this model,
+    ModelNotFoundError if the file is missing."""
     adapter = Path(path).expanduser().absolute()
     read_adapter(adapter, read_layout(entry.path).arch)
     return replace(entry, adapter=adapter, weights=weights_digest(entry.files, adapter))
 
 
 def _existing(text: str, is_kind: Callable[[Path], bool]) -> Path | None:
-    with suppress(OSError, ValueError, RuntimeError):  # too long, a zero byte, no such user
+    with suppress(OSError, ValueError, RuntimeError):  # the text is too long, has a zero byte, or names no user
         path = Path(text).expanduser()
         return path if is_kind(path) else None
     return None
 
 
 def find_model(name: str | os.PathLike[str]) -> Path:
-    """The file to open for `name`: a path, a folder with one model, or a name (see `Catalog.find`).
+    """Returns the file to open for `name`: a path, a folder with one model, or a name (see `Catalog.find`).
 
-    Raises ModelNotFoundError, listing the nearest names, when there is none.
+    Raises ModelNotFoundError, with the nearest names, if there is none.
     """
     return _existing(os.fspath(name), Path.is_file) or Catalog().find(name).path

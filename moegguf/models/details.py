@@ -1,4 +1,4 @@
-"""Facts from the headers of a model's files: family, size, quantisation, capabilities. Reads no weights."""
+"""Reads facts from the headers of a model's files: family, size, quantisation, capabilities. Reads no weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moegguf.models.entry import Details, ModelEntry, NamedModel
 from moegguf.models.recipe import usable_parameters
 from moegguf.quantities import human_number
 
-# {general.file_type: name}, llama_ftype in llama.h
+# {general.file_type: name}, as in llama.h's llama_ftype
 FILE_TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S",
     12: "Q3_K_M", 13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS",
@@ -28,20 +28,21 @@ _INFILL_KEYS = ("tokenizer.ggml.fim_pre_token_id", "tokenizer.ggml.prefix_token_
 
 
 def details(entry: ModelEntry) -> Details:
-    """The facts of an entry.
+    """Reads the facts about an entry from its files.
 
-    Raises ModelNotFoundError, ModelFormatError, ExpertIOError as `read_layout` does.
+    Raises ModelNotFoundError, ModelFormatError and ExpertIOError, as `read_layout` does.
     """
     layout = read_layout(entry.path)
     metadata = layout.metadata
     template = entry.template or layout.chat_template
     tool_template = None if entry.template else layout.tool_template
     total, _ = parameters(layout)
-    # Ollama's rules: a model with pooling embeds, any other completes. Ours: one whose pooling is a score ranks.
+    # Ollama's rules: a model with pooling computes embeddings, any other model completes text. Our rule: a model whose
+    # pooling gives a score ranks texts.
     if (pooling := metadata.get(f"{layout.arch}.pooling_type")) is not None:
         capabilities = ["rerank" if pooling == POOLING_RANK else "embedding"]
     else:
-        template = template or CHATML  # conversations need one
+        template = template or CHATML  # a conversation needs a template
         able = capabilities_of(template + (tool_template or ""))
         capabilities = ["completion", *(["vision"] if projector_of(entry) else []), *able]
         if "insert" not in capabilities and any(key in metadata for key in _INFILL_KEYS):
@@ -63,7 +64,8 @@ def details(entry: ModelEntry) -> Details:
 
 
 def parameters_of(model: NamedModel) -> dict[str, Any]:
-    """A name's parameters, and those that the files ask to be sampled with, where they can be read."""
+    """Returns a name's parameters, and the sampling parameters in its files that the name does not set. If the files
+    cannot be read, returns only the name's."""
     own = dict(model.parameters)
     if isinstance(model, ModelEntry) and not model.missing:
         with suppress(MoeggufError):
@@ -72,21 +74,23 @@ def parameters_of(model: NamedModel) -> dict[str, Any]:
 
 
 def projector_of(entry: ModelEntry) -> ProjectorHeader | None:
-    """The header of an entry's projector; None without one, and for a damaged one: the model then reads texts only."""
+    """Returns the header of an entry's projector. Returns None if there is none or if it is damaged: the model then
+    reads only texts."""
     with suppress(OSError, MoeggufError):
         return read_projector(entry.mmproj) if entry.mmproj else None
     return None
 
 
 def files_of(entry: ModelEntry) -> dict[str, str]:
-    """Returns the files that a model is loaded with, by keyword of `Llama`; a projector that is damaged is left out."""
+    """Returns the files to load with a model, by keyword of `Llama`: projector, adapter, draft model. A damaged
+    projector is left out."""
     projector = projector_of(entry)
     beside = {"mmproj": projector and projector.path, "lora_path": entry.adapter, "draft": entry.draft}
     return {name: str(path) for name, path in beside.items() if path}
 
 
 def parameters(layout: ExpertLayout) -> tuple[int, int]:
-    """(all parameters, those that one token uses)."""
+    """Returns (number of all parameters, number of parameters that one token uses)."""
     blocks = {name: (n, n_bytes) for name, n, n_bytes in GGML_TYPES.values()}
     total = sum(size // blocks[name][1] * blocks[name][0] for name, (_, size) in layout.tensor_types.items())
     idle = sum(
@@ -98,11 +102,12 @@ def parameters(layout: ExpertLayout) -> tuple[int, int]:
 
 
 def main_type(layout: ExpertLayout) -> str:
-    """The name of the tensor type with the most bytes."""
+    """Returns the name of the tensor type with the most bytes."""
     return max(layout.tensor_types, key=lambda name: layout.tensor_types[name][1])
 
 
 def quantization(layout: ExpertLayout) -> str:
-    """The file type's name ("Q4_K_M"); the main tensor type where the file does not state it."""
+    """Returns the name of the file type, such as "Q4_K_M". If the file does not state it, returns the main tensor
+    type."""
     kind = layout.metadata.get("general.file_type")
     return FILE_TYPES.get(kind, main_type(layout)) if isinstance(kind, int) else main_type(layout)

@@ -1,4 +1,4 @@
-"""A model by name, what its name adds to its files, and what is known of the files without opening them as models."""
+"""Data about a named model: its name, the name's additions to its files, and facts known without opening the files."""
 
 from __future__ import annotations
 
@@ -20,21 +20,18 @@ from moegguf.quantities import utc_time
 SAMPLE_BYTES = 1 << 20
 
 _DIGEST = re.compile(r"sha256[:-]([0-9a-fA-F]{64})", re.ASCII)
-_CONTENT_ADDRESS = re.compile(r"(?:sha256-)?([0-9a-f]{64})", re.ASCII)  # a file's name in a store of blobs
+_CONTENT_ADDRESS = re.compile(r"(?:sha256-)?([0-9a-f]{64})", re.ASCII)  # the name of a file in a store of blobs
 
 Source = Literal["demo", "path", "folder", "hub", "ollama", "own"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overrides:
-    """The additions of a name to the files of its model; None or empty keeps the files' own.
-
-    `template` is Jinja; `parameters` have Ollama's option names.
-    """
+    """The additions of a name to the files of its model. None or empty keeps the files' own value."""
 
     system: str | None = None
-    template: str | None = None
-    parameters: Mapping[str, Any] = field(default_factory=dict)
+    template: str | None = None  # chat template in Jinja
+    parameters: Mapping[str, Any] = field(default_factory=dict)  # {Ollama's name of the option: value}
     messages: tuple[Mapping[str, Any], ...] = ()
     license: str | None = None
 
@@ -46,7 +43,7 @@ class Overrides:
 
 @dataclass(frozen=True)
 class NamedModel(Overrides):
-    """A name and what it adds to its files, wherever these are.
+    """A name and the additions to its files, without the paths of the files.
 
     `name` is canonical and has a tag ("demo:latest", "hf.co/user/repo:Q4_K_M").
     """
@@ -56,26 +53,23 @@ class NamedModel(Overrides):
 
 @dataclass(frozen=True)
 class ModelEntry(NamedModel):
-    """One name and what it stands for on this machine.
-
-    The shards are in their order; shards in `missing` are no longer there. `weights` has 64 hex digits that change with
-    the files (`weights_digest`), so names of one set of files have one value. `modified` is aware, in UTC.
-    """
+    """One name and the model that it stands for on this machine."""
 
     source: Source
-    files: tuple[Path, ...]
+    files: tuple[Path, ...]  # the shards in order
     size_bytes: int
-    weights: str
-    modified: datetime
-    mmproj: Path | None = None  # projector for images
-    adapter: Path | None = None  # LoRA adapter that the model is loaded with
-    draft: Path | None = None  # smaller model that guesses the model's tokens
-    parent: str = ""  # name that this one was made from
-    missing: tuple[Path, ...] = ()
+    weights: str  # 64 hex digits that change with the files (`weights_digest`), equal for all names of these files
+    modified: datetime  # last change, as an aware datetime in UTC
+    mmproj: Path | None = None  # a projector for images
+    adapter: Path | None = None  # a LoRA adapter that is loaded with the model
+    draft: Path | None = None  # a smaller model that guesses the model's next tokens
+    parent: str = ""  # the name from which this one was made
+    missing: tuple[Path, ...] = ()  # files that are no longer there
 
     @property
     def digest(self) -> str:
-        """64 hex digits that change with the files and the overrides; `weights` without overrides."""
+        """64 hex digits that change with the files and with the name's additions; equal to `weights` without
+        additions."""
         given = {name: value for name, value in self.overrides.items() if value not in (None, (), {})}
         if not given:
             return self.weights
@@ -84,52 +78,47 @@ class ModelEntry(NamedModel):
 
     @property
     def path(self) -> Path:
-        """The file to open."""
+        """The file to open: the first shard."""
         return self.files[0]
 
     @property
     def all_files(self) -> tuple[Path, ...]:
-        """The shards, and the projector, adapter and draft model when there are such."""
+        """The shards, and the projector, adapter and draft model if there are any."""
         return (*self.files, *filter(None, (self.mmproj, self.adapter, self.draft)))
 
 
 @dataclass(frozen=True)
 class Details:
-    """Facts from the headers of an entry's files.
-
-    `parameter_size` is abbreviated ("30.5B"), `quantization` the file's main type ("Q4_K_M"). `capabilities`: of
-    completion, vision, tools, thinking, insert, embedding, rerank. `metadata`: all GGUF keys. `tool_template`: the
-    template of conversations with tools where the file has one for them.
-    """
+    """Facts from the headers of an entry's files."""
 
     family: str
-    parameter_size: str
+    parameter_size: str  # abbreviated, such as "30.5B"
     n_parameters: int
-    quantization: str
+    quantization: str  # the file's main type, such as "Q4_K_M"
     n_ctx_train: int
     n_embd: int
     n_expert: int
     n_expert_used: int
-    capabilities: tuple[str, ...]
+    capabilities: tuple[str, ...]  # out of completion, vision, tools, thinking, insert, embedding, rerank
     template: str | None
-    metadata: Mapping[str, Any]
-    tool_template: str | None = None
+    metadata: Mapping[str, Any]  # all GGUF keys
+    tool_template: str | None = None  # the file's separate template for conversations with tools
 
 
 @dataclass(frozen=True)
 class PullStatus:
-    """A step of a download: Ollama's text, and for a file its digest and bytes (`completed_bytes` None at first)."""
+    """A step of a download."""
 
-    status: str
-    digest: str = ""
+    status: str  # Ollama's text for the step
+    digest: str = ""  # digest of the file that is fetched
     file: str = ""
     total_bytes: int = 0
-    completed_bytes: int | None = None
+    completed_bytes: int | None = None  # None until bytes of the file were reported
 
 
 def blob_name(digest: str) -> str:
-    """The file name of a digest, "sha256-<hex>"; nothing else builds one. Raises ModelNameError for what is no
-    digest."""
+    """Returns the file name for a digest, "sha256-<hex>". All such names are made here. Raises ModelNameError if
+    `digest` is no digest."""
     match = _DIGEST.fullmatch(digest) if isinstance(digest, str) else None
     if match is None:
         raise ModelNameError(f'a digest is "sha256:" and 64 hexadecimal digits, but this is {digest!r:.80}.')
@@ -137,10 +126,11 @@ def blob_name(digest: str) -> str:
 
 
 def digest_of(files: tuple[Path, ...]) -> str:
-    """64 hex digits that change with the files: their SHA-256, where a file or the one it links to is named by it.
+    """Returns 64 hex digits that change with the files: their SHA-256, if each file or the target of its link is named
+    by it.
 
-    Else over each file's size, first and last MiB: the header, and weights that differ between trainings. Hashing all
-    of a 200 GB model would take minutes. Raises OSError.
+    Otherwise the digest is over each file's size and its first and last MiB. These parts have the header, and weights
+    that differ between trainings. To hash all of a 200 GB model would take minutes. Raises OSError.
     """
     targets = [os.readlink(path) if path.is_symlink() else str(path) for path in files]
     addresses = [_CONTENT_ADDRESS.fullmatch(os.path.basename(target)) for target in targets]
@@ -150,7 +140,7 @@ def digest_of(files: tuple[Path, ...]) -> str:
 
 
 def weights_digest(files: tuple[Path, ...], adapter: Path | None) -> str:
-    """64 hex digits that change with what is computed: the files, and an adapter. Raises OSError."""
+    """Returns 64 hex digits that change with the model's files and with its adapter. Raises OSError."""
     of_files = digest_of(files)
     return combined_digest([of_files, digest_of((adapter,))]) if adapter else of_files
 
@@ -161,7 +151,7 @@ def combined_digest(digests: list[str]) -> str:
 
 
 def size_of(files: Iterable[Path]) -> int:
-    """Bytes of these files on disk. Raises OSError."""
+    """Returns the bytes of these files on disk. Raises OSError."""
     return sum(path.stat().st_size for path in files)
 
 
@@ -172,7 +162,7 @@ def modified_at(path: Path) -> datetime:
 
 @lru_cache(maxsize=4096)
 def _sample(file: FileVersion) -> str:
-    """The digest of one file, computed again only when the file has changed."""
+    """Returns the digest of one file, which is computed again only when the file has changed."""
     digest = hashlib.sha256(f"{file.n_bytes}\n".encode())
     with open(file.path, "rb") as stream:
         digest.update(stream.read(SAMPLE_BYTES))

@@ -1,11 +1,12 @@
-"""Requests to the Hub: a repository's list of files, the headers of a model, and whole files.
+"""Fetches from the Hub: a repository's list of files, the headers of a model, and whole files.
 
-Files are resumed and verified. They get their names only when all are there. Errors of the Hub become ours.
+Downloads are resumed and verified. Files get their names only when all of them are there. Errors of the Hub become
+moegguf's errors.
 
 A file grows as `blobs/<etag>.incomplete` in the Hugging Face cache and is continued after an interruption, also by
 another process. A file of full size is read again for its digest. If the digest is right, the blob gets its name.
-Locks are huggingface_hub's, so two programs do not fetch one file at once. In a cache a name is a link in the
-commit's snapshot to the blob, as huggingface_hub makes it. Any other folder has a cache inside, and hard links to it.
+Locks are huggingface_hub's, so two programs do not fetch one file at once. In a cache a name is a link in the commit's
+snapshot to the blob, as huggingface_hub makes it. Any other folder has a cache inside, and hard links to it.
 
 huggingface_hub 2.4's own `hf_hub_download` does less. It writes to a file of a random name, deletes that file after a
 failure or an interruption, and never continues it. Over HTTP it compares no digest, and a 5xx or a reset connection
@@ -52,16 +53,16 @@ from moegguf.regular_file import open_regular
 from moegguf.text import without_password
 
 TRIES = 4
-WAIT_S = 1.0  # wait before the second try; doubled before each further one
+WAIT_S = 1.0  # seconds before the second try; doubled before each further one
 MAX_WAIT_S = 30.0
-TIMEOUT_S = 20.0  # longest time that no byte comes
-PROGRESS_BYTES = 1 << 20  # a try that received this much resets the count of failures
+TIMEOUT_S = 20.0  # seconds without a byte after which a request fails
+PROGRESS_BYTES = 1 << 20  # a try that receives at least this much sets the count of failures to 0
 TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
-FIRST_BYTES = 2 << 20  # first part of a header; a large vocabulary takes several times as much
+FIRST_BYTES = 2 << 20  # bytes of a header that are fetched first; a large vocabulary needs several times as many
 MOST_BYTES = 128 << 20
 PLAIN_LIMIT_BYTES = 50 * 10**9  # the Hub serves larger files only through its chunked storage (Xet)
 MAX_PARALLEL_FILES = 4
-POLL_S = 0.2  # time between two checks for an interruption, and between two reports
+POLL_S = 0.2  # seconds between two checks for an interruption, and between two reports
 
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 _HEX40 = re.compile(r"[0-9a-f]{40}")
@@ -74,31 +75,28 @@ class Stopped(Exception):  # noqa: N818 (a state asked for, not a fault)
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a repository's commit. `etag`: the SHA-256 of a large file, the git hash of a small one.
-
-    `folder`: where a cache keeps the repository.
-    """
+    """A file in one commit of a repository."""
 
     repo: str
     commit: str
     path: str
     size_bytes: int
-    etag: str
-    folder: Path
+    etag: str  # SHA-256 of a large file, git hash of a small one
+    folder: Path  # the repository's folder in a cache
 
     @property
     def is_large(self) -> bool:
-        """Returns whether the Hub stores the file as a large file (LFS), so that `etag` is a SHA-256."""
+        """Returns whether the Hub stores the file as a large file (LFS). Its `etag` is then a SHA-256."""
         return len(self.etag) == 64
 
     @property
     def blob(self) -> Path:
-        """The path in the cache of the complete file."""
+        """The complete file's path in the cache."""
         return self.folder / "blobs" / self.etag
 
     @property
     def partial(self) -> Path:
-        """The path in the cache of an incomplete file."""
+        """The incomplete file's path in the cache."""
         return self.folder / "blobs" / f"{self.etag}.incomplete"
 
     @property
@@ -108,20 +106,21 @@ class HubFile:
 
     @property
     def received_bytes(self) -> int:
-        """Returns the bytes of the file that the cache has."""
+        """Returns how many bytes of the file are in the cache."""
         if self.is_cached:
             return self.size_bytes
-        with suppress(FileNotFoundError):  # also where another process has just given it its name
+        with suppress(FileNotFoundError):  # the file is not there, or another process has just renamed it
             return min(self.partial.stat().st_size, self.size_bytes)
         return 0
 
     @property
     def missing_bytes(self) -> int:
-        """Returns the bytes of the file that the cache lacks."""
+        """Returns how many bytes of the file are missing in the cache."""
         return self.size_bytes - self.received_bytes
 
     def is_at(self, path: Path) -> bool:
-        """Returns whether the file at `path` has the digest. A right file is on disk then. Raises OSError."""
+        """Returns whether the file at `path` has this file's digest. Writes its data to disk first (fsync). Raises
+        OSError."""
         git = hashlib.sha1(f"blob {self.size_bytes}\0".encode(), usedforsecurity=False)
         digest = hashlib.sha256() if self.is_large else git
         with open_regular(path) as found:
@@ -131,8 +130,8 @@ class HubFile:
 
 
 def read_repository(repo: str, cache: Path | None = None) -> dict[str, HubFile]:
-    """{path: file} of the newest commit of `main` of "user/repo", without files that have no size, no digest or no
-    relative path inside the repository; `cache`: another one than the Hub's.
+    """Returns {path: file} for the newest commit of the branch `main` of "user/repo". Leaves out files without size or
+    digest, and paths that lead out of the repository. `cache` is the cache's folder; None: the Hub's cache.
 
     Raises ModelNotFoundError, PullError.
     """
@@ -160,9 +159,9 @@ def read_repository(repo: str, cache: Path | None = None) -> dict[str, HubFile]:
 
 @contextmanager
 def open_bytes(file: HubFile, begin: int) -> Iterator[httpx2.Response]:
-    """A response with the file's bytes from `begin` on (status 206), or with all (200).
+    """Opens a response with the file's bytes from `begin` on (status 206), or with all bytes (200).
 
-    Raises PullError for other bytes than were asked for, and the errors of httpx2 and huggingface_hub.
+    Raises PullError if the server sends other bytes, and the errors of httpx2 and huggingface_hub.
     """
     url = f"{hub_endpoint()}/{file.repo}/resolve/{file.commit}/{quote(file.path)}"
     headers = build_hf_headers(library_name="moegguf", library_version=__version__)
@@ -181,8 +180,8 @@ def open_bytes(file: HubFile, begin: int) -> Iterator[httpx2.Response]:
 
 
 def with_retries(call: Callable[[], Result], received_bytes: Callable[[], int] = lambda: 0) -> Result:
-    """The result of `call`, repeated after transient errors until TRIES in a row received less than PROGRESS_BYTES.
-    Raises the last error."""
+    """Returns the result of `call`. Repeats the call after transient errors, until TRIES calls in a row failed and
+    received less than PROGRESS_BYTES each. Then raises the last error. Raises other errors at once."""
     n_failures = 0
     while True:
         before = received_bytes()
@@ -204,7 +203,7 @@ def with_retries(call: Callable[[], Result], received_bytes: Callable[[], int] =
 
 @contextmanager
 def hub_errors(repo: str, path: str = "") -> Iterator[None]:
-    """Raises errors of the Hub, of the network and of huggingface_hub inside the `with` as ours."""
+    """Turns errors of the Hub, of the network and of huggingface_hub inside the `with` into moegguf's errors."""
     try:
         yield
     except MoeggufError:
@@ -218,7 +217,7 @@ def _shown_endpoint() -> str:
 
 
 def _to_moegguf_error(error: BaseException, repo: str, path: str) -> MoeggufError:
-    """The error of the Hub or of the network as one of ours, with the next step."""
+    """Returns moegguf's error for an error of the Hub or of the network, with the next step for the user."""
     what = f"{repo}/{path}" if path else repo
     page = f"{_shown_endpoint()}/{repo}"
     token = "the token in HF_TOKEN" if get_token() else "no token is set: put one into HF_TOKEN"
@@ -251,10 +250,11 @@ def _to_moegguf_error(error: BaseException, repo: str, path: str) -> MoeggufErro
 
 @contextmanager
 def remote_model(name: str) -> Iterator[ModelEntry]:
-    """The model of a Hub name, with headers only, so that it can be described and planned before it is fetched.
+    """Provides the model of a Hub name with headers only, so that it can be described and planned before it is
+    fetched.
 
     Each of its files is a sparse file of its full size whose first bytes are the header. A reader of headers reads it
-    like a fetched model, but finds zeros in place of weights. The files are deleted at the end.
+    like a fetched model, but finds zeros instead of weights. The files are deleted at the end of the `with`.
 
     Raises ModelNotFoundError, ModelNameError, ModelFormatError, PullError.
     """
@@ -263,14 +263,14 @@ def remote_model(name: str) -> Iterator[ModelEntry]:
     selection = select_files(files, parsed.tag, repo=parsed.repo)
     with tempfile.TemporaryDirectory(prefix="moegguf-header-") as folder:
         for path in selection.paths:
-            with suppress(ModelFormatError) if path == selection.mmproj else nullcontext():  # a damaged one is ignored
+            with suppress(ModelFormatError) if path == selection.mmproj else nullcontext():  # ignores a bad projector
                 _fetch_header(files[path], Path(folder) / PurePosixPath(path).name)
         yield file_entry(Path(folder) / PurePosixPath(selection.files[0]).name, "hub", parsed.canonical)
 
 
 def _fetch_header(file: HubFile, path: Path) -> None:
-    """Fetches the beginning of the file until its header is complete, and gives `path` the file's size. Raises the
-    reader's error for one that never is."""
+    """Fetches the file's first bytes into `path` until the header is complete. `path` then has the file's full size,
+    with zeros at the end. Raises the reader's error if the header never is complete."""
 
     def receive() -> None:
         n_bytes = 0
@@ -283,7 +283,7 @@ def _fetch_header(file: HubFile, path: Path) -> None:
                     continue
                 output.flush()
                 os.truncate(path, max(n_bytes, file.size_bytes))
-                # The zeros after the fetched bytes may be an error; one of the whole file is its own.
+                # An error may come from the zeros after the fetched bytes. Only an error in the whole file counts.
                 with suppress(ModelFormatError) if n_bytes < file.size_bytes else nullcontext():
                     if read_gguf(path).shard.header_bytes <= n_bytes:
                         return
@@ -302,11 +302,11 @@ def _fetch_header(file: HubFile, path: Path) -> None:
 def fetch_files(
     files: Sequence[HubFile], what: str, stopped: threading.Event, report: Callable[[dict[HubFile, int]], None]
 ) -> None:
-    """Downloads the blobs of all files, MAX_PARALLEL_FILES at a time; calls `report` with the bytes of each that are on
-    disk now and then, and at the end. `what` starts the message of a full disk.
+    """Downloads the blobs of all files, MAX_PARALLEL_FILES at a time. Calls `report` now and then, and at the end,
+    with the bytes of each file that are on disk. `what` names the download in messages.
 
-    Raises the first error (ModelNotFoundError, ModelFormatError, PullError), PullError also when `stopped`; the threads
-    then end with their next bytes.
+    Raises the first error (ModelNotFoundError, ModelFormatError, PullError), and PullError if `stopped` is set. The
+    threads then end when they receive their next bytes.
     """
     if files:
         check_space(files[0].folder, sum(file.missing_bytes for file in files), what)
@@ -321,7 +321,7 @@ def fetch_files(
                 received[file] = file.size_bytes
         except Stopped:
             return
-        except BaseException as error:  # raised by the thread that waits
+        except BaseException as error:  # the waiting thread raises it
             errors.append(error)
             stopped.set()
 
@@ -336,7 +336,7 @@ def fetch_files(
             while thread.is_alive() and not stopped.is_set():
                 thread.join(POLL_S)
                 report(dict(received))
-    except BaseException:  # an interrupt
+    except BaseException:  # Ctrl-C, for example
         stopped.set()
         raise
     if errors:
@@ -353,7 +353,8 @@ def _fetch(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Ev
 
 
 def _fetch_plain(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event) -> None:
-    """The whole file; a resumed file with a wrong digest is downloaded once more from the start."""
+    """Fetches the whole file into the cache. If a resumed file has a wrong digest, fetches it once more from the
+    start."""
     file.blob.parent.mkdir(parents=True, exist_ok=True)
     with _locked(file, on_bytes, stopped):
         if file.is_cached:
@@ -373,7 +374,8 @@ def _fetch_plain(file: HubFile, on_bytes: Callable[[int], None], stopped: thread
 
 
 def _locked(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event) -> ExitStack:
-    """The file's lock in the cache, held; while another process has it, reports the bytes that process has."""
+    """Takes the file's lock in the cache and returns it. While another process holds the lock, reports the bytes that
+    process has received. Raises Stopped if `stopped` is set meanwhile."""
     path = file.folder.parent / ".locks" / file.folder.name / f"{file.etag}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     stack = ExitStack()
@@ -388,8 +390,8 @@ def _locked(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.E
 
 
 def _receive(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event) -> None:
-    """One request for the missing bytes, written as they arrive. Raises httpx2.ReadError for too few, PullError for
-    another size, ModelFormatError for the start of another kind of file, Stopped."""
+    """Sends one request for the missing bytes and writes them as they arrive. Raises httpx2.ReadError for too few
+    bytes, PullError for another size, ModelFormatError if the file begins like another kind of file, Stopped."""
     n_bytes = file.received_bytes
     with open(file.partial, "a+b") as output:
         output.truncate(n_bytes)
@@ -398,7 +400,7 @@ def _receive(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.
         try:
             with open_bytes(file, n_bytes) as response:
                 total = response.headers.get("Content-Range", "").rpartition("/")[2]
-                if response.status_code != 206:  # the whole file
+                if response.status_code != 206:  # the server sends the whole file
                     n_bytes = 0
                     total = response.headers.get("Content-Length", "")
                     output.truncate(0)
@@ -414,13 +416,14 @@ def _receive(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.
         except hf.HfHubHTTPError as error:
             if error.response.status_code != 416 or not n_bytes:
                 raise
-            output.truncate(0)  # the server does not continue the file
+            output.truncate(0)  # the server cannot continue the file
     if n_bytes != file.size_bytes:
         raise httpx2.ReadError("the connection was closed too early")
 
 
 def _check_chunk(file: HubFile, begin: int, chunk: bytes) -> None:
-    """Raises PullError for more bytes than the file has, ModelFormatError for the start of another kind of file."""
+    """Raises PullError if the chunk exceeds the file's size, ModelFormatError if the file begins like another kind of
+    file."""
     if begin + len(chunk) > file.size_bytes:
         raise _wrong_size(file, "more")
     start = chunk[: len(MAGIC)]
@@ -456,7 +459,8 @@ def _fetch_chunked(file: HubFile, on_bytes: Callable[[int], None], stopped: thre
 
 
 def link_commit(files: Sequence[HubFile]) -> Path:
-    """Links the commit's paths to the blobs, then sets `main` to it; returns the snapshot. Raises PullError."""
+    """Makes links at the commit's paths to the blobs, then sets `main` to the commit. Returns the snapshot's folder.
+    Raises PullError."""
     folder = files[0].folder
     commit = files[0].commit
     snapshot = folder / "snapshots" / commit
@@ -464,25 +468,25 @@ def link_commit(files: Sequence[HubFile]) -> Path:
         for file in files:
             link = snapshot / file.path
             link.parent.mkdir(parents=True, exist_ok=True)
-            # A right link, which another process may have made just now, is never taken away.
+            # A correct link stays, because another process may have made it just now.
             if os.path.lexists(link) and not (link.exists() and link.samefile(file.blob)):
                 link.unlink(missing_ok=True)
-            with suppress(FileExistsError):  # made by another process in the meantime
-                try:  # relative, as huggingface_hub makes them
+            with suppress(FileExistsError):  # another process has made it in the meantime
+                try:  # a relative link, as huggingface_hub makes them
                     link.symlink_to(os.path.relpath(file.blob, link.parent))
                 except PermissionError:  # a file system without symbolic links
                     os.link(file.blob, link)
         (folder / "refs").mkdir(exist_ok=True)
-        # A temporary file in refs/ would be taken for a branch.
+        # A temporary file in refs/ would look like a branch.
         write_atomically(folder / ".main", commit.encode())
-        with suppress(FileNotFoundError):  # another thread or process has put it there
+        with suppress(FileNotFoundError):  # another thread or process has moved it there
             os.replace(folder / ".main", folder / "refs" / "main")
     return snapshot
 
 
 def find_missing(files: Sequence[HubFile], folder: Path) -> list[HubFile]:
-    """Returns the files that `folder` lacks. It has a file whose path is a link to the cache, or whose digest is right;
-    the latter is linked into the cache. Raises PullError."""
+    """Returns the files that are missing in `folder`. A file is there if its path is a link to the cache, or if it has
+    the right digest and the cache lacks it. In the second case it is linked into the cache. Raises PullError."""
 
     def is_there(file: HubFile) -> bool:
         path = folder / file.path
@@ -491,7 +495,7 @@ def find_missing(files: Sequence[HubFile], folder: Path) -> list[HubFile]:
         if file.is_cached or not file.is_at(path):
             return file.is_cached and path.samefile(file.blob)
         file.blob.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(OSError):  # a file system without links: it is read again the next time
+        with suppress(OSError):  # a file system without links: the file is read again the next time
             os.link(path, file.blob)
         return True
 
@@ -500,8 +504,8 @@ def find_missing(files: Sequence[HubFile], folder: Path) -> list[HubFile]:
 
 
 def link_files(files: Sequence[HubFile], folder: Path) -> None:
-    """Gives the blobs, which are in a cache below `folder`, their paths there; drops blobs that no path has any more.
-    Raises PullError."""
+    """Links the blobs, which are in a cache below `folder`, to their paths in `folder`. Deletes blobs that no path
+    uses any more. Raises PullError."""
     with disk_errors(f"what was fetched cannot be linked in {str(folder)!r}"):
         for file in files:
             path = folder / file.path

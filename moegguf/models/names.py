@@ -1,12 +1,12 @@
-"""Names of models: `[host/][namespace/]model[:tag]`.
+"""Parses names of models: `[host/][namespace/]model[:tag]`.
 
-Ollama's rules (types/model/name.go: first character, characters, lengths), so that a name is never a path. Hugging Face
-repositories can be written `hf.co/user/repo`, `huggingface.co/user/repo`, `hf:user/repo`, `user/repo` or as a URL; the
-tag selects a file ("Q4_K_M", or a file's whole name). Names are compared without case.
+The rules are Ollama's (types/model/name.go: first character, characters, lengths), so that a name is never a path. A
+Hugging Face repository can be written `hf.co/user/repo`, `huggingface.co/user/repo`, `hf:user/repo`, `user/repo` or as
+a URL. The tag selects a file ("Q4_K_M", or a file's whole name). Names are compared without case.
 
-The library has well-known MoE models under short names such as "qwen3:30b": where they are, and how large. Its table
-library.json says how its facts were checked. A short name without a tag means the first model of that name. Opens no
-other file.
+The library has short names such as "qwen3:30b" for well-known MoE models, with their repositories and sizes. Its table
+library.json says how its facts were checked. A short name without a tag means the first model of that name. No other
+file is opened.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ OLLAMA_HOST = "registry.ollama.ai"
 
 MAX_NAME = 512  # characters
 MAX_HOST = 253
-MAX_PART = 96  # the Hub's limit
-MAX_TAG = 160  # whole file names are tags
+MAX_PART = 96  # characters, the Hub's limit
+MAX_TAG = 160  # characters; a tag can be a whole file name
 
 _URL = re.compile(  # address of a repository, or of one of its files, whose name is then the tag
     r"https?://(?:www\.)?(?:hf|huggingface)\.co/([^/?#]+/[^/?#]+)"
@@ -40,14 +40,14 @@ _URL = re.compile(  # address of a repository, or of one of its files, whose nam
 )
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*", re.ASCII)
 _HOST = re.compile(r"(?=[^/]*[.:]|localhost$)[a-z0-9_][a-z0-9_.-]*(:\d{1,5})?", re.ASCII)
-_RESERVED = {"hf", "ollama"}  # prefixes, not models
+_RESERVED = {"hf", "ollama"}  # prefixes of names, which are no models
 
 FORMS = 'write "model:tag", or "hf.co/user/repo:Q4_K_M" for a model of Hugging Face'
 
 
 @dataclass(frozen=True)
 class Name:
-    """The parts of a name. `host` and `namespace` are empty for local models; `tag` never is."""
+    """The parts of a name. `host` and `namespace` are empty for local models. `tag` is never empty."""
 
     host: str
     namespace: str
@@ -56,12 +56,12 @@ class Name:
 
     @property
     def canonical(self) -> str:
-        """The full form: "demo:latest", "hf.co/user/repo:Q4_K_M"."""
+        """The full form of the name, such as "demo:latest" or "hf.co/user/repo:Q4_K_M"."""
         return "/".join(part for part in (self.host, self.namespace, self.model) if part) + f":{self.tag}"
 
     @property
     def key(self) -> str:
-        """Equal for names that mean the same."""
+        """A text that is equal for names with the same meaning."""
         return self.canonical.lower()
 
     @property
@@ -71,12 +71,12 @@ class Name:
 
     @property
     def repo(self) -> str:
-        """The repository of a hub name: "user/repo"."""
+        """The repository of a name on Hugging Face: "user/repo"."""
         return f"{self.namespace}/{self.model}"
 
 
 def parse_name(text: str) -> Name:
-    """The name that `text` means.
+    """Parses a name.
 
     Raises ModelNameError for paths, other characters, long texts and reserved names.
     """
@@ -101,20 +101,21 @@ def parse_name(text: str) -> Name:
 
 
 def name_or_none(text: str) -> Name | None:
-    """The name that `text` means; None where it is none."""
+    """Parses a name. Returns None if `text` is no valid name."""
     with suppress(ModelNameError):
         return parse_name(text)
     return None
 
 
 def hub_name_of(text: str) -> Name | None:
-    """The name of a model on Hugging Face that `text` means, if it does."""
+    """Parses a name. Returns None unless it is the name of a model on Hugging Face."""
     name = name_or_none(text)
     return name if name and name.is_hub else None
 
 
 def _name(host: str, path: str, text: str) -> Name:
-    """The name with `[namespace/]model[:tag]` in `path`. Raises ModelNameError for a part that breaks a rule."""
+    """Returns the name with this host, and with `[namespace/]model[:tag]` from `path`. Raises ModelNameError for a
+    part that breaks a rule."""
     namespace, _, last = path.partition("/") if host else ("", "", path)
     model, colon, tag = last.partition(":")
     name = Name(host, namespace, model, tag if colon else DEFAULT_TAG)
@@ -141,7 +142,7 @@ def is_tag(text: str) -> bool:
 
 
 def _fault(part: str, most: int) -> str | None:
-    """The rule that `part` breaks; None when it breaks none."""
+    """Returns the rule that `part` breaks; None if it breaks none."""
     if not part:
         return "has an empty part"
     if len(part) > most:
@@ -161,13 +162,13 @@ def _bad(text: str, rule: str) -> ModelNameError:
 class LibraryModel:
     """A model of the library.
 
-    `n_parameters` and `n_active` count all other weights, too, but not a table that is read by row. `n_active` counts
-    only the experts that one token uses. `file` is the first shard of a split model.
+    Both numbers of parameters count all weights except experts and tables that are read by row. `n_parameters` adds
+    all experts, `n_active` only the experts that one token uses.
     """
 
     name: str
     repository: str
-    file: str
+    file: str  # first shard of a split model
     quantization: str
     size_bytes: int
     n_parameters: float
@@ -175,57 +176,58 @@ class LibraryModel:
     n_expert: int
     n_expert_used: int
     n_layer: int
-    row_table_bytes: int = 0
+    row_table_bytes: int = 0  # bytes of tables that stay in the file, from which single rows are read
 
     @property
     def hub_name(self) -> str:
-        """The model's name on Hugging Face."""
+        """The model's full name on Hugging Face."""
         return f"{HUB_HOST}/{self.repository}:{self.quantization}"
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes that are in memory when all experts are: all but a table that is read by row."""
+        """The bytes in memory when all experts are in memory. A table that is read by row is left out."""
         return self.size_bytes - self.row_table_bytes
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of all routed experts. A token uses n_expert_used of every n_expert of them."""
+        """The bytes of all routed experts. A token uses n_expert_used of every n_expert of them."""
         share = (1 - self.n_active / self.n_parameters) / (1 - self.n_expert_used / self.n_expert)
         return round(min(1.0, share) * self.resident_bytes)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of the routed experts that a token uses."""
+        """The bytes of the routed experts that one token uses."""
         return self.expert_bytes * self.n_expert_used // self.n_expert
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes of all other weights, which every token uses."""
+        """The bytes of all other weights, which every token uses."""
         return self.resident_bytes - self.expert_bytes
 
 
 @functools.cache
 def library() -> tuple[LibraryModel, ...]:
-    """All models of the library, in the order of its table."""
+    """Returns all models of the library, in the order of its table."""
     table = json.loads(Path(__file__).with_name("library.json").read_text(encoding="utf-8"))
     return tuple(LibraryModel(**dict(zip(table["columns"], row, strict=False))) for row in table["models"])
 
 
 def find_in_library(text: str) -> LibraryModel | None:
-    """The model of this short name, in any case."""
+    """Returns the library's model of this short name, in any case; None if there is none."""
     name = text.lower().removesuffix(":latest")
     return next((model for model in library() if name in (model.name, model.name.partition(":")[0])), None)
 
 
 def fetchable_name(text: str) -> str | None:
-    """The name on Hugging Face that `text` means, by itself or in the library; None where it is no such name."""
+    """Returns the name on Hugging Face that `text` means, directly or as a short name of the library. Returns None if
+    it means none."""
     if model := find_in_library(text):
         return model.hub_name
-    is_path = text.lower().endswith(".gguf") and ":" not in text  # a path may look like USER/REPOSITORY
+    is_path = text.lower().endswith(".gguf") and ":" not in text  # a path can look like USER/REPOSITORY
     return text if hub_name_of(text) and not is_path else None
 
 
 def nearest_names(text: str, others: Sequence[str] = ()) -> list[str]:
-    """Returns up to three names, of the library and of `others`, that are written much like `text`."""
+    """Returns up to three names from the library and from `others` that are spelled similarly to `text`."""
     known = [*others, *(model.name for model in library())]
     return list(dict.fromkeys(difflib.get_close_matches(text.lower().removesuffix(":latest"), known, n=3)))

@@ -5,9 +5,9 @@ elsewhere. Their location is "hub:" and a path in the Hugging Face cache, "sets:
 "demo:", or an absolute path. A damaged index is renamed with a warning, and its readable entries are kept. Models in
 the caches are found without the index.
 
-Uploaded files (blobs) are named by digest only once they are complete and verified. A set of blobs is a folder named by
-its digest. Each file of a model has its own name there, a hard link to the blob, so that llama.cpp finds the shards of
-a split model beside each other.
+Uploaded files (blobs) are named by digest only once they are complete and verified. A set of blobs is a folder named
+by its digest. Each file of a model has its own name there, a hard link to the blob, so that llama.cpp finds all shards
+of a split model in one folder.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from moegguf.regular_file import read_regular
 from moegguf.settings import data_folder
 
 VERSION = 1
-_BESIDE = ("mmproj", "adapter", "draft")  # a file each, or None
-MARGIN_BYTES = 64 << 20  # left free on the disk
+_BESIDE = ("mmproj", "adapter", "draft")  # fields of an entry with one file or None
+MARGIN_BYTES = 64 << 20  # bytes that are left free on the disk
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+() -]{0,199}", re.ASCII)
 
 
@@ -55,7 +55,7 @@ def _location_of(path: Path) -> str:
 
 
 def _path_at(location: str) -> Path:
-    """The path of a location, where the file may be missing. Raises ValueError for one outside its folder."""
+    """Returns the path of a location; the file may be missing. Raises ValueError for a location outside its folder."""
     prefix, _, rest = location.partition(":")
     if prefix == "demo":
         return demo_path() or Path(DEMO_FILE)
@@ -67,14 +67,15 @@ def _path_at(location: str) -> Path:
 
 
 def updated(entry: ModelEntry) -> ModelEntry:
-    """An entry of the index with the sizes and the digest of its files now, and in `missing` those no longer there."""
+    """Returns an entry of the index with the present sizes and digest of its files. `missing` lists files that are
+    gone."""
     there = {path: path.stat().st_size for path in entry.all_files if os.path.isfile(path)}
     needed = (*entry.files, *filter(None, (entry.adapter,)))
     missing = tuple(path for path in needed if path not in there)
     weights = entry.weights
     named_by_digest = all(_location_of(path).startswith(("hub:", "sets:")) for path in needed)
-    if not missing and not named_by_digest:  # a file at a path may be another one than when named
-        with suppress(OSError):  # not readable
+    if not missing and not named_by_digest:  # the file at a path may have been replaced
+        with suppress(OSError):  # a file cannot be read: the old digest stays
             weights = weights_digest(entry.files, entry.adapter)
     return replace(
         entry,
@@ -88,37 +89,37 @@ def updated(entry: ModelEntry) -> ModelEntry:
 
 @dataclass
 class Contents:
-    """All of an index. `entries`: by name in lower case, as stored, see `updated`. `hidden`: keys of removed names of
-    the Hugging Face cache whose files entries still use. `is_intact`: the whole file could be read."""
+    """The contents of an index."""
 
-    entries: dict[str, ModelEntry] = field(default_factory=dict)
-    hidden: set[str] = field(default_factory=set)
-    is_intact: bool = True
+    entries: dict[str, ModelEntry] = field(default_factory=dict)  # {name in lower case: entry as stored}
+    hidden: set[str] = field(default_factory=set)  # keys of removed Hugging Face names whose files other names use
+    is_intact: bool = True  # False: a part of the file could not be read
 
     def files(self) -> set[Path]:
-        """The files of all entries."""
+        """Returns the files of all entries."""
         return {path for entry in self.entries.values() for path in entry.all_files}
 
 
 class Index:
-    """The file `models.json` in `folder`. Safe to use from many threads and processes."""
+    """The file `models.json` in `folder`. Many threads and processes may use it at once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.path = folder / "models.json"
 
     def read(self) -> Contents:
-        """The contents now; empty when there is no file. A damaged file is repaired, not an error."""
+        """Returns the contents now, which are empty if there is no file. Repairs a damaged file and raises no
+        error."""
         contents = self._load()
         if not contents.is_intact:
-            with suppress(OSError, PullError), self.changed():  # a folder that cannot be written stays as it is
+            with suppress(OSError, PullError), self.changed():  # a read-only folder keeps the damaged file
                 pass
         return contents
 
     @contextmanager
     def changed(self) -> Iterator[Contents]:
-        """The contents, to be changed inside the `with`, under the lock; written at its end, unless it raises. Raises
-        PullError when the disk fails."""
+        """Provides the contents, which may be changed inside the `with`, under the index's lock. At the end the
+        contents are written, unless the block raises. Raises PullError when the disk fails."""
         with disk_errors(f"the index {str(self.path)!r} cannot be written"):
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(self.folder / "models.lock", "a+b") as lock:
@@ -135,7 +136,7 @@ class Index:
                     write_atomically(self.path, _to_json(contents))
 
     def _load(self) -> Contents:
-        """Returns the entries that can be read."""
+        """Reads the index, and keeps every entry that can be read."""
         contents = Contents()
         try:
             data = json.loads(read_regular(self.path))
@@ -156,7 +157,8 @@ class Index:
 
 
 def _entry(values: dict[str, Any]) -> ModelEntry:
-    """The entry in one item of the file. Raises KeyError, TypeError, ValueError or AttributeError for a bad one."""
+    """Returns the entry in one item of the file. Raises KeyError, TypeError, ValueError or AttributeError for a bad
+    item."""
     beside: dict[str, Any] = {name: _path_at(location) for name in _BESIDE if (location := values.get(name))}
     modified = datetime.fromisoformat(values["modified"])
     return ModelEntry(
@@ -185,13 +187,14 @@ def _to_json(contents: Contents) -> bytes:
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes free on the disk of `folder`, which need not exist."""
+    """Returns the bytes that are free on the disk of `folder`. The folder may not exist yet."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     return shutil.disk_usage(existing).free
 
 
 def check_space(folder: Path, n_bytes: int, what: str) -> None:
-    """Raises PullError when writing `n_bytes` would leave less than MARGIN_BYTES free. `what` starts the message."""
+    """Raises PullError if less than MARGIN_BYTES would be free after `n_bytes` are written. The message starts with
+    `what`."""
     free = free_bytes(folder)
     if n_bytes and n_bytes + MARGIN_BYTES > free:
         raise PullError(
@@ -201,33 +204,35 @@ def check_space(folder: Path, n_bytes: int, what: str) -> None:
 
 
 def sets_folder() -> Path:
-    """The folder of all sets."""
+    """Returns the folder that has all sets of blobs."""
     return data_folder() / "sets"
 
 
 class BlobStore:
-    """The blobs in the data folder, and the sets of them."""
+    """The uploaded files (blobs) in the data folder, and the sets made of them."""
 
     def __init__(self) -> None:
         self.folder = data_folder() / "blobs"
 
     def path(self, digest: str) -> Path:
-        """The file of a digest. Raises ModelNameError, ModelNotFoundError when it is missing."""
+        """Returns the path of a blob. Raises ModelNameError for a text that is no digest, ModelNotFoundError for a
+        missing blob."""
         if not self.has(digest):
             raise ModelNotFoundError(f"there is no blob {blob_name(digest)!r}; send it first.")
         return self.folder / blob_name(digest)
 
     def has(self, digest: str) -> bool:
-        """Returns whether the blob is complete. Raises ModelNameError."""
+        """Returns whether the blob is there, which means that it is complete. Raises ModelNameError."""
         path = self.folder / blob_name(digest)
         return path.is_file() and not path.is_symlink()
 
     def writer(self, digest: str, size_bytes: int | None = None) -> BlobWriter:
-        """A context manager that receives one blob. Raises PullError when `size_bytes` do not fit the disk."""
+        """Returns a context manager that receives one blob. Raises PullError if `size_bytes` do not fit on the
+        disk."""
         return BlobWriter(self.folder, digest, size_bytes)
 
     def make_set(self, files: Mapping[str, str]) -> ModelEntry:
-        """The model (without a name) in a set of {file name: digest of a blob}.
+        """Makes a set of {file name: digest of a blob}. Returns the model in the set, without a name.
 
         Raises ModelNotFoundError for a missing blob, ModelFormatError for files that are not a model, OptionError for
         names that are not file names.
@@ -238,7 +243,7 @@ class BlobStore:
         paths = tuple(folder / name for name in selection.files)
         try:
             read_layout(paths[0])
-        except BaseException:  # also an interrupt: nothing half checked stays
+        except BaseException:  # also Ctrl-C: no unchecked set stays
             shutil.rmtree(folder, ignore_errors=True)
             raise
         digest = combined_digest([blob_name(named[name]).removeprefix("sha256-") for name in selection.files])
@@ -246,14 +251,15 @@ class BlobStore:
         return ModelEntry("", "own", paths, size_of(paths), digest, datetime.now(UTC), mmproj)
 
     def make_adapter(self, files: Mapping[str, str]) -> Path:
-        """The adapter in a set of one blob, as {file name: digest}. Raises as `make_set` does."""
+        """Makes a set of one blob, an adapter given as {file name: digest}. Returns the adapter's path. Raises the
+        errors of `make_set`."""
         if len(files) != 1:
             raise OptionError(f"a model takes one adapter, but these are {len(files)}; merge them into one file.")
         ((name, blob),) = _named(files).items()
         return self._folder_of({name: blob}) / name
 
     def clean(self, used: Iterable[Path]) -> None:
-        """Removes sets without a file among `used`, and the blobs that only those linked to."""
+        """Removes sets that have no file in `used`, and the blobs to which only these sets were linked."""
         kept = {path.parent for path in used}
         for folder in list(sets_folder().iterdir()) if sets_folder().is_dir() else []:
             if folder in kept:
@@ -267,14 +273,15 @@ class BlobStore:
                         blob.unlink()
 
     def _folder_of(self, named: Mapping[str, str]) -> Path:
-        """The folder of these blobs. Raises ModelNotFoundError, PullError."""
+        """Returns the folder of the set with these blobs. Makes it if it is missing. Raises ModelNotFoundError,
+        PullError."""
         sources = {name: self.path(blob) for name, blob in named.items()}
         listing = "\n".join(sorted(f"{name} {blob_name(blob)}" for name, blob in named.items()))
         digest = hashlib.sha256(listing.encode()).hexdigest()
         folder = sets_folder() / digest
-        if folder.exists():  # further links would change the change time of its files, as if they were written to
+        if folder.exists():  # new links would change the files' change time, as a write does
             return folder
-        temporary = sets_folder() / f".{digest}.{os.getpid()}"  # renamed at the end: a set is complete or absent
+        temporary = sets_folder() / f".{digest}.{os.getpid()}"  # renamed at the end, so a set is complete or absent
         with disk_errors(f"the files cannot be kept in {str(sets_folder())!r}"):
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
@@ -288,7 +295,8 @@ class BlobStore:
 
 
 def _named(files: Mapping[str, str]) -> dict[str, str]:
-    """The files with their ending. Raises OptionError for what is no name of a file."""
+    """Returns {file name: digest} with ".gguf" added to names that lack it. Raises OptionError for a text that is no
+    file name."""
     for name in files:
         if not _FILE_NAME.fullmatch(name) or ".." in name:
             raise OptionError(f"{name!r:.60} is not the name of a file; give names such as 'model.gguf'.")
@@ -296,7 +304,7 @@ def _named(files: Mapping[str, str]) -> dict[str, str]:
 
 
 class BlobWriter(AbstractContextManager["BlobWriter"]):
-    """Receives the bytes of one blob; without `commit` they are removed at the end of the `with`."""
+    """Receives the bytes of one blob. Without `commit` the bytes are deleted at the end of the `with`."""
 
     def __init__(self, folder: Path, digest: str, size_bytes: int | None) -> None:
         self._path = folder / blob_name(digest)
@@ -311,19 +319,19 @@ class BlobWriter(AbstractContextManager["BlobWriter"]):
         self._file = os.fdopen(handle, "wb")
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        with suppress(OSError):  # a full disk fails again at close
+        with suppress(OSError):  # close fails again if the disk is full
             self._file.close()
         self._partial.unlink(missing_ok=True)
 
     def write(self, chunk: bytes) -> None:
-        """Appends bytes. Raises PullError when the disk fails, or would have less than MARGIN_BYTES left."""
+        """Appends bytes. Raises PullError if the disk fails or would have less than MARGIN_BYTES free."""
         check_space(self._path.parent, len(chunk), f"a part of {self._path.name[:19]}")
         self._sha.update(chunk)
         with disk_errors(self._failed):
             self._file.write(chunk)
 
     def commit(self) -> Path:
-        """Verifies the bytes and names the blob. Raises ModelFormatError for another digest, PullError."""
+        """Verifies the bytes and gives the blob its name. Raises ModelFormatError for another digest, PullError."""
         found = f"sha256-{self._sha.hexdigest()}"
         if found != self._path.name:
             raise ModelFormatError(
@@ -348,11 +356,11 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def disk_errors(failed: str) -> Iterator[None]:
-    """Raises errors of the disk inside the `with` as PullError, which says what has `failed`."""
+    """Turns errors of the disk inside the `with` into PullError. Its message starts with `failed`."""
     try:
         yield
     except OSError as error:
-        if isinstance(error, MoeggufError) or error.errno is None:  # a library raised it, not the file system
+        if isinstance(error, MoeggufError) or error.errno is None:  # raised by a library, not by the file system
             raise
         raise PullError(
             f"{failed} ({error.strerror}); check the disk, or delete files, and try again: what was received of a"

@@ -1,9 +1,9 @@
-"""Downloads models from Hugging Face: by name, reporting each step with Ollama's status texts; or files by pattern, as
-llama-cpp-python's `from_pretrained` does.
+"""Downloads models from Hugging Face. Models are given by name, and each step is reported with Ollama's status texts.
+Or files are given by pattern, as in llama-cpp-python's `from_pretrained`.
 
-All files of a model are downloaded before any is named; then the commit's links are made, and `main` is updated last.
-So a name always means the old files or the new ones. Of two pulls of one file, in this process or in two, one waits,
-and goes on with what the other has received when that one is stopped.
+All files of a model are downloaded before any gets its name. Then the commit's links are made, and `main` is updated
+last. So a name always means the old files or the new ones. If two pulls fetch one file, in this process or in two, one
+of them waits. If the other one is stopped, the waiting pull continues from the bytes received so far.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Report = Callable[[PullStatus], None]
 
 
 def pull(name: str, catalog: Catalog, report: Report, cancelled: threading.Event | None = None) -> ModelEntry:
-    """Downloads the model of this name from the Hub or the library, unless it is cached; returns it.
+    """Downloads the model of this name from the Hub or the library, unless it is cached. Returns the model.
 
-    `report` is called on this thread. Raises ModelNameError, ModelNotFoundError (no such repository or file), PullError
-    (everything else, also when `cancelled` is set; received bytes are kept).
+    Calls `report` on this thread. Raises ModelNameError, ModelNotFoundError (no such repository or file), PullError
+    for everything else. If `cancelled` is set, raises PullError and keeps the bytes received so far.
     """
     model = find_in_library(name)
     parsed = parse_name(model.hub_name if model else name)
@@ -97,10 +97,11 @@ def fetch(
     local_dir: Folder = None,
     cache: Folder = None,
 ) -> Path:
-    """Downloads the model that `filename` (a pattern) means, all its shards, and `others`; returns its first file.
+    """Downloads the model that the pattern `filename` means, with all its shards and `others`. Returns its first file.
 
-    Into `local_dir`, else into `cache` (by default the Hub's). Files already there are not fetched again; without a
-    network they are all there is. Raises ModelNotFoundError, listing the files there are, and PullError.
+    Downloads into `local_dir`, or else into `cache` (default: the Hub's cache). Files that are there are not fetched
+    again. Without a network only these files are used. Raises PullError, and ModelNotFoundError with the list of
+    files.
     """
     from huggingface_hub.utils import tqdm
 
@@ -134,13 +135,14 @@ def fetch(
 
 
 def _matching(paths: Sequence[str], repo_id: str, filename: str | None, others: Sequence[str]) -> list[str]:
-    """The shards of the one model that `filename` means, first one first; then the one file for each of `others`."""
+    """Returns the shards of the one model that `filename` means, in order, then one file for each pattern in `others`.
+    Raises ModelNotFoundError if a pattern does not mean exactly one."""
     matching = [path for path in paths if is_model(path) and filename is not None and fnmatch(path, filename)]
     models = {selection.files for _, selection in models_in(paths) if set(selection.files) & set(matching)}
     if len(models) > 1:
         some = ", ".join(sorted(files[0] for files in models)[:40])
         raise ModelNotFoundError(f"{repo_id}: {len(models)} models match {filename!r}: {some}; name one of them.")
-    # The message lists the files, if a shard is missing or nothing fits.
+    # select_files raises an error that lists the files, if a shard is missing or nothing fits.
     tag = DEFAULT_TAG if filename is None else matching[0].rpartition("/")[2] if matching else filename
     found = [*(models.pop() if models else select_files(paths, tag, repo=repo_id).files)]
     for pattern in others:

@@ -1,10 +1,13 @@
-"""The recipe of a new name: its base or files, and the additions to them. The data, its checks and its text.
+"""The recipe of a new name: its base or files, and additions. This module has the data, their checks, and their text
+form.
 
-The text is a Modelfile: a line is `INSTRUCTION arguments`, in Ollama's grammar (parser/parser.go). Instructions in any
-case: FROM (once), PARAMETER name value, SYSTEM, TEMPLATE, MESSAGE role text, LICENSE, ADAPTER path (once). A value goes
-to the end of its line, or is in quotes, or in triple quotes; a quote at the end of a line ends the value. Ours: DRAFT
-model (once), and a line of four quotes or more encloses lines that may have such quotes (`render` writes it where
-nothing else reads back). `#` starts a comment line. LICENSE may be repeated. REQUIRES has no effect.
+The text form is a Modelfile: a line is `INSTRUCTION arguments`, in Ollama's grammar (parser/parser.go). Instructions,
+in any case, are FROM (once), PARAMETER name value, SYSTEM, TEMPLATE, MESSAGE role text, LICENSE, ADAPTER path (once).
+A value goes to the end of its line, or is in quotes, or in triple quotes; a quote at the end of a line ends the value.
+`#` starts a comment line. LICENSE may be repeated. REQUIRES has no effect.
+
+Two additions are ours. DRAFT names a model (once). A line of four quotes or more encloses lines that may have such
+quotes; `render` writes it if no other form reads back.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from moegguf.options import DRAFTS, LOAD_PARAMETERS, OPTIONS
 from moegguf.quantities import parse_expert_cache
 from moegguf.text import without_surrogates
 
-MAX_TEXT = 1 << 20  # characters of a system message, template, license or message
+MAX_TEXT = 1 << 20  # most characters of a system message, template, license or message
 ROLES = ("system", "user", "assistant", "tool")
 
 INTS = (
@@ -53,14 +56,14 @@ _GO_ACTION = re.compile(
 )
 
 
-MAX_MODELFILE = 4 << 20  # characters
-MOST_SHOWN_WHOLE = 1_000_000  # smaller whole numbers are written without a fraction, as Ollama does
+MAX_MODELFILE = 4 << 20  # most characters of a Modelfile
+MOST_SHOWN_WHOLE = 1_000_000  # floats that are smaller whole numbers are written without a fraction, as in Ollama
 
 _HEX_NUMBER = re.compile(
     r"[+-]?0x(?:_?{0}(?:\.{0}?)?|\.{0})p[+-]?\d+(?:_\d+)*".replace("{0}", "(?:[0-9a-f]+(?:_[0-9a-f]+)*)"),
     re.ASCII | re.IGNORECASE,
 )
-_BLANK = re.compile(r"(?:[ \t]*(?:#[^\n]*)?\n)*(?:[ \t]*(?:#[^\n]*)?\Z)?")  # and comments
+_BLANK = re.compile(r"(?:[ \t]*(?:#[^\n]*)?\n)*(?:[ \t]*(?:#[^\n]*)?\Z)?")  # blank lines and comments
 _WORD = re.compile(r"[ \t]*([A-Za-z]+)(?:[ \t]+|(?=\n|$|\"))")
 _FENCED = r'(?P<fence>"{4,})\n(?P<fenced>.*?)\n(?P=fence)[ \t]*(?:\n|$)'
 _BLOCK = r'"""(?P<block>.*?)"""[ \t]*(?:\n|$)'
@@ -75,30 +78,28 @@ _INSTRUCTIONS = (*_ONCE, "PARAMETER", "SYSTEM", "TEMPLATE", "MESSAGE", "LICENSE"
 
 @dataclass(frozen=True)
 class Recipe(Overrides):
-    """Either `from_` (a name or a path) or `files` ({file name: digest} of blobs), and what the new name changes.
+    """The recipe of a new model: either `from_` or `files`, and the additions of the new name."""
 
-    `adapter`: the path of a LoRA adapter, or `adapters` the same as one blob. `draft`: a model by name or path.
-    """
-
-    from_: str = ""
-    files: Mapping[str, str] = field(default_factory=dict)
-    adapter: str = ""
-    adapters: Mapping[str, str] = field(default_factory=dict)
-    draft: str = ""
+    from_: str = ""  # name or path of the base model
+    files: Mapping[str, str] = field(default_factory=dict)  # {file name: digest of a blob}
+    adapter: str = ""  # path of a LoRA adapter
+    adapters: Mapping[str, str] = field(default_factory=dict)  # the adapter as one blob: {file name: digest}
+    draft: str = ""  # name or path of a draft model
 
 
 def is_go_template(text: str) -> bool:
-    """Returns whether a template is one of Ollama's, in Go's template language, and not Jinja."""
+    """Returns whether a template is in Go's template language, as Ollama's are, and not in Jinja."""
     return bool(_GO_ACTION.search(text)) and "{%" not in text
 
 
 def jinja_or_none(template: str | None) -> str | None:
-    """`template`; None for a Go template, which cannot be used: the model's own stays."""
+    """Returns `template`. Returns None for a Go template, which cannot be used: the model's own template then
+    stays."""
     return None if not template or is_go_template(template) else template
 
 
 def left_out(recipe: Recipe) -> list[str]:
-    """Returns a sentence for each part of `recipe` that a model made from it does without."""
+    """Returns a sentence for each part of `recipe` that is left out when a model is made."""
     found = [f"there is no parameter {name!r:.60}; it is left out." for name in recipe.parameters.keys() - PARAMETERS]
     if recipe.template and is_go_template(recipe.template):
         found.append("the template is in Go's language and is left out: the model's own is used, or one in Jinja.")
@@ -106,8 +107,8 @@ def left_out(recipe: Recipe) -> list[str]:
 
 
 def check_overrides(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values read from a file, as keyword arguments of `Overrides`; unknown parameters are left out, and those out of
-    their range.
+    """Returns values that were read from a file as keyword arguments of `Overrides`. Parameters that are unknown or
+    out of range are left out.
 
     Raises OptionError for a value of the wrong type.
     """
@@ -119,12 +120,12 @@ def check_overrides(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters with their types right; unknown names are left out. Raises OptionError for a wrong type."""
+    """Returns the known parameters, with values converted to the right types. Raises OptionError for a wrong type."""
     return {name: _convert(name, value) for name, value in values.items() if name in PARAMETERS}
 
 
 def usable_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the known parameters that are in their range, with their types right. Raises
+    """Returns the known parameters that are in their range, with values converted to the right types. Raises
     OptionError for a wrong type."""
     return {name: value for name, value in check_parameters(values).items() if _is_in_range(name, value)}
 
@@ -145,7 +146,8 @@ def _is_in_range(name: str, value: Any) -> bool:
 
 
 def check_messages(messages: Any) -> tuple[Mapping[str, Any], ...]:
-    """The messages, each with a role and a text only. Raises OptionError for others."""
+    """Returns the messages with only a role and a text each. Raises OptionError for anything that is not such a
+    message."""
     if not isinstance(messages, list | tuple):
         raise OptionError(f"messages must be a list, but is {messages!r:.40}.")
     for message in messages:
@@ -157,7 +159,7 @@ def check_messages(messages: Any) -> tuple[Mapping[str, Any], ...]:
 
 
 def check_text(what: str, text: str | None) -> str | None:
-    """Returns `text` without surrogates; None stays None. Raises OptionError when it is too long or not text."""
+    """Returns `text` without surrogates, or None for None. Raises OptionError if it is too long or not text."""
     if text is None:
         return None
     if not isinstance(text, str) or len(text) > MAX_TEXT:
@@ -166,7 +168,8 @@ def check_text(what: str, text: str | None) -> str | None:
 
 
 def parse_parameter(name: str, text: str) -> Any:
-    """Returns the value of parameter `name` from the text of a Modelfile or of `/set parameter`; of a list one text.
+    """Returns the value of parameter `name`, given in a Modelfile or in `/set parameter`. For a list, `text` is one
+    item.
 
     Raises OptionError for an unknown name or a value of another type.
     """
@@ -188,14 +191,15 @@ _SWITCH = {
 
 
 def _read_whole(text: str) -> int:
-    """Returns a decimal number with a sign or none. Raises ValueError."""
+    """Returns the whole number in a decimal text, which may have a sign. Raises ValueError."""
     if "_" in text or not text.isascii():
         raise ValueError(text)
     return int(text)
 
 
 def _read_number(text: str) -> float:
-    """Returns a decimal number, or a hexadecimal one with an exponent of two. Raises ValueError, OverflowError."""
+    """Returns the number in a decimal text, or in a hexadecimal one with a binary exponent. Raises ValueError,
+    OverflowError."""
     if _HEX_NUMBER.fullmatch(text):
         return float.fromhex(text.replace("_", ""))
     if not text.isascii():
@@ -220,7 +224,7 @@ def _convert(name: str, value: Any) -> Any:
     if kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)
     fits = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
-    fits = fits and (name != "draft" or value in DRAFTS)  # a file is not a client's to choose
+    fits = fits and (name != "draft" or value in DRAFTS)  # a client must not choose a file
     fits = fits and (kind is not float or math.isfinite(value)) and (kind is not int or -(1 << 63) <= value < 1 << 63)
     if not fits:
         raise _wrong(name, given)
@@ -234,9 +238,9 @@ def _wrong(name: str, value: Any) -> OptionError:
 
 
 def parse(text: str) -> Recipe:
-    """The recipe in a Modelfile.
+    """Parses a Modelfile into a recipe.
 
-    Raises OptionError, naming the line, for anything that is not supported.
+    Raises OptionError, with the number of the line, for anything that is not supported.
     """
     if len(text) > MAX_MODELFILE:
         raise OptionError(f"a Modelfile has at most {MAX_MODELFILE} characters, but this one {len(text)}.")
@@ -256,7 +260,7 @@ def parse(text: str) -> Recipe:
 
 
 def render(entry: ModelEntry, base: str) -> str:
-    """The Modelfile that creates the same model from `base`, the origin of its files; `parse` reads it back."""
+    """Returns a Modelfile that creates the same model from `base`, the origin of its files. `parse` can read it."""
     lines = [f"FROM {_bare(base)}"]
     beside = {"ADAPTER": entry.adapter, "DRAFT": entry.draft}
     lines += [f"{word} {_bare(str(path))}" for word, path in beside.items() if path]
@@ -268,17 +272,18 @@ def render(entry: ModelEntry, base: str) -> str:
     lines += [f"MESSAGE {message['role']} {_quoted(str(message['content']))}" for message in entry.messages]
     if entry.license is not None:
         lines.append(f"LICENSE {_quoted(entry.license)}")
-    return without_surrogates("\n".join(lines) + "\n")  # paths may have some
+    return without_surrogates("\n".join(lines) + "\n")  # paths may have surrogates
 
 
 def _bare(text: str) -> str:
-    """`text` without quotes where it reads back so."""
+    """Returns `text` without quotes if `parse` reads the same text back, otherwise in quotes."""
     bare = _VALUE.match(text)
     return text if bare and _content(bare) == text else _quoted(text)
 
 
 def parameter_lines(parameters: Mapping[str, Any]) -> list[str]:
-    """Returns parameters as `ollama show` prints them: a padded name and a value per line; a list has several lines."""
+    """Returns parameters as `ollama show` prints them: a padded name and a value in each line. A list takes several
+    lines."""
     return [f"{name:<30} {value}" for name, value in _parameter_texts(parameters)]
 
 
@@ -295,13 +300,14 @@ def _parameter_texts(parameters: Mapping[str, Any]) -> Iterator[tuple[str, str]]
 
 
 def _after_blank(text: str, at: int) -> int:
-    """Returns the place at which the next instruction begins."""
+    """Returns the position of the next instruction in `text`, from `at` on."""
     blank = _BLANK.match(text, at)
     return blank.end() if blank else at
 
 
 def _read_instruction(found: dict[str, Any], text: str, at: int) -> int:
-    """Adds what the instruction at `at` says to `found`, the keywords of a recipe; returns where it ends."""
+    """Reads the instruction at position `at` into `found`, the keyword arguments of a recipe. Returns the position
+    after it."""
     start = _WORD.match(text, at)
     instruction = start[1].upper() if start else ""
     if start is None or instruction not in _INSTRUCTIONS:
@@ -346,19 +352,19 @@ def _apply(found: dict[str, Any], instruction: str, word: str, value: str) -> No
 
 
 def _content(match: re.Match[str]) -> str:
-    """The value that _VALUE found, without its quotes."""
+    """Returns the value that _VALUE matched, without its quotes."""
     found = (match[group] for group in ("fenced", "block", "quoted"))
     return next((text for text in found if text is not None), (match["bare"] or "").strip())
 
 
 def _quoted(text: str) -> str:
-    """`text` in quotes from which `parse` reads it back."""
+    """Returns `text` in a form with quotes from which `parse` reads the same text back."""
     longest = max((len(run) for run in re.findall('"+', text)), default=0)
     fence = '"' * max(4, longest + 1)
     for quoted in (f'"{text}"', f'"""{text}"""'):
         match = _VALUE.match(quoted)
         if quoted.startswith('""""'):
-            continue  # may be read as a fence
+            continue  # could be read as a fence of four quotes
         if match and match.end() == len(quoted) and _content(match) == text and text[:1] != "\n":
             return quoted
     return f"{fence}\n{text}\n{fence}"

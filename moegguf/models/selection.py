@@ -1,6 +1,6 @@
-"""Selects the files of a repository by tag: llama.cpp's rules for `-hf user/repo[:quant]`, with all shards.
+"""Selects the files of a repository by tag, with all shards, by llama.cpp's rules for `-hf user/repo[:quant]`.
 
-A tag is a quantisation ("q4_k_m"), or the name of a file. Works on paths alone; opens nothing.
+A tag is a quantisation ("q4_k_m") or the name of a file. This module works on paths only and opens no file.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _LAST_WORD = re.compile(r"[-.]([A-Z0-9_]+)$", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class FileSelection:
-    """The shards of a model, first one first, and its projector for images when there is one."""
+    """The files of one model, as paths in the repository."""
 
-    files: tuple[str, ...]
-    mmproj: str | None
+    files: tuple[str, ...]  # the shards in order
+    mmproj: str | None  # a projector for images
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The shards, and the projector when there is one."""
+        """The shards, and the projector if there is one."""
         return (*self.files, self.mmproj) if self.mmproj else self.files
 
 
 def select_files(paths: Iterable[str], tag: str = DEFAULT_TAG, *, repo: str = "the repository") -> FileSelection:
-    """The files that `tag` means among `paths` ("folder/name.gguf").
+    """Returns the files that `tag` means among `paths` ("folder/name.gguf").
 
-    `latest` takes Q4_K_M, else Q8_0, else the first model. Raises ModelNotFoundError when no file fits, listing those
-    there are, and when a shard is missing.
+    `latest` takes Q4_K_M, else Q8_0, else the first model. Raises ModelNotFoundError, with the list of files, if no
+    file fits, and ModelNotFoundError if a shard is missing.
     """
     known = sorted(paths)
     models = [path for path in known if is_model(path)]
@@ -61,7 +61,7 @@ def select_files(paths: Iterable[str], tag: str = DEFAULT_TAG, *, repo: str = "t
 
 
 def without_incomplete(paths: Iterable[str]) -> list[str]:
-    """Returns `paths` without the shards of incomplete models."""
+    """Returns `paths` without the files of models that lack a shard."""
     known = sorted(paths)
     present: dict[tuple[str, int], set[int]] = {}
     for shard in map(_shard, known):
@@ -71,7 +71,8 @@ def without_incomplete(paths: Iterable[str]) -> list[str]:
 
 
 def models_in(paths: Iterable[str]) -> tuple[tuple[str, FileSelection], ...]:
-    """(tag, files) of every complete model among `paths`; `select_files` finds the files again by the tag."""
+    """Returns (tag, files) of every complete model in `paths`. With the tag `select_files` finds the same files
+    again."""
     known = without_incomplete(paths)
     firsts = (path for path in known if is_model(path) and _shard(path).number == 1)
     selections = (FileSelection(_all_shards(path, known, ""), _projector(path, known)) for path in firsts)
@@ -79,21 +80,22 @@ def models_in(paths: Iterable[str]) -> tuple[tuple[str, FileSelection], ...]:
 
 
 def projector_beside(model: str, names: Sequence[str]) -> str | None:
-    """The projector for the file `model` among the `names` of its folder, which other models may share.
+    """Returns the projector for the file `model` out of `names`, the files in its folder.
 
-    With one model in the folder, it is the folder's; otherwise the one with the model's name, quantisations aside.
+    If the folder has one model, any projector fits. Otherwise the projector's name must equal the model's, except for
+    the quantisation.
     """
     others = [name for name in names if is_model(name) and _shard(name).prefix != _shard(model).prefix]
     return _projector(model, [name for name in names if not others or _plain_name(name) == _plain_name(model)])
 
 
 def _plain_name(path: str) -> str:
-    """A file's name without quantisation, "mmproj" and separators around it."""
+    """Returns a file's name without quantisation, "mmproj", and separators at its ends."""
     return _QUANT.sub("", _shard(path).prefix).lower().replace("mmproj", "").strip("-_.")
 
 
 def is_model(path: str) -> bool:
-    """Returns whether the name is a model's, not a projector's, an importance matrix's or a draft model's."""
+    """Returns whether the file name is a model's, not a projector's, an importance matrix's or a draft model's."""
     name = _base(path).lower()
     return name.endswith(".gguf") and not any(word in name for word in _NOT_MODELS)
 
@@ -111,14 +113,15 @@ def _shard(path: str) -> ShardName:
 
 
 def _by_file_name(models: Sequence[str], tag: str) -> str | None:
-    """The model whose file has this name, or has it with a shard's number."""
+    """Returns the model whose file name, with or without shard numbers, is `tag`; None if there is none."""
     wanted = tag.lower().removesuffix(".gguf")
     names = ((path, _base(_stem(path)).lower(), _base(_shard(path).prefix).lower()) for path in models)
     return next((path for path, *known in names if wanted in known), None)
 
 
 def _by_quant(firsts: Sequence[str], quant: str) -> str | None:
-    """A whole word first ("Q4_XS" is not "IQ4_XS"), then llama.cpp's search."""
+    """Returns the first file for a quantisation. Searches it as a whole word ("Q4_XS" is not "IQ4_XS"), then as
+    llama.cpp does."""
     for start in (r"(?:^|[./_-])", ""):
         pattern = re.compile(start + re.escape(quant) + "[.-]", re.IGNORECASE)
         if found := next((path for path in firsts if pattern.search(path)), None):
@@ -148,7 +151,8 @@ def _bits(path: str) -> int:
 
 
 def _projector(model: str, paths: Iterable[str]) -> str | None:
-    """The projector in the closest folder above the model, then of the closest bit width."""
+    """Returns the projector in the model's folder or the closest folder above; out of several, the one of the closest
+    bit width."""
     folder = model.split("/")[:-1]
     found = []
     for path in paths:
@@ -160,7 +164,7 @@ def _projector(model: str, paths: Iterable[str]) -> str | None:
 
 
 def _tag_of(selection: FileSelection, paths: Sequence[str]) -> str | None:
-    """The shortest tag that means these files among `paths`; None when no tag can name them."""
+    """Returns the shortest tag that means these files among `paths`; None if no tag does."""
     first = selection.files[0]
     name = _base(_shard(first).prefix)
     quants = [match[1].upper() for match in _QUANT.finditer(_base(name)) if match.end() == len(name)]

@@ -1,13 +1,13 @@
-"""Models found on this machine: the demo in the package, those in MOEGGUF_MODELS, in the Hugging Face cache and in
-Ollama's stores. Makes no network requests.
+"""Finds models on this machine: the demo in the package, and models in MOEGGUF_MODELS, in the Hugging Face cache and
+in Ollama's stores. Makes no network requests.
 
-The cache is huggingface_hub's own, which llama.cpp shares: `models--user--repo/` with `blobs/` (files by their
-SHA-256), `snapshots/<commit>/` (links to them by name) and `refs/main` (the newest commit seen). So models fetched by
-other programs are found, too. A model with a missing shard is not listed.
+The cache is huggingface_hub's own, which llama.cpp shares. `models--user--repo/` has `blobs/` (files named by their
+SHA-256), `snapshots/<commit>/` (links to them by name) and `refs/main` (the newest commit seen). So models that other
+programs fetched are found, too. A model with a missing shard is not listed.
 
-An Ollama store has `manifests/<host>/<namespace>/<model>/<tag>`, which list layers by digest, and their bytes in
-`blobs/sha256-<hex>`. It is read and never written. Manifests that are damaged, lead out of the store or cannot be run
-(adapters, cloud models) are left out; so are Go templates: the model's own is used.
+An Ollama store has `manifests/<host>/<namespace>/<model>/<tag>`, which list layers by digest, and the layers' bytes in
+`blobs/sha256-<hex>`. It is read and never written. A manifest is left out if it is damaged, leads out of the store or
+cannot be run (several adapters, cloud models). Go templates are left out, so that the model's own template is used.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from moegguf.settings import models_folder
 
 DEMO_NAME = "demo"
 DEMO_FILE = "moegguf-demo-Q4_0.gguf"
-MAX_NEIGHBOURS = 4096  # files of a folder among which a projector is looked for
+MAX_NEIGHBOURS = 4096  # most files of a folder that are searched for a projector
 ENDPOINT = "https://huggingface.co"
 MAX_REF_BYTES = 128
 _TRUE = {"1", "ON", "YES", "TRUE"}
-MAX_LAYER_BYTES = 4 << 20  # largest layer that is read as text
+MAX_LAYER_BYTES = 4 << 20  # bytes of the largest layer that is read as text
 _KIND = "application/vnd.ollama.image."
 SYSTEM_FOLDER = Path("/usr/share/ollama/.ollama/models")
 
 
 def demo_path() -> Path | None:
-    """The model that ships with the package; None when this installation has none."""
+    """Returns the path of the model that ships with the package; None if this installation has none."""
     paths = (folder / "demo" / DEMO_FILE for folder in package_folders())
     return next((path for path in paths if path.is_file()), None)
 
 
 def demo_models(text: str | None = None) -> Iterator[ModelEntry]:
-    """The model that ships with the package, where it is there; with `text`, if that names it. Raises
-    ModelNotFoundError when `text` does and this installation has none."""
+    """Yields the model that ships with the package, if it is there; with `text`, only if this is its name. Raises
+    ModelNotFoundError if `text` is its name and this installation has none."""
     if text is not None and text.lower() not in (DEMO_NAME, f"{DEMO_NAME}:{DEFAULT_TAG}"):
         return
     if path := demo_path():
@@ -63,7 +63,7 @@ def demo_models(text: str | None = None) -> Iterator[ModelEntry]:
 
 
 def folder_files() -> list[Path]:
-    """The models in MOEGGUF_MODELS and one level of folders below it: first files, one for each name."""
+    """Returns the first files of the models in MOEGGUF_MODELS and in folders directly below it, one for each name."""
     folder = models_folder()
     # Path.glob raises for a link that cannot be followed.
     folders = (folder / name for name in ("", *glob("*/", root_dir=folder, include_hidden=True)))
@@ -71,10 +71,10 @@ def folder_files() -> list[Path]:
 
 
 def folder_models(text: str | None = None) -> Iterator[ModelEntry]:
-    """The models in MOEGGUF_MODELS whose file names can be names of models; with `text` the one that it names, with or
-    without ".gguf", a shard's number and the tag `latest`.
+    """Yields the models in MOEGGUF_MODELS whose file names can be names of models. With `text`, yields only the model
+    of this name. ".gguf", a shard's number and the tag `latest` may be left out.
 
-    Raises ModelNameError and OSError for that one, when it has no name or cannot be read.
+    With `text`, raises ModelNameError if the model can have no name, and OSError if it cannot be read.
     """
     wanted = None if text is None else _plain_name(text.lower().removesuffix(f":{DEFAULT_TAG}")).lower()
     for path in folder_files():
@@ -85,18 +85,20 @@ def folder_models(text: str | None = None) -> Iterator[ModelEntry]:
 
 
 def file_name(path: Path) -> str:
-    """Returns the name of a model whose first file is `path`. Raises ModelNameError when the file has no such name."""
+    """Returns the name for a model whose first file is `path`. Raises ModelNameError if the file name makes no valid
+    name."""
     return parse_name(_plain_name(path.name)).canonical
 
 
 def _plain_name(file: str) -> str:
-    """Returns `file` without ".gguf" and a shard's number. Dashes replace characters that names may not have."""
+    """Returns `file` without ".gguf" and shard numbers. A dash replaces each character that names may not have."""
     stem = file[:-5] if file.lower().endswith(".gguf") else file
     return re.sub(r"[^A-Za-z0-9._-]", "-", parse_shard_name(stem).prefix)
 
 
 def only_model(folder: Path) -> Path:
-    """The model in `folder`. Raises ModelNotFoundError when there is none, or more than one."""
+    """Returns the first file of the only model in `folder`. Raises ModelNotFoundError if there is none, or more than
+    one."""
     files = _first_files(_gguf_files(folder))
     if len(files) == 1:
         return files[0]
@@ -107,26 +109,26 @@ def only_model(folder: Path) -> Path:
 
 
 def file_entry(path: Path, source: Source, name: str) -> ModelEntry:
-    """The model whose first (or only) file is at `path`. Raises OSError when it cannot be read."""
+    """Returns the model whose first (or only) file is at `path`. Raises OSError when a file cannot be read."""
     files = shards_of(path)
     names = [file.name for file in _gguf_files(path.parent)[:MAX_NEIGHBOURS]]
     found = projector_beside(path.name, names)
     mmproj = path.with_name(found) if found else None
-    if mmproj and not os.path.isfile(mmproj):  # a link to nothing, a pipe
+    if mmproj and not os.path.isfile(mmproj):  # a link to nothing, or a pipe
         mmproj = None
     size_bytes = size_of((*files, mmproj) if mmproj else files)
     return ModelEntry(name, source, files, size_bytes, digest_of(files), modified_at(path), mmproj)
 
 
 def _gguf_files(folder: Path) -> list[Path]:
-    """Returns what has the suffix .gguf, in any case, in a folder; nothing of a folder that cannot be read."""
+    """Returns the paths in a folder that end with .gguf, in any case. Returns none if the folder cannot be read."""
     with suppress(OSError):
         return [path for path in folder.iterdir() if path.suffix.lower() == ".gguf"]
     return []
 
 
 def _first_files(files: Iterable[Path]) -> list[Path]:
-    """The first file of each model; of two with one name the first one."""
+    """Returns the first file of each model, sorted. If two models have the same name, only the first of them."""
     models: dict[str, Path] = {}
     for file in sorted(file for file in files if is_model(file.name) and os.path.isfile(file)):
         if parse_shard_name(file.stem).number == 1:
@@ -135,19 +137,20 @@ def _first_files(files: Iterable[Path]) -> list[Path]:
 
 
 def hub_cache() -> Path:
-    """The folder of the cache, by huggingface_hub's rules; read at each call, where that reads them at import."""
+    """Returns the cache's folder by huggingface_hub's rules. huggingface_hub reads the environment once, this function
+    at each call."""
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
     return Path(os.path.expandvars(os.path.expanduser(named or os.path.join(home, "hub"))))
 
 
 def hub_endpoint() -> str:
-    """The address of the hub."""
+    """Returns the address of the Hub, without a slash at its end."""
     return (os.environ.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
 
 
 def hub_offline() -> bool:
-    """Returns whether HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set."""
+    """Returns whether HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE forbids requests to the Hub."""
     value = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
     return value.upper() in _TRUE
 
@@ -160,18 +163,18 @@ class Snapshot:
     folder: Path
 
     def key(self, tag: str) -> str:
-        """The key of the name with this tag (`Name.key`)."""
+        """Returns the key (`Name.key`) of the name with this tag."""
         return f"{HUB_HOST}/{self.repo}:{tag}".lower()
 
     def paths(self) -> list[str]:
-        """The cached GGUF files, by their path in the repository."""
+        """Returns the cached GGUF files as paths in the repository, sorted."""
         files = (
             path for path in self.folder.rglob("*") if path.name.lower().endswith(".gguf") and os.path.isfile(path)
         )
         return sorted(path.relative_to(self.folder).as_posix() for path in files)
 
     def entry(self, tag: str, selection: FileSelection) -> ModelEntry:
-        """The model of that name. Raises OSError when a file is missing."""
+        """Returns the model with this tag and these files. Raises OSError when a file is missing."""
         files = tuple(self.folder / path for path in selection.files)
         name = f"{HUB_HOST}/{self.repo}:{tag}"
         size_bytes = size_of(self.folder / path for path in selection.paths)
@@ -180,13 +183,14 @@ class Snapshot:
 
 
 def repo_folder(repo: str, cache: Path) -> Path:
-    """Returns the folder of a repository in a cache."""
+    """Returns the folder of the repository "user/repo" in a cache."""
     return cache / ("models--" + repo.replace("/", "--"))
 
 
 def cached_models(text: str | None = None, hidden: Collection[str] = ()) -> Iterator[ModelEntry]:
-    """Every model in the cache that has a name, the newest commit of each; with `text` those that this hub name means.
-    `hidden`: keys of names to leave out."""
+    """Yields every model in the cache that has a name. If several commits have a name, the one of `main`, else the
+    newest, is used. With `text`, yields only models that this Hub name means. `hidden` has keys of names to leave
+    out."""
     name = text and hub_name_of(text)
     seen = set(hidden)
     if text is not None and not name:
@@ -214,7 +218,7 @@ def snapshots(cache: Path, repo: str | None = None) -> Iterator[Snapshot]:
             main = ""
             with suppress(OSError, UnicodeDecodeError), open_regular(folder / "refs" / "main") as file:
                 main = file.read(MAX_REF_BYTES).decode("ascii").strip()
-            with suppress(OSError):  # deleted in the meantime
+            with suppress(OSError):  # another process has deleted it in the meantime
                 commits = [(path.name == main, path.stat().st_mtime_ns, path) for path in folder.glob("snapshots/*/")]
                 yield from (Snapshot("/".join(parts), path) for *_, path in sorted(commits, reverse=True))
 
@@ -239,14 +243,15 @@ def delete_cached(entry: ModelEntry, keep: Collection[Path]) -> None:
 
 
 def ollama_folders() -> list[Path]:
-    """OLLAMA_MODELS, or Ollama's default folders when it is not set."""
+    """Returns the folder in OLLAMA_MODELS, or Ollama's default folders if it is not set."""
     named = os.environ.get("OLLAMA_MODELS", "")
     return [Path(named).expanduser()] if named else [Path("~/.ollama/models").expanduser(), SYSTEM_FOLDER]
 
 
 def ollama_models(text: str | None = None) -> Iterator[ModelEntry]:
-    """All models in the stores that can be run; with `text` those that Ollama would run under this name: without a host
-    one of Ollama's library; `user/model` may also be one of Ollama's users."""
+    """Yields all models in Ollama's stores that can be run. With `text`, yields only the models that Ollama would run
+    under this name. A name without host means Ollama's library; `user/model` can also mean a user of Ollama's
+    registry."""
     keys = None
     if text is not None:
         if (name := name_or_none(text)) is None:
@@ -262,7 +267,8 @@ def ollama_models(text: str | None = None) -> Iterator[ModelEntry]:
 
 
 def ollama_blob(folder: Path, digest: str) -> Path:
-    """The file of a digest in a store. Raises ModelNameError, OSError when it is missing or outside the store."""
+    """Returns the file of a digest in a store. Raises ModelNameError, and OSError if it is missing or outside the
+    store."""
     return _inside(folder, folder / "blobs" / blob_name(digest))
 
 
@@ -274,7 +280,7 @@ def _inside(folder: Path, path: Path) -> Path:
 
 
 def _manifest_entry(folder: Path, manifest: Path, name: Name) -> ModelEntry:
-    """The model of a manifest. Raises the errors that `ollama_models` ignores when it cannot be run."""
+    """Returns the model of a manifest. If it cannot be run, raises one of the errors that `ollama_models` ignores."""
     shown = _display_name(name)
     files: dict[str, list[Path]] = {"model": [], "projector": [], "adapter": []}
     parts: dict[str, list[str]] = {}
@@ -315,14 +321,15 @@ def _manifest_entry(folder: Path, manifest: Path, name: Name) -> ModelEntry:
 
 
 def _parameters_of_ollama(parts: Mapping[str, Sequence[str]]) -> dict[str, Any] | None:
-    """Returns the parameters of a model of Ollama's; without mirrors, as whoever made the model knows no path here."""
+    """Returns the parameters of a model in an Ollama store. Mirrors are left out, because its author cannot know paths
+    here."""
     if "params" not in parts:
         return None
     return {name: value for name, value in json.loads(parts["params"][0]).items() if name != "mirror"}
 
 
 def _display_name(name: Name) -> str:
-    """The name as Ollama lists it. Raises ModelNameError for a folder that is no name."""
+    """Returns the name as Ollama lists it. Raises ModelNameError if the folders make no valid name."""
     full = parse_name(f"{name.host}/{name.namespace}/{name.model}:{name.tag}")
     if full.host != OLLAMA_HOST:
         return full.canonical

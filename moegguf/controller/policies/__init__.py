@@ -1,7 +1,7 @@
 """Eviction policies by name, for all slots or by tier.
 
-The store carries out native policies, whose formulas are in `moegguf/native/policies`. Other policies compute a score
-table in Python.
+The store computes native policies, whose formulas are in `moegguf/native/policies`. Other policies compute a table of
+scores in Python.
 """
 
 from __future__ import annotations
@@ -29,12 +29,17 @@ LOCALITY = NativePolicy("locality", takes_forecast=True)
 
 @runtime_checkable
 class Policy(Protocol):
-    """A policy in Python. One method; the store applies floors and pins, and breaks ties by least recent use."""
+    """The interface of a policy in Python, which scores experts.
+
+    The store never evicts pinned experts, keeps a minimum of slots for each layer, and breaks ties by least recent
+    use.
+    """
 
     def scores(self, history: History, forecast: Forecast) -> Float32s | None:
-        """Scores (n_layer, n_expert), the lowest is evicted first; None keeps the last ones.
+        """Returns scores (n_layer, n_expert); the expert with the lowest score is evicted first. None keeps the last
+        scores.
 
-        Called after each routing event. NaN and infinities count as 0.
+        Called after each routing event. NaN and infinite scores count as 0.
         """
 
 
@@ -42,7 +47,8 @@ AnyPolicy = Policy | NativePolicy
 
 
 class Lfu:
-    """score = routing events that used the expert since the model was loaded (MoE-Infinity's published code)."""
+    """Scores an expert by the routing events that used it since the model was loaded (MoE-Infinity's published
+    code)."""
 
     name: ClassVar[str] = "lfu"
 
@@ -52,7 +58,8 @@ class Lfu:
 
 
 class Static:
-    """score = popularity (len(shape.layers), n_expert) in another trace."""
+    """Scores an expert by its popularity in recorded routing. Scores never change. `popularity` has the shape (number
+    of layers with experts, n_expert)."""
 
     name: ClassVar[str] = "static"
 
@@ -61,13 +68,13 @@ class Static:
         self._scores[list(shape.layers)] = popularity
 
     def scores(self, history: History, forecast: Forecast) -> Float32s | None:
-        """(n_layer, n_expert), constant."""
+        """Returns the same table (n_layer, n_expert) at every call."""
         return self._scores
 
 
 class Sparsity(NativePolicy):
-    """MoE-Infinity's algorithm 1, which the store carries out: by what the predictor in use forecasts, and where there
-    is none by the requests seen so far (`predictor`)."""
+    """MoE-Infinity's algorithm 1, which the store computes. It evicts by the forecast of the predictor in use. If no
+    predictor is in use, `predictor` forecasts from past requests."""
 
     predictor: EamcPredictor
 
@@ -83,8 +90,8 @@ TIERS = ("vram", "ram")
 
 
 def _static(shape: MoeShape, artifacts: Artifacts) -> AnyPolicy:
-    """Returns the policy of the model's nearest popularity file; LRU, after a warning, when every
-    such file is damaged."""
+    """Returns the policy that scores by the model's popularity file. Returns LRU, after a warning, if every such file
+    is damaged. Raises OptionError if there is no such file."""
     size = len(shape.layers), shape.n_expert
     try:
         static = artifacts.load("popularity", shape, lambda saved: Static(shape, saved.array("popularity", *size)))
@@ -108,7 +115,7 @@ def policy_names() -> list[str]:
 
 
 def make_policy(name: str, shape: MoeShape, artifacts: Artifacts) -> AnyPolicy:
-    """Returns the policy of this name, or of "FILE.py:CLASS", for a model. Raises OptionError for an unknown name, a
+    """Returns the policy that `name`, a name or "FILE.py:CLASS", refers to. Raises OptionError for an unknown name, a
     missing popularity file, and a class that cannot be used."""
     if names_file(name):
         return make_own(name, "policy", Policy, shape)  # type: ignore[type-abstract]
@@ -121,7 +128,7 @@ def make_policy(name: str, shape: MoeShape, artifacts: Artifacts) -> AnyPolicy:
 
 
 def check_policy(name: str) -> None:
-    """Raises OptionError for a name that is neither a policy, "FILE.py:CLASS" of one, nor "auto"."""
+    """Raises OptionError if `name` is neither a policy's name nor "FILE.py:CLASS" of a policy nor "auto"."""
     if names_file(name):
         load_class(name, "policy", Policy)  # type: ignore[type-abstract]
     elif name != AUTO and name not in policy_names():
@@ -129,7 +136,8 @@ def check_policy(name: str) -> None:
 
 
 def parse_policies(text: str) -> Mapping[str, str]:
-    """{tier: policy} from "vram=next-use,ram=slru", of the tiers that the text names. Raises OptionError."""
+    """Parses text such as "vram=next-use,ram=slru" into {tier: policy}. Tiers that the text does not name have no key.
+    Raises OptionError for an unknown tier or policy, or a tier that occurs twice."""
     found: dict[str, str] = {}
     for part in text.split(","):
         tier, given, name = (word.strip() for word in part.partition("="))
@@ -143,15 +151,16 @@ def parse_policies(text: str) -> Mapping[str, str]:
 
 
 def device_policy(text: str, tier: str) -> str:
-    """The policy of the tier that layers compute on, "vram" or "ram"; a name without a tier is its policy."""
+    """Returns the policy for the slots of `tier` ("vram" or "ram"), with which layers compute. A text without "=" is
+    the policy's name. Returns "auto" if the text names other tiers only."""
     return parse_policies(text).get(tier, AUTO) if "=" in text else text
 
 
 def ram_policy(text: str) -> str:
-    """Returns the policy of slots in RAM below a device's slots, LRU if none is named.
+    """Returns the policy for slots in RAM when a device has slots, too. Returns "lru" if the text names none.
 
-    Raises OptionError for a policy that the store cannot use there: forecasts and scores of Python's policies do not
-    cover these slots.
+    Raises OptionError for a policy that the store cannot use there: neither forecasts nor scores from Python cover
+    these slots.
     """
     name = parse_policies(text).get("ram", AUTO) if "=" in text else AUTO
     fitting = [native.name for native in native_policies().values() if not native.takes_forecast]

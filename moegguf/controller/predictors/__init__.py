@@ -1,4 +1,4 @@
-"""Predictors by name, one per method of a paper; `base.Predictor` is the interface."""
+"""Makes predictors by name, one for each method of a paper. `base.Predictor` is their interface."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Make = Callable[[MoeShape, Artifacts], Predictor]
 
 
 def _learned(name: str, build: Callable[[MoeShape, Weights], Predictor]) -> Make:
-    """Returns the predictor of the nearest usable NAME.safetensors; NoPrediction if all are
-    damaged. Raises OptionError."""
+    """Returns a function that makes the predictor from the first usable NAME.safetensors in search order. The function
+    returns NoPrediction if all files are damaged, and raises OptionError if there is none."""
 
     def make(shape: MoeShape, artifacts: Artifacts) -> Predictor:
         try:
@@ -64,9 +64,9 @@ PREDICTORS: dict[str, Make] = {**UNTRAINED, **{name: _learned(name, build) for n
 
 
 def make_predictor(name: str, shape: MoeShape, artifacts: Artifacts) -> Predictor:
-    """Returns the predictor of this name, or of "FILE.py:CLASS", for a model.
+    """Returns the predictor that `name`, a name or "FILE.py:CLASS", refers to.
 
-    With a damaged file of what was learned it is `NoPrediction`, after a warning. Raises OptionError for an unknown
+    Returns `NoPrediction`, after a warning, if all trained files for it are damaged. Raises OptionError for an unknown
     name, for a predictor without a trained file for this model, and for a class that cannot be used.
     """
     check_predictor(name)
@@ -79,7 +79,7 @@ def make_predictor(name: str, shape: MoeShape, artifacts: Artifacts) -> Predicto
 
 
 def check_predictor(name: str) -> None:
-    """Raises OptionError for a name that is neither a predictor nor "FILE.py:CLASS" of one."""
+    """Raises OptionError if `name` is neither a predictor's name nor "FILE.py:CLASS" of a predictor."""
     if names_file(name):
         load_class(name, "predictor", Predictor)  # type: ignore[type-abstract]
     elif name not in PREDICTORS:
@@ -87,9 +87,8 @@ def check_predictor(name: str) -> None:
 
 
 def prefetch_predictor(artifacts: Artifacts) -> str:
-    """Returns the name of the predictor to prefetch with: the learned one where this model has it,
-    else `skip`. It is `skip`, too, where `skip` was right more often on the requests that judged
-    the learned one."""
+    """Returns the name of the predictor to prefetch with: `mlp` if this model has a trained one, else `skip`. Returns
+    `skip`, too, if `skip` was right more often on the requests on which `mlp` was tested."""
     path = next(artifacts.find("mlp.safetensors"), None)
     if path is None:
         return SKIP

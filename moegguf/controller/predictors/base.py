@@ -1,4 +1,4 @@
-"""Base classes of predictors. In a pass of several sequences the forecast is the probability that any of them uses an
+"""Base classes of predictors. In a pass of several sequences a forecast is the probability that any sequence uses an
 expert, 1 - prod(1 - p)."""
 
 from __future__ import annotations
@@ -13,43 +13,42 @@ from moegguf.native.predictor import Array, NativePredictor
 
 
 class Predictor(ABC):
-    """Predicts routing of the pass in progress. The simplest implementation is `NoPrediction`.
+    """Predicts the routing of the pass in progress. `NoPrediction` is the simplest implementation.
 
-    `needs_inputs`: events must carry the router's input vectors. `reach`: the largest distance it can predict, in MoE
-    layers. One object serves one model, one request after another; calls
-    come from one thread, in the order announce, (observe, predict*)*. It must copy what it keeps of an event's arrays:
-    they are reused.
+    One object serves one model, one request after another. One thread calls the methods in the order announce,
+    (observe, predict*)*. An event's arrays are used again for later events, so a predictor must copy what it keeps of
+    them.
     """
 
     name: ClassVar[str]
-    needs_inputs: ClassVar[bool] = False
+    needs_inputs: ClassVar[bool] = False  # True: routing events must carry the router's input vectors
 
     def __init__(self, shape: MoeShape, reach: int) -> None:
         self.shape = shape
-        self.reach = reach
+        self.reach = reach  # longest distance that it can predict, in layers with experts
 
     def announce(self, announcement: Announcement) -> None:  # noqa: B027 (optional)
-        """Tokens are evaluated next. A new `sequence` is a new request."""
+        """Receives the tokens that are evaluated next. A new number in `sequence` is a new request."""
 
     def observe(self, event: RoutingEvent) -> None:  # noqa: B027 (optional)
-        """A layer was routed."""
+        """Receives the routing event of one layer."""
 
     @abstractmethod
     def predict(self, il: int, distance: int) -> Float32s | None:
-        """Probabilities (n_expert,) in [0, 1] for layer `il`, `distance` MoE layers after the last one observed.
+        """Returns probabilities (n_expert,) in [0, 1] for layer `il`, `distance` layers with experts after the last
+        one observed.
 
-        Before any routing event of the pass, `distance` counts from before the first MoE layer (that layer is distance
-        1). None without a prediction: out of reach, or not trained for it. Their order matters more than their scale.
+        Before any routing event of the pass, the first layer with experts has distance 1. Returns None for a layer
+        that is out of reach or that was not trained. The order of the probabilities matters more than their size.
         """
 
     def native(self) -> NativePredictor | None:
-        """Returns this predictor in the store's form; None where the store cannot compute it. It
-        then needs no controller."""
+        """Returns this predictor in the form that the store computes. Returns None if the store cannot compute it."""
         return None
 
 
 class NoPrediction(Predictor):
-    """Never predicts: the default."""
+    """The default predictor, which never predicts."""
 
     name: ClassVar[str] = "none"
 
@@ -57,15 +56,14 @@ class NoPrediction(Predictor):
         super().__init__(shape, reach=0)
 
     def predict(self, il: int, distance: int) -> Float32s | None:
-        """None."""
+        """Returns None."""
         return None
 
 
 class StorePredictor(Predictor):
-    """One that only the store computes, by `name`. arrays: what it knows, as its file in `moegguf/native/predictors`
-    says. title: its name for users, where that is another one."""
+    """A predictor that only the store computes. The store finds it by `name`."""
 
-    title = ""
+    title = ""  # name for users; "": `name`
 
     def __init__(
         self,
@@ -77,12 +75,12 @@ class StorePredictor(Predictor):
     ) -> None:
         super().__init__(shape, reach)
         self.name, self.needs_inputs = name, needs_inputs  # type: ignore[misc]  # ClassVars of others
-        self.arrays = arrays or {}
+        self.arrays = arrays or {}  # arrays that it predicts from; its file in moegguf/native/predictors lists them
 
     def predict(self, il: int, distance: int) -> Float32s | None:
-        """None: the store predicts."""
+        """Returns None, because the store predicts."""
         return None
 
     def native(self) -> NativePredictor:
-        """Returns the predictor's name and arrays."""
+        """Returns the predictor's name and arrays, from which the store predicts."""
         return NativePredictor(self.name, self.arrays)

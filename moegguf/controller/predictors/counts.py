@@ -1,5 +1,5 @@
-"""Predictors by counting: popularity and affinity, the last token's experts, the experts of a token id. The store
-computes them."""
+"""Makes predictors that work by counting: popularity, affinity, the last token's experts, the experts of a token id.
+The store computes them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ MAX_COUNT = np.iinfo(np.uint16).max
 
 
 def popularity(shape: MoeShape, weights: Weights) -> StorePredictor:
-    """DuoServe-MoE's popularity (section 4.1): for every layer, at any distance, how often each expert was chosen: a
-    table without tokens, which gives the average."""
+    """Makes DuoServe-MoE's popularity predictor (section 4.1): for each layer, how often an average token uses each
+    expert. The store computes it as a `token-id` table without tokens, which always gives the average."""
     found = weights.array("popularity", len(shape.layers), shape.n_expert)
     made = _table(shape, np.zeros(0, np.int32), np.zeros((0, *found.shape), np.uint16), found * shape.n_expert_used)
     made.title = "popularity"
@@ -23,21 +23,24 @@ def popularity(shape: MoeShape, weights: Weights) -> StorePredictor:
 
 
 def affinity(shape: MoeShape, weights: Weights) -> StorePredictor:
-    """DuoServe-MoE's affinity (section 4.1): of the next layer, the mean of the rows of the experts just chosen."""
+    """Makes DuoServe-MoE's affinity predictor (section 4.1). For one token it predicts the next layer from the mean of
+    the affinity matrix's rows for the experts just chosen."""
     found = weights.array("affinity", len(shape.layers) - 1, shape.n_expert, shape.n_expert)
     return StorePredictor("affinity", shape, 1, {"affinity": found})
 
 
 def previous_token(shape: MoeShape) -> StorePredictor:
-    """Temporal locality (ExpertFlow, section 5.2: TLP): probability 1 for the experts that a layer's last token used.
+    """Makes the predictor by temporal locality (ExpertFlow, section 5.2: TLP). The experts that the last token used in
+    a layer get probability 1.
 
-    Predicts every layer observed at least once, across requests too.
+    Predicts every layer that was observed at least once, even in an earlier request.
     """
     return StorePredictor("previous-token", shape, len(shape.layers))
 
 
 def token_table(shape: MoeShape, weights: Weights) -> StorePredictor:
-    """ProMoE's token-based prediction (section 4.2): experts that a token id used most often, all layers at once.
+    """Makes ProMoE's token-based predictor (section 4.2): for all layers at once, the experts that a token id used
+    most often.
 
     The arrays are `tokens` (n_entry,), token ids, and `counts` (n_entry, n_moe_layer, n_expert), the choices made for
     each token. Raises ValueError when they do not fit. A probability is the share of the token's occurrences that used
@@ -58,7 +61,8 @@ def token_table(shape: MoeShape, weights: Weights) -> StorePredictor:
 
 
 def _table(shape: MoeShape, tokens: Array, counts: Array, average: Array) -> StorePredictor:
-    """counts: of `tokens`. average: times that an average token uses each expert."""
+    """Makes the `token-id` predictor. `counts` has one entry for each of `tokens`; `average` says how often an average
+    token uses each expert."""
     entry_of = np.full(max(1, shape.n_vocab), -1, np.int32)
     entry_of[tokens] = np.arange(len(tokens))
     arrays: dict[str, Array] = {"entry_of": entry_of, "counts": counts, "average": np.asarray(average, np.float32)}

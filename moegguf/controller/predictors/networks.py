@@ -1,6 +1,6 @@
-"""Predictors that multiply with matrices: the model's own routers (skip), ProMoE's networks, DuoServe-MoE's ExpertMLP.
+"""Makes predictors that multiply by matrices: the model's routers (skip), ProMoE's networks, DuoServe-MoE's ExpertMLP.
 
-All are computed by the store, in signed bytes (`native/predictor.py`).
+The store computes them with weights in signed bytes (`native/predictor.py`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from moegguf.gguf.routers import Routers
 from moegguf.native.predictor import Array, QuantizedMatrix, integers
 
 SKIP, MLP = "skip", "mlp"
-HIDDEN_SIZES = (2048, 1024, 512, 256, 128, 64)  # hidden layers of an ExpertMLP
+HIDDEN_SIZES = (2048, 1024, 512, 256, 128, 64)  # sizes of the hidden layers of an ExpertMLP
 
-Pair = tuple[int, int]  # (source il, target il)
+Pair = tuple[int, int]  # (layer whose input is used, layer that is predicted)
 
 
 def skip(shape: MoeShape, routers: Routers) -> StorePredictor:
-    """The router of a later layer, given the input of this one's. Predicts at any distance; accuracy falls with it, as
-    inputs of distant layers differ more."""
+    """Makes the predictor that applies a later layer's router to the input of the current layer's router. It predicts
+    at any distance, but less accurately at longer distances, because inputs of distant layers differ more."""
     arrays: dict[str, Array] = {
         "n_embd": integers(shape.n_embd), "gating": integers(routers.gating),
         "n_group": integers(routers.n_group), "n_group_used": integers(routers.n_group_used),
@@ -36,17 +36,19 @@ def skip(shape: MoeShape, routers: Routers) -> StorePredictor:
 
 
 def window_pairs(shape: MoeShape, windows: Iterable[int]) -> list[Pair]:
-    """The pairs that these windows need, in order; the first MoE layer is no target: none precedes it."""
+    """Returns the pairs (source layer, target layer) for predictions at these distances (`windows`), sorted. The first
+    layer with experts is no target, because none precedes it."""
     rows = range(1, len(shape.layers))
     return sorted({(shape.layers[max(row - k, 0)], shape.layers[row]) for k in windows for row in rows})
 
 
 def mlp(shape: MoeShape, weights: Weights) -> Predictor:
-    """ProMoE's networks, each for a pair of layers: at distance k, and from the first MoE layer up to any window. None
-    in a model of one MoE layer.
+    """Makes ProMoE's predictor, which has one network for each pair (source layer, target layer). Targets near the
+    first layer with experts are predicted from that layer. Returns NoPrediction for a model with one layer with
+    experts.
 
-    From arrays `<source>.<target>.{hidden,out}.{weight,bias}` and the facts `windows` and `n_hidden`; ValueError when
-    they do not fit. One call computes one network; 0.2 ms for 2 million weights.
+    The arrays are `<source>.<target>.{hidden,out}.{weight,bias}`, with the facts `windows` and `n_hidden`. Raises
+    ValueError when they do not fit. One call computes one network: 0.2 ms for 2 million weights.
     """
     windows, n_hidden = weights.facts["windows"], weights.facts["n_hidden"]
     if not isinstance(n_hidden, int) or not windows or not all(isinstance(k, int) and k > 0 for k in windows):
@@ -66,13 +68,14 @@ def mlp(shape: MoeShape, weights: Weights) -> Predictor:
 
 
 def _layer(weights: Weights, name: str, n_in: int, n_out: int) -> dict[str, Array]:
-    """A layer of a network as the store takes it. ValueError when its arrays do not have these sizes."""
+    """Returns one layer's matrix and bias in the form that the store reads. Raises ValueError if they do not have
+    these sizes."""
     matrix, bias = weights.array(f"{name}.weight", n_out, n_in), weights.array(f"{name}.bias", n_out)
     return QuantizedMatrix(matrix, bias).arrays(name)
 
 
 def state_size(shape: MoeShape) -> int:
-    """Length of an ExpertMLP's state: h, p and a."""
+    """Returns the length of ExpertMLP's input: experts chosen so far (h), popularity (p) and affinity (a)."""
     k = shape.n_expert_used
     return (len(shape.layers) - 1) * k + shape.n_expert + k * shape.n_expert
 
@@ -84,12 +87,12 @@ def expert_mlp(shape: MoeShape, weights: Weights) -> StorePredictor:
     `popularity`, `affinity` and `layers.<i>.{weight,bias}` (BatchNorm folded in), with the fact `hidden`. Raises
     ValueError when they do not fit.
 
-    The paper leaves these points open. One network serves all layers: its input is padded to one length. The length of
-    the unpadded part and the layer's popularity identify the target layer. Experts count from 1 and are divided by
-    n_expert, so that 0 is padding only. The vector a_{l-1,l} has the rows of the affinity matrix for the experts just
-    chosen, flattened, because the whole matrix would be equal for every token. (Section 5: "the inter-layer affinity
-    vector from the previous layer's expert selection".) The six hidden layers from 2048 to 64 and the output are the
-    seven layers.
+    The paper leaves these points open. One network serves all layers: its input is padded to one length. The network
+    recognizes the target layer by the length of the unpadded part and the layer's popularity. Experts count from 1 and
+    are divided by n_expert, so that 0 is padding only. The vector a_{l-1,l} has the rows of the affinity matrix for
+    the experts just chosen, flattened, because the whole matrix would be equal for every token. (Section 5: "the
+    inter-layer affinity vector from the previous layer's expert selection".) The paper's seven layers are the six
+    hidden layers, from 2048 to 64, and the output.
     """
     hidden = weights.facts["hidden"]
     if len(hidden) != len(HIDDEN_SIZES) or not all(isinstance(size, int) and size > 0 for size in hidden):

@@ -1,14 +1,15 @@
-"""ExpertFlow's routing-path predictor (section 3.1): experts of all layers from token ids, before the first layer.
+"""ExpertFlow's routing-path predictor (section 3.1): predicts the experts of all layers from token ids, before the
+first layer.
 
 The store computes a small T5. A bidirectional encoder reads the `window` tokens before a chunk. A decoder reads the
-chunk token by token with cross-attention to the encoder. One linear head per MoE layer predicts the experts of the
-token. moegguf/learning/routing_path.py trains it.
+chunk token by token with cross-attention to the encoder. One linear head per layer with experts predicts the experts
+of the token. moegguf/learning/routing_path.py trains the network.
 
-It differs from T5 to reduce the cost of one token. A chunk's encoder states and the decoder's keys and values are
-cached, so that a token costs one decoder step and the encoder runs once per chunk. Positions in window and chunk are
-learned vectors instead of relative biases, as both have fixed lengths. A window that begins before the request is
-filled with a learned token, so that only the causal mask is needed. Most of its bytes are embeddings: n_vocab * n_embd
-* 2.
+The network differs from T5 to reduce the cost of one token. A chunk's encoder states and the decoder's keys and values
+are cached, so that a token costs one decoder step and the encoder runs once per chunk. Positions in window and chunk
+are learned vectors instead of relative biases, as both have fixed lengths. A window that begins before the request is
+filled with a learned token, so that only the causal mask is needed. Most of the network's bytes are embeddings:
+n_vocab * n_embd * 2.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ NORM_EPS = 1e-6
 
 
 def routing_path(shape: MoeShape, weights: Weights) -> StorePredictor:
-    """Predicts all layers of a pass when its tokens are announced; expert ids of routing events are not used.
+    """Makes the predictor. It predicts all layers of a pass when the pass's tokens are announced, and does not use the
+    expert ids of routing events.
 
-    The store predicts tokens that decode, not prompts. The encoder runs at the last layer of the last token of a chunk,
-    so that it is finished before the next announcement. Tokens outside the vocabulary (embeddings instead of tokens)
-    clear its state; such a pass has no prediction.
+    The store predicts tokens that decode, not prompts. The encoder runs at the last layer of the last token of a
+    chunk, so that it is finished before the next announcement. Tokens outside the vocabulary (embeddings instead of
+    tokens) clear the predictor's state; a pass with such tokens has no prediction.
 
-    The store takes matrices in signed bytes, with the norms' gains folded in. Raises ValueError when an array is
+    The store reads matrices in signed bytes, with the norms' gains folded in. Raises ValueError when an array is
     missing, not finite, or does not fit the model. The arrays are:
     - embedding (n_vocab + 1, n_embd). Its last row is the padding token.
     - window (window, n_embd) and chunk (chunk, n_embd), the positions.
     - encoder.I and decoder.I with .self and .cross (decoder only). Each has .norm (n_embd,), .q, .k, .v (n_embd,
-    n_head,
-      n_embd_head) and .out (n_head, n_embd_head, n_embd).
+      n_head, n_embd_head) and .out (n_head, n_embd_head, n_embd).
     - encoder.I.feed and decoder.I.feed with .norm, .up (n_embd, n_ff) and .down.
     - memory_norm and output_norm, the gains after the last blocks.
     - heads.weight (n_embd, n_moe_layer, n_expert) and heads.bias.
@@ -64,7 +65,8 @@ def routing_path(shape: MoeShape, weights: Weights) -> StorePredictor:
 
 
 def _attention(weights: Weights, name: str, n_embd: int, memory_gain: Float32s | None = None) -> dict[str, Array]:
-    """One attention, to the tokens themselves or, with a gain, to the encoder's states."""
+    """Returns the matrices of one attention block for the store. With `memory_gain` the block attends to the encoder's
+    states, else to the tokens themselves."""
     found = weights.arrays.get(f"{name}.q")
     _, n_head, n_embd_head = found.shape if found is not None and found.ndim == 3 else (0, 0, 0)
     gain, size = _gain(weights, f"{name}.norm", n_embd), (n_embd, n_head, n_embd_head)
@@ -79,7 +81,7 @@ def _attention(weights: Weights, name: str, n_embd: int, memory_gain: Float32s |
 
 
 def _feed_forward(weights: Weights, name: str, n_embd: int) -> dict[str, Array]:
-    """Two matrices with a ReLU between them."""
+    """Returns the two matrices of a feed-forward block, which has a ReLU between them, for the store."""
     found = weights.arrays.get(f"{name}.up")
     n_ff = found.shape[1] if found is not None and found.ndim == 2 else 0
     up = _gain(weights, f"{name}.norm", n_embd) * weights.array(f"{name}.up", n_embd, n_ff)
@@ -87,7 +89,7 @@ def _feed_forward(weights: Weights, name: str, n_embd: int) -> dict[str, Array]:
 
 
 def _quantized(name: str, matrices: dict[str, Float32s]) -> dict[str, Array]:
-    """Matrices (n_in, n_out) as the store multiplies with them."""
+    """Returns matrices (n_in, n_out), transposed and in signed bytes, in the form that the store reads."""
     found: dict[str, Array] = {}
     for part, matrix in matrices.items():
         found |= QuantizedMatrix(np.ascontiguousarray(matrix.T, np.float32)).arrays(f"{name}.{part}")
