@@ -51,7 +51,16 @@ PLUGIN_NEEDED = (
     r"moegguf_backends/[^/]+/UPSTREAM",
     r".+/licenses/LICENSE",
 )
-SOURCE_NEEDED = ("pyproject.toml", "PKG-INFO", "README.md", "LICENSE", "patches/UPSTREAM", "patches/series")
+SOURCE_NEEDED = (
+    "pyproject.toml",
+    "PKG-INFO",
+    "README.md",
+    "LICENSE",
+    "licenses/GCC-runtime-exception.txt",
+    "licenses/GPL-3.0.txt",
+    "patches/UPSTREAM",
+    "patches/series",
+)
 PORTABLE = re.compile(r"-py3-none-manylinux[\w.]*_(x86_64|aarch64)\.whl$")
 
 

@@ -28,7 +28,10 @@ CONTENTS = (
     "moegguf/server/static/index.html", "moegguf/server/static/vendor/LICENSE.txt",
     *(f"moegguf-{__version__}.dist-info/licenses/licenses/{name}.txt" for name in ("GCC-runtime-exception", "GPL-3.0")),
 )  # fmt: skip
-SOURCES = ("pyproject.toml", "PKG-INFO", "README.md", "LICENSE", "patches/UPSTREAM", "patches/series")
+SOURCES = (
+    "pyproject.toml", "PKG-INFO", "README.md", "LICENSE", "licenses/GCC-runtime-exception.txt", "licenses/GPL-3.0.txt",
+    "patches/UPSTREAM", "patches/series",
+)  # fmt: skip
 
 
 def wheel_of(folder: Path, names: Sequence[str], name: str = WHEEL_NAME) -> Path:
