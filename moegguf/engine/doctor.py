@@ -47,7 +47,8 @@ Facts = dict[str, Any]
 
 
 def diagnose(model: str | None = None) -> dict[str, Facts]:
-    """Returns {section: facts} for this process and machine. The disk is that of `model`, or of the largest model.
+    """Returns {section: facts} for this process and machine. The disk section measures the disk with `model`, or with
+    the largest model.
 
     Raises nothing.
     """

@@ -114,8 +114,8 @@ class LiveController:
         predictor, prefetch = self.options.predictor, self.options.prefetch
         lockstep, store, plan, link_ns = self.options.lockstep, self.session.store, self.session.plan, None
         if prefetch is None and plan.on_device:
-            # If the user did not ask for it, prefetching is tried only while the link is busy. A trial copies router inputs
-            # from the device, which costs more than a fast link saves.
+            # Unless the user asked for it, prefetching is tried only while the link is busy. A trial copies router
+            # inputs from the device, which costs more than a fast link saves.
             link_ns = lambda: int(store.tier()["copy_ns"])  # noqa: E731
         try:
             self.choice = self._choose(plain)
