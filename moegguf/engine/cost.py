@@ -116,8 +116,7 @@ class Speeds:
     def supposed(
         cls, memory_bytes_per_s: float, link: Link, cpu_bytes_per_s: float, source: str = "of the device as supposed"
     ) -> Speeds:
-        """Returns the speeds of a device of which only the memory bandwidth is known. The link's latency counts as a
-        stop."""
+        """Returns the speeds of a device if only its memory bandwidth is known. The link's latency counts as a stop."""
         copies, stop_s = Link(link.bytes_per_s), link.latency_s or STOP_S
         return cls(KERNEL_SHARE * memory_bytes_per_s, copies, cpu_bytes_per_s, stop_s, source=source)
 
@@ -287,8 +286,8 @@ class HitRates:
 
     @classmethod
     def of(cls, layout: ExpertLayout) -> HitRates:
-        """Returns the hit rates that are known of a model here: the nearest measurement of exactly this model, which
-        its routers identify, and the hit rates that its answers have reached. A model with unreadable routers has no
+        """Returns the hit rates that are known of a model here: the nearest measurement of exactly this model, and the
+        hit rates that its answers have reached. Its routers identify the model; if they cannot be read, there is no
         measurement."""
         if not layout.is_moe:
             return cls(layout)
