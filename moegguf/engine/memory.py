@@ -67,7 +67,7 @@ class MemoryNeeds:
     kv_bytes: int = 0
     compute_bytes: int = 0
     slot_work_bytes: int = 0  # scratch bytes per slot
-    projector_bytes: int = 0  # while an image is read
+    projector_bytes: int = 0  # bytes of the projector and of reading an image
 
     def total_bytes(self, n_slots: int) -> int:
         """Returns the sum of all bytes, with the scratch memory of `n_slots` slots."""

@@ -65,7 +65,7 @@ FORMAT = 2  # version of the facts from which names are made
 _NAMES = {CELLS: "", WINDOW: "-window"}  # suffixes of the names of blocks, by the kind of cells
 _STATE = struct.Struct("<2I")  # number of streams, number of cells
 _RECURRENT_STATE = struct.Struct("<IiI")  # number of cells, last position, number of sequences
-_CELL_BYTES = (12, 24)  # position, number of sequences, one sequence; with two coordinates and a token between them
+_CELL_BYTES = (12, 24)  # bytes of a cell: position, number of sequences, sequence; 24: with two coordinates, too
 CONTEXT_FIELDS = (
     "rope_scaling_type", "pooling_type", "attention_type", "flash_attn_type", "rope_freq_base", "rope_freq_scale",
     "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx", "type_k", "type_v",

@@ -669,7 +669,7 @@ def plan_slots(task: Task) -> Plan:
     except BudgetError as error:  # also raised if an image needs a longer pass than slots allow
         refused = error
     tensors = range(STAGING_TENSORS, 0, -1) if wanted is None else [wanted] * (wanted > 0)
-    for n in tensors if without is None or without.n_ram_slots else ():  # some expert has no slot on a device
+    for n in tensors if without is None or without.n_ram_slots else ():  # only if some expert has no slot on a device
         try:
             staged = _SlotsPlanner(task, n).plan()
         except BudgetError:
@@ -738,7 +738,7 @@ class _SlotsPlanner:
             "vram_cache",
             n_devices * self._staging_bytes,
             task.spec.store.staging is None,
-            self._slot_tokens if self._is_alone else NO_LIMIT,  # `_allowed` limits several devices
+            self._slot_tokens if self._is_alone else NO_LIMIT,  # otherwise `_allowed` limits the pass
         )
         self._n_slots, self._n_ubatch = self._pool.fit()
         self._needs = self._pool.sizes.needs(self._layout, self._n_ubatch)

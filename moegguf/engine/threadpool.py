@@ -91,7 +91,7 @@ class ThreadGovernor:
         n_free = max(1, min(max(self._n_free, at_least), at_most, self._n_max))
         if n_free != self._n_free:
             self._n_free = n_free
-            self._token_s.clear()  # these times were measured under another load
+            self._token_s.clear()  # measured under another load
         if token_s is not None:
             self._token_s[self.n_threads] = token_s, now_s
         known = self._token_s = {n: found for n, found in self._token_s.items() if now_s - found[1] < MEMORY_S}
