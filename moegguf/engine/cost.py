@@ -241,7 +241,7 @@ def request_cost(
 ) -> float:
     """Returns the cost of requests as a number of bytes that are read from the disk or copied to a device.
 
-    One request is typical. A second one has the longest prompt that `n_ctx` holds, up to LONG_PROMPT_TOKENS. Prompts are
+    One request is typical. A second one has the longest prompt in `n_ctx` tokens, up to LONG_PROMPT_TOKENS. Prompts are
     read in passes of `n_ubatch` tokens, and answers token by token. A byte that a prompt reads from memory counts as 1
     / MEMORY_PER_DISK of a byte. Computing a prompt counts as the bytes that the disk could read in that time.
 

@@ -738,7 +738,7 @@ class _SlotsPlanner:
             "vram_cache",
             n_devices * self._staging_bytes,
             task.spec.store.staging is None,
-            self._slot_tokens if self._is_alone else NO_LIMIT,  # otherwise `_allowed` limits the pass
+            self._slot_tokens if self._is_alone else NO_LIMIT,  # `_allowed` limits passes with several devices
         )
         self._n_slots, self._n_ubatch = self._pool.fit()
         self._needs = self._pool.sizes.needs(self._layout, self._n_ubatch)
