@@ -1,4 +1,4 @@
-"""The laboratory: how predictors and the demo model were made, and what the papers' claims are worth here.
+"""The laboratory: it made the predictors and the demo model, and tests here what the papers claim.
 
-It imports `moegguf`, never the other way round. Of this folder only the weights in `demo/` belong to the package.
+It imports `moegguf`, and `moegguf` imports nothing of it. Only the weights in `demo/` belong to the package.
 """

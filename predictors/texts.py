@@ -25,7 +25,7 @@ from tools.vendor import sha256
 
 SHORTEST_CHARS = 480
 N_REQUESTS, N_HELDOUT = 50, 10  # number of texts of each kind
-# The wheel is the same on every machine, also where another one would be installed.
+# Every machine fetches the same wheel with these options.
 ONE_WHEEL = ("--platform", "manylinux_2_17_x86_64", "--python-version", "3.11", "--implementation", "cp")
 
 
@@ -126,7 +126,8 @@ def _talk(archive: ZipFile) -> Iterator[str]:
 
 
 def _exchange(conversation: str) -> str:
-    """The first question and answer in the model's chat template, or "": YAML of one shape, so no parser is needed."""
+    """Returns the first question and answer in the model's chat template, or "". The YAML has one shape, so that no
+    parser is needed."""
     said = [" ".join(part.split()).strip("'\"") for part in conversation.split("\n  - ")]
     if len(said) < 2 or "|" in conversation:
         return ""

@@ -1,7 +1,7 @@
-"""Describes in one sentence why a card of this machine does not compute, and what to do about it.
+"""Explains in one sentence why a graphics card of this machine is not used, and what to do about it.
 
-`find_cards` reads what the operating system knows of cards; `describe_cards` compares that with
-what ggml has found.
+`find_cards` reads which cards the operating system knows. `describe_cards` compares them with the devices that ggml
+has found.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from moegguf.settings import read_load_keywords
 LEAST_DRIVER = {12: 525, 13: 580}
 """{major version of CUDA's runtime: the oldest driver of NVIDIA's that runs it}"""
 BACKENDS = {"NVIDIA": ("CUDA", "Vulkan"), "AMD": ("ROCm", "Vulkan"), "Intel": ("SYCL", "Vulkan")}
-AMD, INTEL, NVIDIA = "0x1002", "0x8086", "0x10de"  # vendors in sysfs
-LEAST_CARD_BYTES = 2 << 30  # AMD's processors report less as the memory of their own GPU
+AMD, INTEL, NVIDIA = "0x1002", "0x8086", "0x10de"  # PCI vendor ids, as sysfs writes them
+LEAST_CARD_BYTES = 2 << 30  # GPUs inside AMD's processors report less memory than this
 UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
 class Card:
-    """A card that the operating system lists."""
+    """A graphics card or accelerator that the operating system lists."""
 
     vendor: str  # "NVIDIA", "AMD" or "Intel"
-    driver: str = UNKNOWN  # version of NVIDIA's driver; empty where it is not loaded
-    is_reachable: bool = True  # false in a container that was not given the device
+    driver: str = UNKNOWN  # version of NVIDIA's driver; empty if the driver is not loaded
+    is_reachable: bool = True  # False in a container that cannot access the device
 
 
 @dataclass(frozen=True)
 class Build:
-    """Backends and devices that ggml has found in this process."""
+    """The GPU backends and devices that ggml has found in this process."""
 
-    backends: Sequence[str]  # some of BACKENDS
+    backends: Sequence[str]  # names from BACKENDS
     devices: Sequence[BackendDevice]
     problems: library.BackendProblems
-    cuda: int | None = None  # major version of CUDA's runtime, where it is loaded
+    cuda: int | None = None  # major version of the CUDA runtime; None if it is not loaded
 
 
 def find_cards(root: Path = ROOT) -> list[Card]:
-    """Returns one card per vendor, without GPUs that are parts of Intel's and AMD's processors."""
+    """Returns one card per vendor. GPUs that are built into Intel's and AMD's processors are left out."""
     found = list(_pci_vendors(root))
     nodes = root / "dev"
     is_reachable = any(nodes.glob("dri/renderD*"))
@@ -58,7 +58,7 @@ def find_cards(root: Path = ROOT) -> list[Card]:
         driver = number.group() if number else UNKNOWN
         cards.insert(0, Card("NVIDIA", driver, any(nodes.glob("nvidia[0-9]*"))))
     elif (nodes / "dxg").exists() and (root / "usr/lib/wsl/lib/libcuda.so.1").exists():
-        # Windows has the driver, and Linux runs in it.
+        # This is WSL: Windows has the driver, and Linux runs inside Windows.
         cards.insert(0, Card("NVIDIA"))
     elif NVIDIA in found:
         cards.insert(0, Card("NVIDIA", driver=""))
@@ -66,20 +66,21 @@ def find_cards(root: Path = ROOT) -> list[Card]:
 
 
 def _pci_vendors(root: Path) -> Iterator[str]:
-    """Yields the vendors of display controllers and accelerators with memory of their own."""
+    """Yields the PCI vendor id of each display controller and accelerator, except GPUs that are built into a
+    processor."""
     for device in sorted(root.glob("sys/bus/pci/devices/*")):
         if not file_text(device / "class").startswith(("0x03", "0x12")):
             continue
         vendor = file_text(device / "vendor").strip()
         memory = file_text(device / "mem_info_vram_total").strip()
-        is_part_of_intel = vendor == INTEL and ":00:" in device.name  # 0000:00:02.0
+        is_part_of_intel = vendor == INTEL and ":00:" in device.name  # PCI bus 0, as in 0000:00:02.0
         is_part_of_amd = vendor == AMD and (not memory.isdigit() or int(memory) < LEAST_CARD_BYTES)
         if not is_part_of_intel and not is_part_of_amd:
             yield vendor
 
 
 def read_build() -> Build:
-    """Returns what ggml has found. Raises LibraryError."""
+    """Returns the GPU backends and devices that ggml has found. Raises LibraryError."""
     find = library.ggml().ggml_backend_reg_by_name
     find.restype = c.c_void_p
     names = sorted({name for of_vendor in BACKENDS.values() for name in of_vendor})
@@ -93,9 +94,9 @@ def read_build() -> Build:
 
 
 def describe_cards(cards: Sequence[Card], build: Build) -> str:
-    """Returns a sentence about a card that does not compute, or on which nobody has tried moegguf.
+    """Returns a sentence about a card that is not used, or about a GPU whose backend was never tried with moegguf.
 
-    Returns "" where there is nothing to say.
+    Returns "" if there is nothing to report.
     """
     own = [device for device in build.devices if device.backend not in ("CPU", "RPC")]
     for device in own:
@@ -131,7 +132,8 @@ def _describe_card(card: Card, build: Build) -> str:
 
 
 def _driver_number(card: Card) -> int:
-    """Returns 580 for the driver 580.65, and where the version is unknown the newest that LEAST_DRIVER has."""
+    """Returns the driver's major version: 580 for 580.65. If the version is unknown, returns the newest of
+    LEAST_DRIVER."""
     if card.driver == UNKNOWN:
         return max(LEAST_DRIVER.values())
     return int(card.driver.partition(".")[0])
@@ -176,7 +178,7 @@ def _describe_integrated(device: BackendDevice) -> str:
 
 
 def card_note(placement: str | None = None) -> str:
-    """Returns `describe_cards` of this machine; "" also where the user has chosen the CPU.
+    """Returns `describe_cards` for this machine, or "" if the user has chosen the CPU.
 
     Raises LibraryError.
     """

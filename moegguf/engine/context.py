@@ -1,8 +1,8 @@
-"""The llama.cpp context of a loaded model: evaluates tokens and images, one call at a time, each whole or not at all.
+"""The llama.cpp context of a loaded model: evaluates tokens and images, one call at a time.
 
-A context may have several sequences. Sequence 0 belongs to the `Llama` itself, whose `n_tokens` and `input_ids` have
-its tokens. Before each evaluation the tokens are announced to the expert store, and the number of threads is chosen.
-Does not know prompts, sampling, or how a model is loaded.
+A context may have several sequences. Sequence 0 belongs to the `Llama` itself; its tokens are in `input_ids`, and
+`n_tokens` is their number. Before each evaluation the tokens are announced to the expert store, and the number of
+threads is chosen. Does not know prompts, sampling, or how a model is loaded.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Step = TypeVar("Step")
 _FULL = "llama_decode returned 1"
 _NO_MEMORY = "llama_decode returned -2"
 _FAILED = "llama_decode returned -3"  # a backend could not compute the graph
-_ABORTED = "llama_decode returned 2"  # our abort callback ended it: for a failure with a reason, or for cancel()
+_ABORTED = "llama_decode returned 2"  # our abort callback ended the pass, after a failure or cancel()
 
 
 class ClosedModel:
@@ -60,25 +60,26 @@ class ClosedModel:
 
 
 class Requests:
-    """The requests of one context, which holds the tokens of one conversation: one at a time, and counted.
+    """Runs the requests of one context one after the other, and numbers them.
 
-    A request is one call that generates: its first evaluation is the prompt, all later ones decode. Without such a
-    call, an evaluation from an empty context begins a request, single tokens after it decode. llama.cpp does not report
-    this; routing events carry both.
+    A request is one call that generates. Its first evaluation is the prompt, and all later evaluations decode. Outside
+    of such a call, an evaluation in an empty context begins a new request, and single tokens after it decode. Routing
+    events carry the request's number and phase, because llama.cpp reports neither.
     """
 
     def __init__(self) -> None:
         self.sequence = -1
         self._changed = threading.Condition()
-        self._owner: tuple[int, object] | None = None  # thread, and an object unique to the request
+        self._owner: tuple[int, object] | None = None  # id of the thread, and an object unique to the request
         self._at_prompt = self._generating = False
 
     def run(self, steps: Generator[Step, Any, None]) -> Generator[Step, Any, None]:
-        """Runs these steps as one request, from the first step to the last, or to close() of the generator.
+        """Runs `steps` as one request, until the last step or until the generator is closed.
 
-        Requests of other threads wait. A request of the same thread ends the request that this thread left unfinished.
+        Waits while a request of another thread runs. If the same thread has left a request unfinished, that request
+        ends.
 
-        Raises GenerationCancelled from a step that comes after another request of the same thread has begun.
+        Raises GenerationCancelled from the next step if another request of the same thread has begun since.
         """
         request = threading.get_ident(), object()
         with self._changed:
@@ -104,12 +105,13 @@ class Requests:
                     self._changed.notify_all()
 
     def begin(self) -> int:
-        """Begins a request of another kind, such as an embedding; returns its number."""
+        """Begins a request that does not generate, such as an embedding. Returns the request's number."""
         self.sequence += 1
         return self.sequence
 
     def next_phase(self, n_past: int, n_tokens: int) -> Phase:
-        """The phase of the next `n_tokens` tokens after `n_past`; `sequence` is then the number of their request."""
+        """Returns the phase of `n_tokens` tokens that follow the first `n_past`. Sets `sequence` to their request's
+        number."""
         if self._at_prompt or (n_past == 0 and not self._generating) or self.sequence < 0:
             self._at_prompt = False
             self.sequence += 1
@@ -120,7 +122,7 @@ class Requests:
 class Context:
     """Evaluates tokens and images in the context of `llm`, with the parts that the loader has made.
 
-    mmproj: the file of the model's projector.
+    mmproj: path of the file with the model's projector.
 
     Evaluations raise ExpertIOError, GenerationCancelled, ForkError, ClosedError, and CallbackError from a policy,
     predictor or listener of this model.
@@ -129,11 +131,11 @@ class Context:
     def __init__(self, llm: UpstreamLlama, loader: Loader, mmproj: str | os.PathLike[str] | None = None) -> None:
         self._llm: UpstreamLlama = weakref.proxy(llm)  # type: ignore[assignment]  # which holds this object
         self._session, self._threads, self._mmproj = loader.session, loader.threads, mmproj
-        self.controller = loader.controller  # decides on experts; None: the store decides alone
+        self.controller = loader.controller  # decides which experts to keep and fetch; None: the store decides
         self._bindings = library.llama_cpp()
         self.run_hits = loader.run_hits
         self._row_tables = RowTables(loader.load_plan.layout)
-        self._n_swa = self._bindings.llama_model_n_swa(llm.model)  # tokens of a sliding window; 0: none
+        self._n_swa = self._bindings.llama_model_n_swa(llm.model)  # tokens of a sliding window; 0: there is no window
         self._rollback = Rollback(
             loader.load_plan.plan.n_rs_seq,
             min(llm.context_params.n_ubatch, llm.n_batch),
@@ -141,31 +143,32 @@ class Context:
         )
         self._evaluated: tuple[int, ...] = (0,)  # sequences of the last pass
         if llm._is_stateful:
-            llm._ctx.kv_cache_seq_rm = self._remove  # the base class calls it
+            llm._ctx.kv_cache_seq_rm = self._remove  # the base class calls this to remove tokens
         self._batch = PassBatch(llm.n_batch)
         self.n_logits = min(llm.n_batch, int(llm.context_params.n_outputs_max) or llm.n_batch)  # most logits of a pass
-        self._chunk_rows: list[int] = []  # rows of the last pass with logits
+        self._chunk_rows: list[int] = []  # rows of the last pass that have logits
         self._requests = Requests()
         self._projector: Projector | None = None
         self._projector_lock = threading.Lock()
         self._closed = False
         self.lock = threading.RLock()  # held during each evaluation
         self.images = ContextImages()  # images of sequence 0
-        self.lora_scale: float = llm.lora_scale if llm._lora_adapter else 0.0  # scale of the next evaluation
-        self.eval_s = 0.0  # time of all evaluations
-        self.drafted = Counter[str]()  # figures of `Stats`
-        self.after_pass: Callable[[Any], object] | None = None  # called with the pass's llama_batch
-        self.after_eval: Callable[[int, Tokens, int], object] | None = None  # 0, its tokens, how many are new
+        self.lora_scale: float = llm.lora_scale if llm._lora_adapter else 0.0  # LoRA scale of the next evaluation
+        self.eval_s = 0.0  # seconds that all evaluations took
+        self.drafted = Counter[str]()  # counters of drafts, by their names in `Stats`
+        self.after_pass: Callable[[Any], object] | None = None  # called with the llama_batch of each pass
+        # called after each batch of `eval` with: sequence 0, its tokens, the number of new tokens
+        self.after_eval: Callable[[int, Tokens, int], object] | None = None
 
     def check_open(self) -> None:
-        """Raises ClosedError or ForkError when the model cannot be used."""
+        """Raises ClosedError if the model is closed, and ForkError in a child process made by fork() after the load."""
         if self._closed:
             raise ClosedError("the model is closed; load it again.")
-        if self._session is not None and self._session.forked:  # the reader threads run in the parent only
+        if self._session is not None and self._session.forked:  # fork() copies no reader threads
             raise ForkError("the model was loaded before fork(); load it in this process, or start it with spawn.")
 
     def stats(self) -> Stats:
-        """`Llama.stats`."""
+        """Returns the counters since the model was loaded, as `Llama.stats` does."""
         self.check_open()
         stats = self._session.stats(self.eval_s) if self._session else Stats(eval_s=self.eval_s)
         n_threads = self._threads.n_threads if self._threads else self._llm.n_threads
@@ -173,7 +176,8 @@ class Context:
         return replace(stats, n_threads=n_threads, **drafted)
 
     def check_caller(self) -> None:
-        """Raises CallbackError from a policy, predictor or listener of this model, which an evaluation may wait for."""
+        """Raises CallbackError if a policy, predictor or listener of this model is the caller: it would wait for
+        itself."""
         if self._session is not None and self._session.store.calls_back:
             raise CallbackError(
                 "a policy, predictor or listener cannot use the model that calls it, which would wait for itself; call"
@@ -181,12 +185,12 @@ class Context:
             )
 
     def pause_fill(self, on: bool) -> None:
-        """`Store.pause_fill`."""
+        """Pauses (`on`) or resumes the filling of free slots in the background (`Store.pause_fill`)."""
         if self._session is not None:
             self._session.store.pause_fill(on)
 
     def check_weights(self) -> None:
-        """Raises CapabilityError for a model that was loaded without its weights. Raises ClosedError, ForkError."""
+        """Raises CapabilityError if the model has no weights (vocab_only). Raises ClosedError, ForkError."""
         self.check_open()
         if self._llm.model_params.vocab_only:
             raise CapabilityError(
@@ -195,8 +199,8 @@ class Context:
             )
 
     def check_generates(self) -> None:
-        """Raises CapabilityError for a model without weights, and for one that only embeds: it has no context to go on
-        from. Raises ClosedError, ForkError."""
+        """Raises CapabilityError if the model cannot generate: it has no weights, or it only computes embeddings and
+        so has no KV cache. Raises ClosedError, ForkError."""
         self.check_weights()
         if self._llm._ctx.memory is None:
             arch = self._llm.metadata.get("general.architecture", "such")
@@ -206,17 +210,17 @@ class Context:
 
     @property
     def next_request(self) -> int:
-        """The number in routing events of the next request."""
+        """The number that the next request will have in routing events."""
         return self._requests.sequence + 1
 
     def begin_request(self) -> int:
-        """The number in routing events of a request that `eval_sequences` evaluates."""
+        """Begins a request that `eval_sequences` evaluates. Returns the request's number in routing events."""
         return self._requests.begin()
 
     def as_request(self, steps: Generator[Step, Any, None], keeps_logits: bool = False) -> Generator[Step, Any, None]:
-        """Runs these steps, which evaluate tokens, as one request. Other requests wait for it.
+        """Runs `steps`, which evaluate tokens, as one request. Requests of other threads wait until this one ends.
 
-        keeps_logits: the request may go on with the logits of the request before.
+        keeps_logits: the request may begin with the logits that the previous request has left.
 
         Raises ClosedError, ForkError.
         """
@@ -233,8 +237,8 @@ class Context:
     # Evaluations.
 
     def eval(self, tokens: Sequence[int]) -> None:
-        """Evaluates tokens of sequence 0, `n_batch` at a time. A failed call leaves the tokens before it in place, so
-        that it can be repeated."""
+        """Evaluates tokens of sequence 0, `n_batch` at a time. After a failure the sequence has its earlier tokens
+        again, so that the call can be repeated; a sequence with a recurrent state is empty instead."""
         with self._guarded():
             llm, phase = self._llm, self._requests.next_phase(self._llm.n_tokens, len(tokens))
             self.images.truncate(llm.n_tokens)
@@ -251,9 +255,10 @@ class Context:
                     self.after_eval(0, llm.input_ids[: llm.n_tokens], len(batch))
 
     def eval_sequences(self, chunks: Sequence[SequenceTokens]) -> list[int] | None:
-        """Evaluates at most `n_batch` tokens of some sequences together; returns each chunk's row of logits, or None
-        when the KV cache has no room for them. After an exception some of the tokens may be in the context, and after
-        drafts their tokens are: truncate the sequences."""
+        """Evaluates up to `n_batch` tokens of several sequences together. Returns each chunk's row of logits, or None
+        if the KV cache has no room for the tokens. After an exception the caller must truncate the sequences, because
+        some of the tokens may be in the context. After drafts it must do so, too: the rejected tokens are still there.
+        """
         with self._guarded():
             try:
                 return self._evaluate(chunks)
@@ -263,14 +268,14 @@ class Context:
         return None
 
     def _evaluate(self, chunks: Sequence[SequenceTokens]) -> list[int]:
-        """One call of llama_decode."""
+        """Evaluates the chunks in one call of llama_decode. Returns each chunk's row of logits."""
         llm = self._llm
         own = chunks[-1] if chunks[-1].sequence == 0 else None
         llm._requires_eval = True
         self._evaluated = tuple(chunk.sequence for chunk in chunks)
         rows = self._batch.fill(chunks, self.images.position, all_logits=llm._logits_all and len(chunks) == 1)
         n_logits = np.count_nonzero(self._batch.logits[: self._batch.batch.n_tokens])
-        if n_logits > self.n_logits:  # llama.cpp would end the process
+        if n_logits > self.n_logits:  # llama.cpp would abort the process
             raise OptionError(
                 f"{n_logits} tokens of a pass have logits, but its buffers hold {self.n_logits}; evaluate fewer at a"
                 " time, or load the model with logits_all=True."
@@ -293,7 +298,7 @@ class Context:
         return rows
 
     def _announce(self, chunks: Sequence[SequenceTokens]) -> None:
-        """Tells the store whose tokens come next."""
+        """Announces the tokens of the next pass to the controller and to the store, with their requests and phases."""
         first, session = chunks[0], self._session
         if session is None:
             return
@@ -309,8 +314,9 @@ class Context:
         session.store.context.announce(sequences, phases, tokens, outputs)
 
     def eval_image(self, prompt: ImagePrompt, span: ImageSpan, request: int) -> None:
-        """Evaluates an image's span of `prompt`, whose tokens before it are in sequence 0. request: its number in
-        routing events. Raises what evaluations raise, and OptionError for a damaged image."""
+        """Evaluates the image at `span` of `prompt`. Sequence 0 must already hold the tokens before the image.
+        request: the request's number in routing events. Raises what evaluations raise, and OptionError for a damaged
+        image."""
         with self._guarded():
             llm, projector = self._llm, self.open_projector()
             assert projector is not None
@@ -329,14 +335,14 @@ class Context:
 
     def open_projector(self) -> Projector | None:
         """Returns the projector, which the first call loads; None without `mmproj`. Raises ModelFormatError."""
-        with self._projector_lock:  # a server counts tokens beside a running answer
+        with self._projector_lock:  # a server may count tokens while an answer is generated
             if self._projector is None and self._mmproj:
                 self.check_open()
                 self._projector = Projector(self._mmproj, self._llm)
             return self._projector
 
     def evaluate(self, call: Callable[[], Any], tokens: Sequence[int] = ()) -> Any:
-        """The result of `call`, a request of its own that evaluates `tokens` itself (empty: unknown)."""
+        """Returns the result of `call`, which evaluates `tokens` itself, as one request. tokens: empty if unknown."""
         with self._guarded():
             self._rollback.clear()
             self._llm._requires_eval = True
@@ -346,7 +352,8 @@ class Context:
             return self.computed(call, len(tokens))
 
     def computed(self, call: Callable[[], Any], n_tokens: int) -> Any:
-        """Calls `call`, which evaluates `n_tokens` tokens (0: unknown), with the best number of threads."""
+        """Returns the result of `call`, which evaluates `n_tokens` tokens (0: unknown). Chooses the number of threads
+        first."""
         if self._threads is not None:
             self._threads.before_pass()
         start_s = time.perf_counter()
@@ -358,21 +365,21 @@ class Context:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Holds the lock while the block evaluates. After a failure sequence 0 has the tokens from before; with a
-        recurrent state the failed sequences are empty. Known failures of llama.cpp become typed errors, others are
-        raised as they are."""
+        """Holds the lock while the `with` block evaluates. After a failure sequence 0 has its earlier tokens again;
+        with a recurrent state the sequences of the failed pass are empty instead. Known failures of llama.cpp become
+        typed errors; other errors are raised unchanged."""
         self.check_caller()
         with self.lock:
             self.check_weights()
             session, llm, before, start_s = self._session, self._llm, self._llm.n_tokens, time.perf_counter()
             if session is not None:
-                session.raise_failure()  # a callback's error since the last call
+                session.raise_failure()  # an error that a callback has raised since the last call
             self._chunk_rows = []
             try:
                 yield
                 if session is not None:
                     session.raise_failure()
-            except BaseException as error:  # also an interrupt: no token stays half computed
+            except BaseException as error:  # also KeyboardInterrupt: no token may stay half computed
                 llm._requires_eval = True  # the context's logits are stale
                 if llm._is_stateful:
                     self._drop_failed()
@@ -398,8 +405,8 @@ class Context:
     def scale_adapter(self, scale: float | None) -> None:
         """Sets the scale of the model's LoRA adapter for tokens that are evaluated from now on.
 
-        None sets the scale of the load, and 0 computes as without the adapter. Tokens in the context keep the scale
-        that they were evaluated with; the caller notes it.
+        None restores the scale that was set at the load, and 0 switches the adapter off. Tokens that are already in
+        the context keep their scale, and the caller has to remember that.
         """
         llm, bindings = self._llm, self._bindings
         if llm._lora_adapter is None:
@@ -415,9 +422,9 @@ class Context:
     # Logits.
 
     def check_logits(self, row: int = -1) -> None:
-        """Raises OptionError unless the request that computes now has evaluated what this row of logits is of.
+        """Raises OptionError unless the current request has evaluated the token whose logits are in this row.
 
-        `row`: as `eval_sequences` returns it; -1: of the last token in sequence 0.
+        `row`: a row that `eval_sequences` has returned; -1: the row of the last token in sequence 0.
         """
         if self._llm._requires_eval if row < 0 else row not in self._chunk_rows:
             raise OptionError(
@@ -426,15 +433,16 @@ class Context:
             )
 
     def logits(self, row: int = -1) -> Floats:
-        """[n_vocab] logits, valid until the next pass. Raises what `check_logits` raises."""
+        """Returns a row of logits, shape [n_vocab], valid until the next pass. Raises what `check_logits` raises."""
         self.check_logits(row)
         return np.ctypeslib.as_array(self._llm._ctx.get_logits_ith(row), shape=(self._llm.n_vocab(),))
 
     # The KV cache. Tokens count from the beginning of their sequence.
 
     def keeps(self, n_tokens: int, sequence: int = 0) -> bool:
-        """Returns whether a sequence can keep its first `n_tokens` alone. A recurrent state goes back by the tokens of
-        its snapshots only, and cells of tokens that have left a sliding window are given to others."""
+        """Returns True if a sequence can be cut to its first `n_tokens`. A recurrent state can only go back by as many
+        tokens as it has snapshots. With a sliding window, the cells that the next token needs must not be reused yet.
+        """
         position = self.images.position(n_tokens) if sequence == 0 else n_tokens
         if position == 0:
             return True
@@ -446,7 +454,7 @@ class Context:
         return bool(first <= max(0, position - self._n_swa + 1))
 
     def most_lost(self, sequences: Sequence[int]) -> int:
-        """`Rollback.most_lost`, for a model with a recurrent state."""
+        """Returns `Rollback.most_lost`, for a model with a recurrent state."""
         return self._rollback.most_lost(sequences)
 
     def _end(self, sequence: int) -> int:
@@ -454,8 +462,9 @@ class Context:
         return int(self._bindings.llama_memory_seq_pos_max(self._llm._ctx.memory, sequence)) + 1
 
     def _remove(self, sequence: int, first: int, last: int) -> bool:
-        """Removes the tokens of a recurrent model from position `first` on. Returns False, with nothing changed, where
-        its state cannot go back. `last`: -1, the end. All sequences, -1, are sequence 0, as in the base class."""
+        """Removes the tokens of a recurrent model from position `first` up to `last` (-1: the end). Returns False, and
+        changes nothing, if the state cannot go back so far. Sequence -1 (all) means sequence 0, as in the base class.
+        """
         sequence = max(0, sequence)
         n_lost = self._end(sequence) - first
         if first > 0 and n_lost > self._rollback.n_back(sequence):
@@ -468,8 +477,7 @@ class Context:
         return removed
 
     def cut(self, n_tokens: int, sequence: int = 0) -> bool:
-        """Keeps the first `n_tokens` of a sequence. Returns False, with nothing changed, where the
-        sequence cannot (`keeps`)."""
+        """Cuts a sequence to its first `n_tokens`. Returns False, and changes nothing, if `keeps` returns False."""
         llm, memory = self._llm, self._llm._ctx.memory
         position = self.images.position(n_tokens) if sequence == 0 else n_tokens
         if not self.keeps(n_tokens, sequence):
@@ -480,11 +488,11 @@ class Context:
             kept = bool(self._bindings.llama_memory_seq_rm(memory, sequence, position, -1))
         if sequence == 0 and kept:
             self.images.truncate(n_tokens)
-            llm.n_tokens, llm._requires_eval = n_tokens, True  # the logits are of other tokens
+            llm.n_tokens, llm._requires_eval = n_tokens, True  # the logits belong to other tokens
         return kept
 
     def truncate(self, n_tokens: int, sequence: int = 0) -> bool:
-        """Keeps the first `n_tokens` of a sequence. Returns False where that cannot be: the sequence is empty then."""
+        """Cuts a sequence to its first `n_tokens`. If that is impossible, empties the sequence and returns False."""
         if self.cut(n_tokens, sequence):
             return True
         if sequence == 0:
@@ -498,12 +506,12 @@ class Context:
         self._rollback.forget(sequence)
 
     def note_state(self, sequence: int) -> None:
-        """Notes that a saved state was written into a sequence: its snapshots belong to other tokens."""
+        """Forgets the snapshots of a sequence into which a saved state was written: they belong to other tokens."""
         self._rollback.forget(sequence)
 
     def _drop_failed(self) -> None:
-        """Empties what a failed pass may have left half computed: its sequence, or where the pass had several, every
-        sequence, since states are moved for such a pass."""
+        """Empties the sequence of a failed pass. If the pass had several sequences, empties all sequences, because
+        llama.cpp moves states for such a pass."""
         if len(self._evaluated) == 1:
             self.forget(*self._evaluated)
             if self._evaluated == (0,):
@@ -512,12 +520,13 @@ class Context:
             self.clear()
 
     def can_copy(self, sequence: int) -> bool:
-        """`Rollback.can_copy`: a state that has lost tokens is copied only after its next pass."""
+        """Returns True if the state of a sequence can be copied: a state that was rolled back needs a pass first."""
         return self._rollback.can_copy(sequence)
 
     def copy(self, source: int, target: int, n_tokens: int) -> bool:
-        """Makes the first `n_tokens` of `source` all of `target`. Returns False, with nothing changed, where some of
-        them have left a window, and where a recurrent state has seen more tokens."""
+        """Copies the first `n_tokens` of `source` into `target`, and drops what `target` had. Returns False, and
+        changes nothing, if some of these tokens have left a sliding window, or if a recurrent state cannot be copied
+        after them."""
         memory, first, last = self._llm._ctx.memory, 0, n_tokens
         if self._llm._is_stateful:
             if self._end(source) != n_tokens or not self._rollback.can_copy(source):
@@ -528,13 +537,13 @@ class Context:
         self.forget(target)
         self._bindings.llama_memory_seq_cp(memory, source, target, first, last)
         self._rollback.note_shared(source, target)
-        if target == 0:  # only the caller knows these tokens: they equal no prompt
+        if target == 0:  # only the caller knows the copied tokens; PLACEHOLDER never equals a token of a prompt
             self._llm.n_tokens, self._llm._requires_eval = n_tokens, True
             self._llm.input_ids[:n_tokens] = PLACEHOLDER
         return True
 
     def read_state(self, sequence: int) -> bytes:
-        """Returns llama.cpp's state of a sequence."""
+        """Returns a sequence's state, as llama.cpp serializes it."""
         llm, bindings = self._llm, self._bindings
         with self.lock:
             data = np.empty(bindings.llama_state_seq_get_size(llm.ctx, sequence), np.uint8)
@@ -543,8 +552,8 @@ class Context:
         return data[:n_bytes].tobytes()
 
     def write_state(self, sequence: int, tokens: Sequence[int], state: bytes) -> bool:
-        """Makes an empty sequence hold `tokens` with their state. Returns False, and leaves it empty, where llama.cpp
-        cannot place the state."""
+        """Writes a saved state of `tokens` into an empty sequence. Returns False, and leaves the sequence empty, if
+        llama.cpp cannot place the state."""
         llm, bindings = self._llm, self._bindings
         with self.lock:
             data = np.frombuffer(state, np.uint8).ctypes.data_as(c.POINTER(c.c_uint8))
@@ -561,9 +570,10 @@ class Context:
         return True
 
     def warm_up(self, n_tokens: int) -> None:
-        """Evaluates a pass of `n_tokens`, so that backends take what they keep for it, and empties the context.
+        """Evaluates a pass of `n_tokens`, so that backends allocate the memory that they keep. Empties the context
+        then.
 
-        One token is repeated: all of them use one token's experts.
+        All tokens of the pass are the same token, so that they use the experts of one token only.
         """
         self.eval([0] * n_tokens)
         self.clear()
@@ -578,13 +588,14 @@ class Context:
     def can_shift(self) -> bool:
         """True if tokens can be dropped from the middle of the context.
 
-        They cannot be dropped from a recurrent model's state, or where a position is more than one number.
+        This is impossible with a recurrent state, and if a position consists of several numbers (M-RoPE).
         """
         memory = self._llm._ctx.memory
         return memory is not None and not self._llm._is_stateful and bool(self._bindings.llama_memory_can_shift(memory))
 
     def shift(self, n_keep: int, n_discard: int) -> None:
-        """Drops `n_discard` tokens after the first `n_keep` of sequence 0; later ones move up. Needs `can_shift`."""
+        """Drops `n_discard` tokens of sequence 0 after its first `n_keep`, and moves the later ones up. Needs
+        `can_shift`."""
         self.check_caller()
         with self.lock:
             self.check_open()
@@ -595,8 +606,8 @@ class Context:
             llm.n_tokens -= n_discard
 
     def close(self, forked: bool = False) -> None:
-        """Ends every use with ClosedError, and frees the projector, after the evaluation in progress; not so in a child
-        process, `forked`."""
+        """Makes every later use raise ClosedError, and frees the projector when no evaluation is in progress. forked:
+        True in a child process, where nothing is freed."""
         self._closed = True
         if forked:
             return
@@ -607,7 +618,7 @@ class Context:
 
 
 def _typed_error(failure: str) -> MoeggufError | None:
-    """Returns the typed error for an error of llama_decode by its text; None for any other."""
+    """Returns the typed error for a known error text of llama_decode; None for any other text."""
     if failure == _ABORTED:
         return GenerationCancelled("generation was cancelled; resume() allows it again.")
     reason = llama_log().reason()

@@ -1,27 +1,31 @@
-"""The cost model: the time of a token for each placement of a model's experts.
+"""The cost model: predicts the time of a token for each placement of a model's experts.
 
-It predicts every placement and every estimate from measured speeds. The model is an exact cache: every expert that a
-token needs is multiplied where its layer is computed, and a miss on the device is copied there first. A is the bytes of
-a token's experts over all L layers, and D is the bytes of everything else that it reads. The times of a token are:
+Every placement and every estimate is predicted from measured speeds. The prediction assumes an exact cache: each expert
+is multiplied where its layer is computed, and an expert that misses on the device is copied to the device first. A is
+the bytes of a token's experts in all L layers. D is the bytes of everything else that a token reads. The times of a
+token are:
 
     slots          (D + A) / device + (1 - h) A / copies + L * (stop + (1 - h^k) * copy)   h: hit rate, k: experts used
     whole layers   (D + f A) / device + (1 - f) (A / CPU + L * way)               f: share of the layers on the device
     CPU            (D + A) / CPU
 
-With every expert on the device h is 1, and nothing stops. The nodes of a graph that read no weights are added, and
-experts that are in no memory are read from the disk. `way` moves activations from the device to the CPU and back.
-`copy` is the time of a layer's misses without their bytes. Speeds are measured with kernels and copies. A device that
-is only supposed has 0.65 of its memory's bandwidth, and the constants here: other people's measurements fit these.
+`device`, `CPU` and `copies` are speeds in bytes per second. `stop` is the time in which the host reads the router's
+choice at a layer. `copy` is the time that a layer's misses take in addition to their bytes. `way` is the time to move
+activations from the device to the CPU and back. If every expert is on the device, h is 1 and nothing stops. The time of
+graph nodes that read few or no weights is added, and experts that are not in memory are read from the disk.
 
-A pass of a prompt reads the weights of all experts that its tokens use once. It multiplies DEVICE_GAIN or CPU_GAIN
-times as fast as single tokens do. Meanwhile experts of later layers are read from the disk, and where experts are
-staged, those without a slot are copied. The best placement takes the least time for a typical request: PROMPT_TOKENS,
-then ANSWER_TOKENS.
+Speeds are measured with kernels and copies. A device that this machine does not have counts with 0.65 of its memory's
+bandwidth and with the constants here, which fit measurements that others have published.
+
+A pass of a prompt reads the weights of each expert that its tokens use once. The pass multiplies DEVICE_GAIN or
+CPU_GAIN times as fast as single tokens do. Meanwhile experts of later layers are read from the disk. If experts are
+staged, experts without a slot are copied meanwhile. The best placement takes the least time for a typical request:
+PROMPT_TOKENS, then ANSWER_TOKENS.
 
 Hit rates to expect are ranges. If the model's own routing was measured (`Measured`), 49 in 50 of its requests lie in
 the range. Otherwise the range has all published hit rates for models of this shape, or for all models. Placements are
-compared by one curve of hit rates. Within one placement, slots and passes are weighed against each other before any
-speed is known: by the bytes that a request moves (`request_cost`).
+compared by one curve of hit rates. Within one placement, the sizes of slots and passes are weighed against each other
+before any speed is known: by the bytes that a request moves (`request_cost`).
 """
 
 from __future__ import annotations
@@ -47,28 +51,30 @@ from moegguf.gguf.experts import ExpertLayout
 from moegguf.quantities import Link, format_bytes
 
 KERNEL_SHARE = 0.65
-CPU_LAYER_S = 60e-6  # a layer's way to the CPU and back
-CPU_NODE_S = 2.2e-6  # a small node of a graph on the CPU and its barrier: 0.1 ms a layer of small models
-STOP_S = 35e-6  # a stop at a layer, where the host has to learn the router's choice
+CPU_LAYER_S = 60e-6  # seconds to move a layer's activations to the CPU and back
+CPU_NODE_S = 2.2e-6  # seconds of a small graph node on the CPU with its barrier: 0.1 ms per layer of small models
+STOP_S = 35e-6  # seconds of a stop at a layer, where the host waits for the router's choice
 TOLERANCE = 0.15  # allowed difference between predicted and measured tokens per second
 LAYER_NODES = 30  # nodes of a layer that read few or no weights: norms, attention, the router
-PICK_NODES = 2  # further such nodes for each expert that a token uses: the view of its output, the addition to the sum
+PICK_NODES = (
+    2  # further small nodes for each expert that a token uses: a view of its output, and an addition to the sum
+)
 PROMPT_TOKENS, ANSWER_TOKENS = 512, 256  # a typical request
 LONG_PROMPT_TOKENS = 4096  # a document, or a long conversation
-DEVICE_GAIN, CPU_GAIN = 10, 5  # gain of many tokens together: H100 and H200 reached 9 to 12, 16 cores of a Xeon 5
-SPEED_SPREAD = 0.7  # reads and computation share processors and memory; runs reach this share of the bound, or more
-MEMORY_PER_DISK = 16  # bytes read from memory in the time of one from a disk, or over a link
+DEVICE_GAIN, CPU_GAIN = 10, 5  # gain of large passes over single tokens: H100, H200 reached 9 to 12, 16 Xeon cores 5
+SPEED_SPREAD = 0.7  # runs reach this share of the predicted bound or more: reading and computing share the machine
+MEMORY_PER_DISK = 16  # bytes read from memory in the time of one byte from a disk or over a link
 
 Kind = Literal["resident", "layers", "slots", "cpu"]
 
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """The bytes that a token reads."""
+    """The bytes that one token reads, and the counts that its time depends on."""
 
     n_layer: int  # layers with experts
-    token_bytes: int  # the token's experts
-    dense_bytes: int  # all other weights, and the token's part of the KV cache
+    token_bytes: int  # bytes of the experts that the token uses
+    dense_bytes: int  # bytes of all other weights that the token reads, and of the used part of the KV cache
     n_expert_used: int = 8  # experts that the token uses in each layer
     n_layer_all: int = 0  # all layers
 
@@ -79,25 +85,25 @@ class ModelBytes:
 
     @classmethod
     def of(cls, layout: ExpertLayout, kv_bytes: int = 0) -> ModelBytes:
-        """Returns the figures of a model whose KV cache has `kv_bytes` bytes in use."""
+        """Returns the figures of a model while `kv_bytes` of its KV cache are in use."""
         dense_bytes = layout.dense_bytes - layout.looked_up_bytes + kv_bytes
         return cls(len(layout.layers), layout.token_cycle_bytes, dense_bytes, layout.n_expert_used, layout.n_layer)
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """The speeds of a device and the host beside it, in seconds and in bytes of multiplied weights per second."""
+    """The speeds of a device and its host: times in seconds, and bytes of weights that are multiplied per second."""
 
     device_bytes_per_s: float
-    copies: Link  # copies of misses from RAM to the device; the latency counts once for all misses of a layer
+    copies: Link  # copies of missed experts from RAM to the device; the latency counts once for all misses of a layer
     cpu_bytes_per_s: float
-    stop_s: float = STOP_S  # a stop at a layer
-    cpu_layer_s: float = CPU_LAYER_S  # a layer's way to the CPU and back
-    device_node_s: float = 0.0  # a small node of a graph on the device
-    cpu_node_s: float = CPU_NODE_S  # a small node of a graph on the CPU
-    disk_bytes_per_s: float = 1e9  # reads of experts that are in no memory
-    source: str = ""  # words about the source of these speeds
-    device_dense_bytes_per_s: float = 0.0  # weights that are no experts; 0: as fast as experts
+    stop_s: float = STOP_S  # seconds of a stop at a layer
+    cpu_layer_s: float = CPU_LAYER_S  # seconds to move a layer's activations to the CPU and back
+    device_node_s: float = 0.0  # seconds of a small graph node on the device
+    cpu_node_s: float = CPU_NODE_S  # seconds of a small graph node on the CPU
+    disk_bytes_per_s: float = 1e9  # speed of reading experts that are not in memory
+    source: str = ""  # origin of these speeds, in words
+    device_dense_bytes_per_s: float = 0.0  # speed for weights outside of experts; 0: as fast as experts
     cpu_dense_bytes_per_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -110,38 +116,38 @@ class Speeds:
     def supposed(
         cls, memory_bytes_per_s: float, link: Link, cpu_bytes_per_s: float, source: str = "of the device as supposed"
     ) -> Speeds:
-        """Speeds of a device that is known by its memory's bandwidth; the link's latency counts as a stop's."""
+        """Returns the speeds of a device if only its memory bandwidth is known. The link's latency counts as a stop."""
         copies, stop_s = Link(link.bytes_per_s), link.latency_s or STOP_S
         return cls(KERNEL_SHARE * memory_bytes_per_s, copies, cpu_bytes_per_s, stop_s, source=source)
 
     @classmethod
     def of_cpu(cls, memory_bytes_per_s: float, disk_bytes_per_s: float) -> Speeds:
-        """Returns the speeds of a machine whose CPU computes everything. The device's speeds mean nothing."""
+        """Returns the speeds of a machine whose CPU computes everything. The device's speeds have no meaning then."""
         copies = Link(memory_bytes_per_s)
         return cls(memory_bytes_per_s, copies, memory_bytes_per_s, disk_bytes_per_s=disk_bytes_per_s)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """One way to place the experts, and its prediction."""
+    """One way to place the experts, with its predicted speeds."""
 
     kind: Kind
-    tokens_per_s: float  # the speed of an answer
-    prompt_tokens_per_s: float = math.inf  # the speed of a prompt of PROMPT_TOKENS
+    tokens_per_s: float  # speed of generating an answer
+    prompt_tokens_per_s: float = math.inf  # speed of reading a prompt of PROMPT_TOKENS
     long_prompt_tokens: int = 0  # the longest prompt that the context holds, up to LONG_PROMPT_TOKENS
     long_prompt_tokens_per_s: float = math.inf
-    n_layers: int = 0  # whole layers on the device
-    slot_bytes: int = 0  # memory of the slots
+    n_layers: int = 0  # number of whole layers on the device
+    slot_bytes: int = 0  # bytes of the slots
     hit_rate: float = 0.0  # hit rate of the slots
 
     @property
     def request_s(self) -> float:
-        """Seconds of a typical request."""
+        """Seconds that a typical request takes."""
         return PROMPT_TOKENS / self.prompt_tokens_per_s + ANSWER_TOKENS / self.tokens_per_s
 
     @property
     def speeds(self) -> str:
-        """Both speeds, for a sentence."""
+        """The speeds of the prompt and the answer, as part of a sentence."""
         prompt, answer = format_speed(self.prompt_tokens_per_s), format_speed(self.tokens_per_s)
         return f"{prompt} tokens/s of a prompt and {answer} of an answer"
 
@@ -155,17 +161,17 @@ class Placement:
 
 
 def cpu_s(model: ModelBytes, speeds: Speeds, from_disk: float = 0.0) -> float:
-    """Seconds of a token where the CPU computes everything. from_disk: the share of its experts' bytes that is in no
-    memory."""
+    """Returns the seconds per token if the CPU computes everything. from_disk: share of the bytes of the token's
+    experts that must be read from disk."""
     dense_s = model.dense_bytes / (speeds.cpu_dense_bytes_per_s or speeds.cpu_bytes_per_s)
     experts_s = model.token_bytes * (1 / speeds.cpu_bytes_per_s + from_disk / speeds.disk_bytes_per_s)
     return dense_s + experts_s + model.n_nodes * speeds.cpu_node_s
 
 
 def layers_s(model: ModelBytes, speeds: Speeds, n_rest: int, rest: float, from_disk: float = 0.0) -> float:
-    """Returns the time of a token if the CPU computes the experts of n_rest layers, a share `rest` of the bytes.
+    """Returns the seconds per token if the CPU computes the experts of `n_rest` layers.
 
-    The device computes everything else.
+    rest: share of the token's expert bytes that these layers have. The device computes everything else.
     """
     dense_s = model.dense_bytes / (speeds.device_dense_bytes_per_s or speeds.device_bytes_per_s)
     byte_s = (1 - rest) / speeds.device_bytes_per_s + rest / speeds.cpu_bytes_per_s
@@ -174,9 +180,9 @@ def layers_s(model: ModelBytes, speeds: Speeds, n_rest: int, rest: float, from_d
 
 
 def slots_s(model: ModelBytes, speeds: Speeds, hit_rate: float, from_disk: float = 0.0) -> float:
-    """Returns the time of a token if the device computes everything, from slots with this hit rate.
+    """Returns the seconds per token if the device computes everything from slots with this hit rate.
 
-    hit_rate 1: every expert has a slot.
+    A hit rate of 1 means that every expert has a slot.
     """
     if hit_rate >= 1:
         return layers_s(model, speeds, 0, 0.0)
@@ -190,11 +196,11 @@ def prompt_tokens_per_s(
     on_cpu: float = 0.0, dense_on_cpu: bool = False, copied: float = 0.0, read: float = 0.0,
     n_prompt: int = PROMPT_TOKENS,
 ) -> float:  # fmt: skip
-    """Returns the speed of a prompt of `n_prompt` tokens.
+    """Returns the speed, in tokens per second, at which a prompt of `n_prompt` tokens is read.
 
-    on_cpu: share of the experts that the CPU multiplies with. dense_on_cpu: the CPU also computes everything else.
+    on_cpu: share of the experts that the CPU computes. dense_on_cpu: the CPU also computes everything else.
 
-    copied, read: shares of the experts that are copied to the device, and that come from the disk.
+    copied: share of the experts that are copied to the device. read: share that is read from the disk.
     """
     n_tokens = min(n_ubatch, n_prompt)
     touched = touched_bytes(layout, n_tokens)
@@ -212,7 +218,7 @@ def prompt_tokens_per_s(
 
 
 def touched_bytes(layout: ExpertLayout, n_tokens: int) -> float:
-    """Returns the bytes of experts that independent tokens of a pass use, on average."""
+    """Returns the average bytes of all experts that a pass uses if its tokens choose experts independently."""
     found = 0.0
     for layer in layout.layers:
         unused = (1 - layer.n_expert_used / layer.n_expert) ** n_tokens
@@ -221,26 +227,26 @@ def touched_bytes(layout: ExpertLayout, n_tokens: int) -> float:
 
 
 def is_off(measured: float, predicted: float) -> bool:
-    """Returns whether a measured speed differs from the predicted one by more than TOLERANCE of it."""
+    """Returns True if a measured speed differs from the predicted speed by more than TOLERANCE (a share)."""
     return abs(measured - predicted) > TOLERANCE * predicted
 
 
 def format_speed(number: float) -> str:
-    """Tokens per second with two digits or more: "0.52", "4.6", "38", "1204"."""
+    """Returns tokens per second as text: two significant digits below 10, else whole: "0.52", "4.6", "38", "1204"."""
     return f"{number:.0f}" if number >= 10 else f"{number:.2g}"
 
 
 def request_cost(
     layout: ExpertLayout, n_slots: int, n_ubatch: int, n_ctx: int = PROMPT_TOKENS, prompts_take_slots: bool = False
 ) -> float:
-    """Returns what requests cost, as one number of bytes: those that they read from the disk or copy to a device.
+    """Returns the cost of requests as a number of bytes that are read from the disk or copied to a device.
 
-    The requests are a typical one and, where a context of `n_ctx` tokens holds it, one with a long prompt. Their
-    prompts are read in passes of `n_ubatch`, their answers token by token. A byte that a prompt reads from memory
-    counts as a MEMORY_PER_DISK-th of one. Computing a prompt counts as many bytes as the disk could read in that time.
+    One request is typical. A second one has the longest prompt in `n_ctx` tokens, up to LONG_PROMPT_TOKENS. Prompts are
+    read in passes of `n_ubatch` tokens, and answers token by token. A byte that a prompt reads from memory counts as 1
+    / MEMORY_PER_DISK of a byte. Computing a prompt counts as the bytes that the disk could read in that time.
 
-    prompts_take_slots: prompts have the hit rate of answers; otherwise their hit rate is the share of the experts that
-    has slots.
+    prompts_take_slots: prompts have the hit rate of answers. Otherwise their hit rate is the share of experts with
+    slots.
     """
     hit_rate = typical_hit_rate(layout, n_slots)
     missing = 1 - (hit_rate if prompts_take_slots else n_slots / layout.n_expert_total)
@@ -257,9 +263,8 @@ def request_cost(
 
 @dataclass(frozen=True)
 class Expected:
-    """Low and high ends of an estimate while answering. Bytes are per token. Tokens per second are None where no speed
-    was measured.
-    """
+    """The expected hit rate, missed bytes per token and speed while an answer is generated, each from low to high. The
+    speed is None if no speed was measured."""
 
     hit_low: float
     hit_high: float
@@ -272,16 +277,18 @@ class Expected:
 
 @dataclass(frozen=True)
 class HitRates:
-    """The known hit rates of a model."""
+    """The hit rates that are known of a model."""
 
     layout: ExpertLayout
-    measured: Measured | None = None  # None: its routing was not recorded
-    of_answers: Mapping[float, float] = field(default_factory=dict)  # hit rates of answers here, by share of slots
+    measured: Measured | None = None  # None: the model's routing was not recorded
+    # hit rates that answers have reached on this machine, by the share of experts that had slots
+    of_answers: Mapping[float, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, layout: ExpertLayout) -> HitRates:
-        """Returns them with the nearest measurement of this very model, which its routers identify, if the file has
-        them here, and with what answers reached."""
+        """Returns the hit rates that are known of a model here: the nearest measurement of exactly this model, and the
+        hit rates that its answers have reached. Its routers identify the model; if they cannot be read, there is no
+        measurement."""
         if not layout.is_moe:
             return cls(layout)
         of_answers = read_run_hits(layout)
@@ -290,8 +297,8 @@ class HitRates:
         return cls(layout, None, of_answers)
 
     def curve(self) -> HitCurve:
-        """Returns the curve of the policy that was measured to be best, else the one to expect of a model of this
-        shape."""
+        """Returns the curve of hit rates for the policy that was measured to be best. Without a measurement, returns
+        the published curve for models of this shape. Hit rates that answers have reached here correct the curve."""
         found = published_curve(self.layout.n_expert, self.layout.n_expert_used)
         if self.measured and self.measured.hit_rates:
             policy, n = self.measured.choose(0.5).policy, self.measured.about.get("requests", "some")
@@ -299,7 +306,7 @@ class HitRates:
         return found.corrected(self.of_answers)
 
     def range_at(self, n_slots: int) -> HitRange:
-        """The range for `n_slots` slots."""
+        """Returns the range of hit rates to expect with `n_slots` slots."""
         share = n_slots / max(1, self.layout.n_expert_total)
         if share >= 1:
             return HitRange(1.0, 1.0, "every expert is in memory")
@@ -309,7 +316,7 @@ class HitRates:
         return published_range(self.layout, n_slots)
 
     def expect(self, n_slots: int, speeds: Speeds | None = None) -> Expected:
-        """The estimate for `n_slots` slots in RAM; with speeds also tokens per second where the CPU computes."""
+        """Returns the estimate for `n_slots` slots in RAM. With `speeds` it has the tokens per second of the CPU."""
         hits, cycle, model = self.range_at(n_slots), self.layout.token_cycle_bytes, ModelBytes.of(self.layout)
         most, least = round(cycle * (1 - hits.low)), round(cycle * (1 - hits.high))
         slow = fast = None

@@ -1,4 +1,4 @@
-"""The devices of ggml's backends that have memory of their own: which one holds experts, and what is free there."""
+"""Lists the devices of ggml's backends, and reads how much memory is free on them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ NO_GPU = (
     "a budget of a GPU, and any placement but 'auto' and 'cpu', need a GPU, and this build of moegguf sees none"
     " (`moegguf doctor` lists devices); leave them out, or install a backend for your GPU (docs/install.md)."
 )
-QUERY_S = 60  # a driver may take long to start
+QUERY_S = 60  # seconds; a driver may take long to start
 
-KINDS = ("CPU", "GPU", "integrated GPU", "accelerator", "meta")  # enum ggml_backend_dev_type
+KINDS = ("CPU", "GPU", "integrated GPU", "accelerator", "meta")  # names of the values of enum ggml_backend_dev_type
 
 
 class BackendDevice(NamedTuple):
-    """A device of a ggml backend. handle: the address of its ggml_backend_dev. kind: one of KINDS."""
+    """A device of a ggml backend. handle: address of the ggml_backend_dev. kind: one of KINDS."""
 
     handle: int
     name: str
@@ -33,7 +33,7 @@ class BackendDevice(NamedTuple):
     kind: str
 
     def memory(self) -> tuple[int, int]:
-        """Bytes that are free now, and all. A driver keeps some of the device's memory for a process that asks."""
+        """Returns (free bytes, total bytes). The call makes some drivers reserve device memory for this process."""
         free, total = c.c_size_t(), c.c_size_t()
         _ggml().ggml_backend_dev_memory(self.handle, c.byref(free), c.byref(total))
         return free.value, total.value
@@ -41,7 +41,7 @@ class BackendDevice(NamedTuple):
 
 @functools.cache
 def _ggml() -> Any:
-    """libggml, which the native library has loaded, with the functions about devices declared."""
+    """Returns libggml, which the native library has loaded, with the signatures of its device functions declared."""
     ggml, name, device, size = library.ggml(), c.c_char_p, c.c_void_p, c.POINTER(c.c_size_t)
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "dev_count": (c.c_size_t, []),
@@ -60,7 +60,7 @@ def _ggml() -> Any:
 
 
 def all_devices() -> list[BackendDevice]:
-    """Every device of every backend that the native library has loaded."""
+    """Returns every device of every backend that the native library has loaded."""
     ggml, found = _ggml(), list[BackendDevice]()
     for handle in map(ggml.ggml_backend_dev_get, range(ggml.ggml_backend_dev_count())):
         backend = ggml.ggml_backend_reg_name(ggml.ggml_backend_dev_backend_reg(handle))
@@ -71,20 +71,20 @@ def all_devices() -> list[BackendDevice]:
 
 
 def gpus() -> list[Device]:
-    """Every device of the kind that llama.cpp puts layers on, in its order, remote ones first; empty without any."""
+    """Returns the GPUs to which llama.cpp may assign layers, in llama.cpp's order: remote GPUs (RPC) come first."""
     found = sorted((found for found in all_devices() if found.kind == "GPU"), key=lambda found: found.backend != "RPC")
     return [Device(of.name, i, *of.memory(), of.description, of.handle) for i, of in enumerate(found)]
 
 
 def has_gpu() -> bool:
-    """Returns whether there is a GPU that this build can use. Unlike `gpus` it takes no memory of the GPU."""
+    """Returns True if this build can use a GPU. Unlike `gpus`, the call reserves no memory on the GPU."""
     return any(device.kind == "GPU" for device in all_devices())
 
 
 def find_gpus(name: str | None = None) -> list[Device]:
-    """Returns the GPU of this name; None: every one.
+    """Returns the GPU with this name as a list; None: all GPUs.
 
-    Raises BudgetError where there is no GPU, OptionError for another name.
+    Raises BudgetError if there is no GPU, and OptionError if no GPU has this name.
     """
     found = gpus()
     if not found:
@@ -93,7 +93,7 @@ def find_gpus(name: str | None = None) -> list[Device]:
 
 
 def find_device(there: Sequence[Device], name: str) -> Device:
-    """Returns the device of this name. Raises OptionError where it is not there."""
+    """Returns the device with this name. Raises OptionError if there is none."""
     for device in there:
         if device.name == name:
             return device
@@ -102,9 +102,9 @@ def find_device(there: Sequence[Device], name: str) -> Device:
 
 
 def query_gpus() -> list[Device]:
-    """`gpus()` of a process of its own: a driver keeps some memory of a device for every process that asks it.
+    """Returns `gpus()` as a separate process finds them, so that drivers reserve no device memory for this process.
 
-    Raises BudgetError when it ends without an answer.
+    Raises BudgetError if that process ends without an answer.
     """
     command = child_command("moegguf.engine.devices")
     try:

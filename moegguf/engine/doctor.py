@@ -1,7 +1,7 @@
-"""Facts for a bug report: versions, build, devices, processor, memory, disk, folders.
+"""Collects facts for a bug report: versions, build, devices, processor, memory, disk, folders.
 
-Each fact is collected by itself: one that fails is reported with the reason and does not affect the others. Facts are
-plain values, ready for JSON; the frontends format them.
+Each fact is collected separately. A fact that fails is reported with the reason, and does not affect the others. Facts
+are plain values, ready for JSON; the frontends format them.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ Facts = dict[str, Any]
 
 
 def diagnose(model: str | None = None) -> dict[str, Facts]:
-    """Returns {section: facts} for this process and machine. The disk is the disk of `model`, or of the largest model.
+    """Returns {section: facts} for this process and machine. The disk section measures the disk with `model`, or with
+    the largest model.
 
     Raises nothing.
     """
-    environment = _fact(_environment)  # first: loading the library sets a variable
+    environment = _fact(_environment)  # comes first, because loading the library sets a variable
     sections: dict[str, Callable[[], Facts]] = {
         "moegguf": _versions,
         "build": _build,
@@ -65,11 +66,12 @@ def diagnose(model: str | None = None) -> dict[str, Facts]:
 
 
 def check_store() -> str:
-    """Answers with the demo model and few slots, checks the bookkeeping of the expert store, and returns one sentence.
+    """Generates an answer with the demo model and few slots, and checks the expert store's bookkeeping afterwards.
 
-    Raises MoeggufError with the rule that is broken, or where the demo model is missing or does not load.
+    Returns the result as a sentence. Raises MoeggufError, with the rule that is broken, if the check fails. Raises it
+    also if the demo model is missing or does not load.
     """
-    from moegguf.engine.llama import Llama  # a report about a library that does not load cannot import it
+    from moegguf.engine.llama import Llama  # imported here, since `diagnose` must work if the library does not load
 
     path = demo_path()
     if path is None:
@@ -130,7 +132,7 @@ def _llama_cpp_version() -> str:
 
 
 def read_pin() -> dict[str, str]:
-    """Returns the sources of the library, such as llama.cpp's commit under the patches. Raises LibraryError."""
+    """Returns the pinned sources of the library, such as the commit of llama.cpp. Raises LibraryError."""
     folder = library.find_library()
     if not (pin := plugins.read_pin(folder)):
         raise LibraryError(f"there is no UPSTREAM in {folder}: the library was built by an older moegguf")
@@ -138,14 +140,14 @@ def read_pin() -> dict[str, str]:
 
 
 def _features() -> list[str]:
-    """Features of the build, as llama.cpp prints them: "AVX2", "OPENMP", "SVE_CNT=16", ..."""
+    """Returns the features of the build, as llama.cpp prints them: "AVX2", "OPENMP", "SVE_CNT=16", ..."""
     text = library.llama_cpp().llama_print_system_info().decode(errors="replace")
     pairs = [part.rpartition(":")[2].partition("=") for part in text.split("|") if "=" in part]
     return [name.strip() + (f"={value.strip()}" if value.strip() != "1" else "") for name, _, value in pairs]
 
 
 def _devices() -> Facts:
-    """{device: description, kind and memory} of every ggml backend in this build."""
+    """Returns {device name: description, kind and memory} for the devices of all ggml backends in this build."""
     return {device.name: _fact(partial(_device, device)) for device in all_devices()}
 
 
@@ -156,7 +158,8 @@ def _device(device: BackendDevice) -> Facts:
 
 
 def _cards() -> Facts:
-    """Cards that the system lists, installed backends, what went wrong with them, and a sentence where none is used."""
+    """Returns the graphics cards that the system lists, the installed backends, their problems, and a sentence if no
+    card is used."""
     problems = library.backend_problems()
     return {
         "found": [" ".join(filter(None, (card.vendor, card.driver))) for card in find_cards()],
@@ -180,7 +183,8 @@ def _machine() -> Facts:
 
 
 def _disk(model: str | None) -> Facts:
-    """Measures the disk of the model's file, or of the largest file in MOEGGUF_MODELS, or of the demo."""
+    """Measures the disk that has the model's file; without `model`, the largest file in MOEGGUF_MODELS or the demo
+    model."""
     files = sorted(folder_files(), key=lambda path: path.stat().st_size)
     path = find_model(model) if model else files[-1] if files else demo_path()
     if path is None:
@@ -195,10 +199,10 @@ def _disk(model: str | None) -> Facts:
 
 
 def _folders() -> Facts:
-    """Returns path and size of every folder that moegguf uses.
+    """Returns the path and size of every folder that moegguf uses.
 
-    The folder of models lies in the folder of data unless MOEGGUF_MODELS names another one. Other programs use the
-    folder of downloads, too.
+    The models folder is inside the data folder, unless MOEGGUF_MODELS names another. Other programs also use the
+    downloads folder.
     """
     folders: dict[str, Callable[[], Path]] = {
         "package": lambda: package_folders()[0].resolve(),
@@ -216,21 +220,21 @@ def _folder(find: Callable[[], Path]) -> Facts:
 
 
 def folder_size(folder: Path) -> int:
-    """Returns the bytes of the files below a folder that this user may list; 0 where there is no folder.
+    """Returns the bytes of all files below a folder that this user may list; 0 if the folder does not exist.
 
     A file with several hard links counts once. A symbolic link counts as itself, so its target is not counted.
     """
     sizes: dict[tuple[int, int], int] = {}
     for parent, _, names in os.walk(folder):
         for name in names:
-            with suppress(OSError):  # a file that another process has just deleted
+            with suppress(OSError):  # another process may just have deleted the file
                 status = os.lstat(os.path.join(parent, name))
                 sizes[status.st_dev, status.st_ino] = status.st_size
     return sum(sizes.values())
 
 
 def _environment() -> Facts:
-    """Environment variables of moegguf and its libraries; "error" when ours are invalid."""
+    """Returns the environment variables of moegguf and its libraries, and "error" if moegguf's own are invalid."""
     prefixes = ("MOEGGUF_", "LLAMA_", "GGML_", "OMP_", "CUDA_VISIBLE", "HIP_VISIBLE")
     secrets = ("KEY", "TOKEN", "SECRET", "PASSWORD")
     facts: Facts = {

@@ -1,8 +1,9 @@
-"""Drafts: tokens guessed ahead, which the next pass verifies (moegguf.generate.drafting).
+"""Drafts: tokens that are guessed ahead, and verified by the next pass (moegguf.generate.drafting).
 
-llama.cpp's own speculative code makes them (`native/drafts`, a library that is loaded where drafts are used). A draft
-has the tokens that followed the last tokens earlier in the text, or tokens of a draft context. A draft context computes
-a second, smaller model, or the heads that the file has for further tokens (multi-token prediction, MTP).
+llama.cpp's own speculative code makes drafts (`native/drafts`, a library that is loaded only when drafts are used).
+There are two kinds. One repeats the tokens that followed the same last tokens earlier in the text. For the other kind,
+a draft context generates tokens. The draft context computes a second, smaller model, or the extra heads for further
+tokens that the model's file has (multi-token prediction, MTP).
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from moegguf.models.catalog import find_model
 from moegguf.native import library
 from moegguf.options import DRAFTS
 
-N_MAX = 24  # tokens of a draft
-NGRAM_KEYS = (8, 3)  # tokens that repeat before what is drafted
+N_MAX = 24  # most tokens of a draft
+NGRAM_KEYS = (8, 3)  # tokens that the long and the short n-gram must repeat
 
 
 class Source(IntEnum):
-    """The source of a draft, in the order in which sources are tried.
+    """The source of a draft. Sources are tried in this order.
 
-    n-grams look for the last tokens (many or few of them) earlier in the sequence. MODEL is a draft context. NONE:
-    there is no draft.
+    Both n-gram sources search the earlier text of the sequence for the last tokens: a long or a short run of them.
+    MODEL is a draft context. NONE means that there is no draft.
     """
 
     LONG_NGRAM = 0
@@ -82,12 +83,12 @@ def _check(reason: bytes | None, *_: object) -> None:
 
 
 class Drafts:
-    """Drafts of up to `n_max` tokens for the sequences of a context.
+    """Makes drafts of up to `n_max` tokens for the sequences of a context.
 
-    keys: tokens of the long and the short n-gram that have to repeat. target, draft: addresses of llama_contexts, which
-    must outlive this; 0: none. heads: `draft` is of the heads that the target's model has. `least_key`: tokens that
-    repeat wherever there is a draft; 0: none have to. Raises MoeggufError, as all methods do, also where their
-    vocabularies differ.
+    keys: how many tokens the long and the short n-gram must repeat. target, draft: addresses of llama_contexts, which
+    must outlive this object; 0: there is none. heads: True if `draft` computes the heads of the target's model.
+    `least_key`: the fewest repeated tokens with which there can be a draft; 0: no repetition is needed. Raises
+    MoeggufError, for example if the vocabularies differ; all methods raise it, too.
     """
 
     def __init__(
@@ -101,12 +102,12 @@ class Drafts:
         self._tokens = np.zeros((n_seq, n_max), np.int32)
 
     def set_tokens(self, sequence: int, n_kept: int, tokens: Sequence[int]) -> None:
-        """A sequence has these tokens after its first `n_kept`; 0: it is another text."""
+        """Replaces the tokens of a sequence after its first `n_kept` by these tokens; 0: replaces the whole text."""
         new = np.asarray(tokens, np.int32)
         self._library.drafts_set_tokens(self._handle, sequence, n_kept, new.ctypes, len(new))
 
     def draft(self, wanted: Sequence[tuple[int, Sequence[int]]]) -> list[Draft]:
-        """A draft for each of some sequences, with the most tokens that each source (but `NONE`) may give."""
+        """Returns a draft for each wanted sequence. `wanted` has (sequence, most tokens of each source except NONE)."""
         for row, (request, (sequence, n_most)) in enumerate(zip(self._requests, wanted, strict=False)):
             request.sequence, request.n_max[:] = sequence, n_most
             request.tokens = self._tokens[row].ctypes.data
@@ -117,7 +118,7 @@ class Drafts:
         ]
 
     def evaluated(self, batch: c.Structure) -> None:
-        """The target has just evaluated this llama_batch: its heads, if these draft, do so, too."""
+        """Passes on a llama_batch that the target has just evaluated. If heads draft, they evaluate the batch, too."""
         self._library.drafts_evaluated(self._handle, c.byref(batch))
 
     def accept(self, sequence: int, n: int) -> None:
@@ -131,8 +132,9 @@ class Drafts:
 
 
 def drafted(layout: ExpertLayout, draft: str | os.PathLike[str] | None, flash_attn: bool | None) -> ExpertLayout:
-    """The layout that is loaded for these drafts: with its heads where they are to draft; "auto" is not where its bits
-    would depend on the pass. Raises OptionError for "mtp" where there are no heads."""
+    """Returns the layout to load for this `draft` option: with the model's heads (MTP) if they are to draft. "auto"
+    uses heads only if flash_attn is not False, because otherwise bits depend on the pass. Raises OptionError if "mtp"
+    finds no heads."""
     if draft == "mtp" and not layout.n_layer_nextn:
         raise OptionError(
             f"draft='mtp': {layout.shards[0].path.name} has no heads for it that are supported (of"
@@ -143,10 +145,10 @@ def drafted(layout: ExpertLayout, draft: str | os.PathLike[str] | None, flash_at
 
 
 class ModelDrafts:
-    """The drafts of one model. `in_use` is "ngram", "mtp", "off", or the draft model.
+    """Decides how one model drafts. `in_use` is "ngram", "mtp", "off", or the draft model.
 
-    draft: one of DRAFTS, or a model with the same vocabulary. "auto" drafts if no bit of an answer depends on it. A
-    draft model is loaded first, on the CPU, so that the plan knows how much memory is left.
+    draft: one of DRAFTS, or a model with the same vocabulary. "auto" drafts only if no bit of an answer depends on it.
+    A draft model is loaded first, on the CPU, so that the plan knows how much memory is left.
 
     Raises OptionError if there is no such model, ModelFormatError.
     """
@@ -173,7 +175,8 @@ class ModelDrafts:
             raise ModelFormatError(f"draft: llama.cpp cannot load {Path(path).name}; verbose=True shows why.")
 
     def open(self, llm: Any, n_seq: int, batch_invariant: bool) -> None:
-        """Once the model is loaded. Raises AllocationError, and MoeggufError where the vocabularies differ."""
+        """Starts drafting after the model is loaded. Does nothing if the model cannot draft or "auto" may not. Raises
+        AllocationError, and MoeggufError if the vocabularies differ."""
         if self._chosen == "off" or llm._ctx.memory is None or (self._chosen == "auto" and not batch_invariant):
             return
         n_max = min(N_MAX, llm.plan.n_rs_seq) if llm._is_stateful else N_MAX
@@ -218,7 +221,7 @@ class ModelDrafts:
         return context
 
     def close(self) -> None:
-        """Frees the drafts, before the model is freed. A second call does nothing."""
+        """Frees the drafts. Must be called before the model is freed. A second call does nothing."""
         if self.drafts is not None:
             self.drafts.close()
         if self._context:

@@ -1,4 +1,4 @@
-"""The last errors that llama.cpp and libmtmd have logged: the reasons in our messages about their failures."""
+"""Keeps the last errors that llama.cpp and libmtmd have logged: our messages state them as the reasons of failures."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ N_KEPT = 3
 
 
 class ErrorLog:
-    """Keeps the last errors that a `library` logs. `install`: sets the callback of its log, which may be called at any
-    time; `forward`: gets every line."""
+    """Keeps the last errors that the library named `library` has logged.
+
+    install: sets the library's log callback, which may be called at any time. forward: receives every line of the log.
+    """
 
     def __init__(
         self, library: str, install: Callable[[Any, Any], object], forward: Callable[[int, bytes, Any], object]
@@ -33,17 +35,17 @@ class ErrorLog:
         install(self._callback, None)
 
     def forget(self) -> None:
-        """Forgets the errors before a call, whose own are then `reason`."""
+        """Forgets earlier errors. Called before an operation, so that `reason` has only errors of that operation."""
         self._errors.clear()
 
     def reason(self) -> str:
-        """The last errors as one text."""
+        """Returns the last errors as one text."""
         return "; ".join(self._errors) or f"{self._library} gives no reason"
 
 
 @functools.cache
 def llama_log() -> ErrorLog:
-    """Returns the log of llama.cpp in this process. An earlier callback still gets the lines."""
+    """Returns the error log of llama.cpp in this process. A callback that was set earlier still receives all lines."""
     bindings = llama_cpp()
     before, user_data = bindings.llama_log_callback(), c.c_void_p()
     bindings.llama_log_get(c.byref(before), c.byref(user_data))
@@ -52,11 +54,12 @@ def llama_log() -> ErrorLog:
 
 @functools.cache
 def mtmd_log() -> ErrorLog:
-    """Returns the log of libmtmd in this process. If llama.cpp's log is shown, all lines go there, too."""
+    """Returns the error log of libmtmd in this process. If llama.cpp's log is shown, libmtmd's lines are shown,
+    too."""
     logger = llama_cpp()._logger
 
     def forward(level: int, text: bytes, user: Any) -> None:
-        if logger.logger.level <= logging.DEBUG:  # verbose; else errors would be shown twice
+        if logger.logger.level <= logging.DEBUG:  # only if verbose; otherwise errors would be shown twice
             logger.llama_log_callback(level, text, user)
 
     return ErrorLog("libmtmd", mtmd().mtmd_helper_log_set, forward)

@@ -1,4 +1,4 @@
-"""Logs which experts were evicted for which others, once a second at most."""
+"""Logs which experts were evicted, and which experts took their slots, at most once a second."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from moegguf.native.events import RoutingEvent
 from moegguf.native.store import ListenOptions
 
 PERIOD_S = 1.0
-MAX_NAMED = 8  # experts that a record names
+MAX_NAMED = 8  # most experts that a log record names
 
 
 class EvictionLog(RoutingListener):
-    """Compares which experts have slots at two routing events in a row."""
+    """Compares which experts have slots at two successive routing events."""
 
     listen_options = ListenOptions(lazy=True)
 
@@ -28,7 +28,8 @@ class EvictionLog(RoutingListener):
         self._logged_s = -PERIOD_S
 
     def observe(self, event: RoutingEvent) -> None:
-        """Looks at the slots, unless the last record is recent."""
+        """Compares the slots with the slots at the event before, and logs evictions. Does nothing within a second of a
+        record."""
         if time.monotonic() - self._logged_s < PERIOD_S:
             return
         now = self._store.residency() > 0
@@ -47,5 +48,5 @@ class EvictionLog(RoutingListener):
         )
 
     def _names(self, experts: npt.NDArray[np.bool_]) -> list[str]:
-        """Returns the first of these experts, as "layer/expert"."""
+        """Returns up to MAX_NAMED of these experts, as "layer/expert"."""
         return [f"{self._layers[row]}/{expert}" for row, expert in np.argwhere(experts)[:MAX_NAMED].tolist()]

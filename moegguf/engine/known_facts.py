@@ -1,4 +1,4 @@
-"""Facts that were found out about a model here, each in a file of the cache folder, so that each is found out once."""
+"""Keeps facts that were found out about a model on this machine in the cache folder, so that each is found out once."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Fact = TypeVar("Fact")
 
 
 class KnownFact:
-    """One fact of a kind. It depends on the model's headers, the build of the native library, the processor and
-    `about`.
+    """One kind of fact about a model, in a file of the cache folder. The fact is valid for the model's headers, the
+    build of the native library, the processor and `about`.
 
-    The processor counts because a home folder may be shared between machines.
+    The processor counts because machines may share a home folder.
 
-    about: further facts that it depends on, as JSON.
+    about: further values that the fact depends on; they must fit in JSON.
     """
 
     def __init__(self, kind: str, layout: ExpertLayout, about: Any) -> None:
@@ -35,14 +35,14 @@ class KnownFact:
         self._path = cache_folder() / kind / f"{model}-{key}.json"
 
     def read(self, of: type[Fact]) -> Fact | None:
-        """The fact, of a type; None where it is not known, or the file is damaged."""
+        """Returns the fact if it has the type `of`; None if it is not known, or the file is damaged."""
         with suppress(OSError, ValueError, RecursionError):
             fact = json.loads(read_regular(self._path))
             return fact if isinstance(fact, of) else None
         return None
 
     def write(self, fact: Any) -> None:
-        """Keeps a fact. Warns where the folder cannot be written."""
+        """Saves a fact. Warns if the folder cannot be written."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self._path, json.dumps(fact).encode())

@@ -1,10 +1,11 @@
-"""A folder of blocks of computed contexts, each a file named by a hash of everything that its bytes depend on.
+"""A folder of blocks, which are parts of computed contexts. Each block is a file, named by a hash of all that its bytes
+depend on.
 
 A block is written under a temporary name and renamed, and has a checksum of its name and bytes. A block that is
-damaged, truncated, no regular file or under a wrong name is deleted and counts as missing. So blocks need not be
-flushed to disk. Several processes may share a folder; a file that another process has deleted is missing, too. An
-error of the folder turns the store off, with one warning. States of sequences go from their files into a KV cache
-(`native/kv_blocks.cpp`). Does not know models, or the contents of blocks.
+damaged, truncated, not a regular file or under a wrong name is deleted and counts as missing. Therefore blocks need not
+be flushed to disk. Several processes may share a folder; a file that another process has deleted also counts as
+missing. An error of the folder turns the store off, with one warning. States of sequences are read from their files
+into a KV cache (`native/kv_blocks.cpp`). Does not know models, or the contents of blocks.
 """
 
 from __future__ import annotations
@@ -31,49 +32,45 @@ from moegguf.settings import cache_folder
 
 MAGIC = b"moegguf\x03"
 DIGEST_BYTES = 16
-MOST_AUTO_BYTES, AUTO_SHARE = 16 * GIB, 10  # one tenth of the free disk
-KEPT_PARTS = (9, 10)  # share of the limit that is left after blocks were deleted
-UNCOUNTED_PARTS = 20  # the limit divided by it is written before all blocks, also other processes', are counted again
+MOST_AUTO_BYTES, AUTO_SHARE = 16 * GIB, 10  # the automatic limit: one tenth of the free disk, at most 16 GiB
+KEPT_PARTS = (9, 10)  # share of the limit that blocks take after a deletion
+UNCOUNTED_PARTS = 20  # blocks are counted again after 1/20 of the limit was written, because other processes write, too
 MOST_HEADER_BYTES = 4096
-_HEADER = struct.Struct(f"<8s{DIGEST_BYTES}sI")  # magic, checksum, bytes of JSON
+_HEADER = struct.Struct(f"<8s{DIGEST_BYTES}sI")  # magic, checksum, length of the JSON in bytes
 
 Buffer = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True)
 class About:
-    """The header of a block."""
+    """The header of a block: a name of the model, and numbers of tokens."""
 
     model: str
-    n_tokens: int  # tokens up to the end of the block
-    n_own_tokens: int  # 0 for a window, and for a recurrent state of a model that also has cells
+    n_tokens: int  # tokens from the beginning of the context to the end of the block
+    n_own_tokens: int  # tokens that lists count for it; 0: a window, or a recurrent state of a model that has cells
 
 
 @dataclass(frozen=True)
 class StoredBlock:
-    """A block's file of `n_bytes` bytes. The state begins at `begin`, and its first bytes are `head`.
-
-    The digest is the digest of `prefix` and all of the state. It was not compared yet. `used_s` is the time of the last
-    use in seconds since 1970.
-    """
+    """The file of a block, opened but not verified: nothing has compared the digest yet."""
 
     path: Path
     about: About
-    n_bytes: int
-    used_s: float
-    begin: int
-    head: bytes
-    prefix: bytes
-    digest: bytes
+    n_bytes: int  # bytes of the whole file
+    used_s: float  # time of the last use, in seconds since 1970
+    begin: int  # offset of the state in the file
+    head: bytes  # first bytes of the state
+    prefix: bytes  # bytes before the state in the digest: the file's name and the header
+    digest: bytes  # digest of `prefix` and the whole state
 
 
 def default_folder() -> Path:
-    """Returns the folder of kept contexts."""
+    """Returns the folder in which computed contexts are kept by default."""
     return cache_folder() / "contexts"
 
 
 def stored_blocks(folder: Path) -> Iterator[StoredBlock]:
-    """All blocks in a folder, which need not exist, without looking at their bytes."""
+    """Returns all blocks in a folder, without verifying their bytes; none if the folder does not exist."""
     return filter(None, (_opened(path) for path, _ in _files(folder)))
 
 
@@ -106,7 +103,7 @@ def _digest(prefix: bytes, parts: Sequence[Buffer]) -> bytes:
 
 
 class KVBlocks:
-    """States that are added, one after the other, and then read together."""
+    """States of blocks, which are added one after the other and then read from their files together."""
 
     def __init__(self) -> None:
         self._library = library.load()
@@ -119,7 +116,7 @@ class KVBlocks:
         self._library.moegguf_kv_blocks_close(self._handle)
 
     def add(self, block: StoredBlock) -> int:
-        """Adds a block. Returns the address for MemoryParts.set_state, to be called next on this thread."""
+        """Adds a block. Returns the address for MemoryParts.set_state, which must be called next on this thread."""
         digest, state = (c.c_uint8 * DIGEST_BYTES).from_buffer_copy(block.digest), c.c_void_p()
         n_bytes, prefix = block.n_bytes - block.begin, c.cast(c.c_char_p(block.prefix), c.c_void_p)
         given = abi.KvBlock(os.fsencode(block.path), block.begin, n_bytes, prefix, len(block.prefix), digest)
@@ -127,25 +124,25 @@ class KVBlocks:
         return state.value or 0
 
     def fill(self) -> int:
-        """Reads what was added; the number of the first ones that have their digest."""
+        """Reads the added blocks. Returns how many of them, from the first one on, match their digests."""
         n_right = c.c_int32()
         self._library.moegguf_kv_blocks_fill(self._handle, c.byref(n_right))
         return n_right.value
 
 
 class KvBlockStore:
-    """Blocks in `folder`, at most `limit_bytes` of them; None: a tenth of the disk that is free or the store's, at most
-    MOST_AUTO_BYTES. For any thread."""
+    """Stores blocks in `folder`, at most `limit_bytes` of them. None: a tenth of the disk space that is free or taken
+    by the store, at most MOST_AUTO_BYTES. Any thread may use it."""
 
     def __init__(self, folder: Path, limit_bytes: int | None = None) -> None:
         self.folder = folder
         self.is_off = False
         self.limit_bytes = limit_bytes or 0
-        self._room_bytes = 0  # bytes that may be written until blocks are counted again
+        self._room_bytes = 0  # bytes that may be written before blocks are counted again
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             folder.mkdir(mode=0o700, exist_ok=True)
-            info = os.stat(folder)  # only this user may read what others have said to a model
+            info = os.stat(folder)  # only this user may read the contexts that other people's texts have left
             if info.st_uid != os.geteuid():
                 raise PermissionError(f"{folder} belongs to another user")
             if stat.S_IMODE(info.st_mode) & 0o077:
@@ -159,18 +156,18 @@ class KvBlockStore:
             self._turn_off(error)
 
     def holds(self, name: str) -> bool:
-        """Returns whether there is a file with this name."""
+        """Returns True if there is a file with this name."""
         return not self.is_off and os.path.exists(self._path(name))
 
     def open(self, name: str, n_head: int = 0) -> StoredBlock | None:
-        """Returns a block without checking it; None if it is missing, or cannot be a block.
+        """Returns a block without verifying its bytes; None if the block is missing, or the file has a wrong header.
 
-        It has at least its first `n_head` bytes, or all bytes of a shorter block.
+        The block's `head` has at least `n_head` bytes of the state, or all bytes of a shorter state.
         """
         return None if self.is_off else _opened(self._path(name), n_head)
 
     def read(self, name: str) -> bytes | None:
-        """The bytes of a block; None where it is missing, or not what was written under this name here."""
+        """Returns the state of a block. If the block is missing or its digest differs, deletes it and returns None."""
         with suppress(OSError):
             if (block := self.open(name)) is not None:
                 data = read_regular(block.path, own=True)[block.begin :]
@@ -180,7 +177,8 @@ class KvBlockStore:
         return None
 
     def write(self, name: str, about: About, parts: Sequence[Buffer]) -> bool:
-        """Keeps a block, in place of others that were used longer ago; False where it could not be."""
+        """Writes a block, and first deletes the least recently used ones if there is no room. Returns False if it
+        fails."""
         header = json.dumps(astuple(about)).encode()
         n_bytes = _HEADER.size + len(header) + sum(len(part) for part in parts)
         if self.is_off or n_bytes > self.limit_bytes or len(header) > MOST_HEADER_BYTES:
@@ -204,15 +202,15 @@ class KvBlockStore:
         return True
 
     def touch(self, names: Sequence[str]) -> None:
-        """Notes that these were used now, the first one last: it is to leave after those that are of no use without
-        it."""
+        """Marks these blocks as used now. The first block gets the latest time and so is deleted last, because the
+        other blocks are useless without it."""
         now = time.time_ns()
         for age, name in enumerate(names):
             with suppress(OSError):
                 os.utime(self._path(name), ns=(now - age * 1000, now - age * 1000))
 
     def delete(self, name: str) -> None:
-        """Removes a block, if it is there and can be."""
+        """Deletes a block. Ignores errors, such as a missing block."""
         with suppress(OSError):
             self._path(name).unlink()
 
@@ -220,7 +218,7 @@ class KvBlockStore:
         return self.folder / name[:2] / name
 
     def _make_room(self, n_bytes: int) -> None:
-        """Makes room for the next block: deletes the least recently used blocks if the limit would be passed."""
+        """Deletes the least recently used blocks if `n_bytes` more would exceed the limit."""
         self._room_bytes -= n_bytes
         if self._room_bytes >= 0:
             return

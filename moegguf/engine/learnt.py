@@ -1,4 +1,4 @@
-"""The files of what was learnt of a model's routing, as `moegguf show` lists them."""
+"""Lists the files with what was learnt of a model's routing, for `moegguf show`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ SHOWN = ("tokens", "requests", "right")
 
 
 def learnt_facts(layout: ExpertLayout) -> list[dict[str, Any]]:
-    """Returns for each file its predictor, the strategy that uses it, and its path.
+    """Returns for each file of learnt data its predictor, the strategy that uses it, and its path.
 
-    tokens and requests: the size of the training. right: the share of held-out choices that its
-    strategy's predictor was right about. Each is None where the file does not say it.
+    tokens and requests: the size of the training data. right: the share of held-out choices that the predictor guessed
+    right. Each is None if the file does not contain it.
     """
     artifacts = Artifacts(layout)
     found = []

@@ -1,7 +1,7 @@
-"""The controller of one running model: what was requested, what that resolves to, and when it listens to the store.
+"""The controller of one running model: which policy and predictor the options mean, and when it listens to the store.
 
-A pool that holds every expert has nothing to decide: the controller does not listen then, and costs nothing.
-It reaches slots through scores, forecasts and requests to prefetch only.
+If a pool holds every expert, there is nothing to decide: then the controller does not listen, and costs nothing. It
+influences slots only through scores, forecasts and requests to prefetch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.native.store import ListenOptions, Tier
 
 CHECKPOINT_REQUESTS = 8
-MOST_INPUT_TOKENS = 16  # largest pass that is predicted from router inputs; larger ones use most experts
+MOST_INPUT_TOKENS = 16  # largest pass that is predicted from router inputs; larger passes use most experts anyway
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class ControllerOptions:
     """The user's choices, as `Llama` documents them.
 
     The policy "auto" is the policy that was measured to be best for this model. Without a measurement it is next-use,
-    with prefetching by `skip` for one sequence and while that pays. The predictor None is the predictor that the policy
-    was measured with, or with `prefetch` the best predictor. Prefetching with None is on if it was measured to pay, or
-    if nothing was measured.
+    and for a single sequence `skip` prefetches while that saves time. The predictor None is the predictor that the
+    policy was measured with; with `prefetch` it is the best predictor. Prefetching None is on if it was measured to
+    save time, or if nothing was measured.
     """
 
     policy: str | Policy = AUTO
@@ -69,16 +69,16 @@ class ControllerOptions:
 
     @property
     def is_plain(self) -> bool:
-        """LRU without predictions: what the store does without any controller."""
+        """True for LRU without predictions, which is what the store does without a controller."""
         return self.policy == LRU.name and self.predictor in (None, "none") and not self.prefetch
 
 
 class LiveController:
-    """One model's controller. `controller` is None if the store decides by itself, by `native_policy`.
+    """The controller of one model. `controller` is None if the store decides alone, by the policy `native_policy`.
 
     `policy_below` is the policy of slots in RAM below a device's slots.
 
-    n_sequences: sequences of the context.
+    n_sequences: number of sequences that the context holds.
     """
 
     def __init__(self, session: Session, artifacts: Artifacts, options: ControllerOptions, n_sequences: int) -> None:
@@ -88,8 +88,8 @@ class LiveController:
         self.choice = ControllerChoice()
         self._measured: Measured | None = None
         self._listening = False
-        self._tight = True  # experts can be absent
-        self._n_ended = 0  # requests
+        self._tight = True  # some experts may be absent from the slots
+        self._n_ended = 0  # number of requests that have ended
         self._choose_tiers()
         if self.options.is_plain:
             return
@@ -99,7 +99,8 @@ class LiveController:
             if self.choice == self._choose(plain=True):
                 raise
             self._build(plain=True)
-            if self._measured or not isinstance(error, ModelFormatError):  # routers that only llama.cpp can read
+            # There is no warning if nothing was measured and only llama.cpp can read the routers.
+            if self._measured or not isinstance(error, ModelFormatError):
                 warnings.warn(
                     f"what was chosen for this model is not available: {error} Going on with {_titled(self.choice)}.",
                     stacklevel=2,
@@ -108,12 +109,13 @@ class LiveController:
             self.update()
 
     def _build(self, plain: bool = False) -> None:
-        """Makes what is chosen. Raises a MoeggufError, whatever fails."""
+        """Makes the controller that the options choose. Every failure is raised as a MoeggufError."""
         policy: str | AnyPolicy = self.options.policy
         predictor, prefetch = self.options.predictor, self.options.prefetch
         lockstep, store, plan, link_ns = self.options.lockstep, self.session.store, self.session.plan, None
         if prefetch is None and plan.on_device:
-            # Trials that nobody asked for copy router inputs from the device, which a fast link does not pay back.
+            # Unless the user asked for it, prefetching is tried only while the link is busy. A trial copies router
+            # inputs from the device, which costs more than a fast link saves.
             link_ns = lambda: int(store.tier()["copy_ns"])  # noqa: E731
         try:
             self.choice = self._choose(plain)
@@ -142,7 +144,8 @@ class LiveController:
         )  # fmt: skip
 
     def _choose_tiers(self) -> None:
-        """Sets the policy of slots in RAM below a device. `options` then have the policy of the tier that computes."""
+        """Sets the policy of slots in RAM below a device. Afterwards `options` has the policy of the tier that
+        computes."""
         text = self.options.policy
         if not isinstance(text, str):
             return
@@ -156,9 +159,9 @@ class LiveController:
         self.options = replace(self.options, policy=device_policy(text, tiers[0]))
 
     def _choose(self, plain: bool = False) -> ControllerChoice:
-        """Returns the names to use. Names of objects that the user has given do not matter.
+        """Returns the names of policy and predictor to use. A name is ignored if the user has passed an object instead.
 
-        plain: LRU replaces a measured policy, and nothing predicts, if the user has named neither.
+        plain: LRU replaces a measured policy, and nothing predicts, unless the user has named a policy or a predictor.
         """
         options, auto = self.options, self.options.policy == AUTO
         measured = self._measured = self._measured if plain else self.artifacts.measured()
@@ -181,35 +184,38 @@ class LiveController:
         return ControllerChoice(policy, predictor, prefetch)
 
     def announce(self, announcement: Announcement) -> None:
-        """Tokens are evaluated next. On the event thread."""
+        """Passes the tokens that are evaluated next to the controller. Runs on the event thread."""
         assert self.controller is not None
         self.controller.announce(announcement)
 
     def observe(self, event: RoutingEvent) -> None:
-        """A layer was routed. On the event thread."""
+        """Passes a layer's routing event to the controller, and saves what was learned at times. Runs on the event
+        thread."""
         controller = self.controller
         assert controller is not None
         controller.observe(event)
         ended = controller.history.finished
         if ended and self._keeps and isinstance(controller.predictor, EamcPredictor):
-            # Saved after each CHECKPOINT_REQUESTS (MoE-Infinity, appendix B.2): a killed process loses little.
+            # Saves after every CHECKPOINT_REQUESTS requests (MoE-Infinity, appendix B.2), so that a killed process
+            # loses little.
             before, self._n_ended = self._n_ended, self._n_ended + len(ended)
             if self._n_ended // CHECKPOINT_REQUESTS > before // CHECKPOINT_REQUESTS:
                 self.artifacts.save_collection(controller.shape, controller.predictor.eamc.weights())
 
     @property
     def _keeps(self) -> bool:
-        """True if learned facts are kept. Facts about some layers must not replace facts about all layers."""
+        """True if what was learned may be saved. Facts about some layers must not replace facts about all layers."""
         layout = self.artifacts.layout
         return layout is None or self.session.layout.layers == layout.layers
 
     def before_tokens(self, phase: Phase, n_sequences: int = 1) -> None:
-        """Tokens are evaluated next; DECODE: one of each sequence, and no prompt's beside."""
+        """Counts the tokens that are evaluated next. DECODE: the pass has `n_sequences` tokens and no prompt's."""
         if self.controller is not None and self._tight:
             self.controller.count_token(phase, time.perf_counter_ns(), n_sequences)
 
     def update(self) -> None:
-        """Listens while there is something to decide: call it when pools got another size."""
+        """Starts or stops listening, depending on whether there is anything to decide. Call it after pools change their
+        size."""
         self._tight, listeners = not self.session.store.info()["resident"], self.session.listeners
         needed = self.controller is not None and self._tight and self.controller.needs_events
         if needed != self._listening:
@@ -217,7 +223,7 @@ class LiveController:
         self._listening = needed
 
     def figures(self) -> dict[str, Any]:
-        """Returns the policy, the predictor, the state of prefetching, and the controller's cost.
+        """Returns the names of policy and predictor, the state of prefetching, and the time that decisions take.
 
         Prefetching is "off" (also if every expert is in memory), "on", "measuring" (on and off in turns) or "paused"
         (it did not pay, or a device's link was not busy).
@@ -252,13 +258,13 @@ class LiveController:
         return figures
 
     def close(self) -> None:
-        """Stops deciding and saves what was learned; call it before the store is closed. Twice is harmless."""
+        """Stops deciding, and saves what was learned. Call this before the store is closed. Twice is harmless."""
         if self.controller is None:
             return
-        if self.controller.native and not self.controller.scores:  # nothing of what comes late is lost, or takes long
+        if self.controller.native and not self.controller.scores:  # late events are not needed: stop listening first
             self.session.listeners.remove(self)
         self.controller.stop()
-        self.session.listeners.remove(self)  # until here events may come
+        self.session.listeners.remove(self)  # until here events may arrive
         controller, self.controller = self.controller, None
         self._listening = False
         if controller.n_events > 0 and self._keeps and isinstance(controller.predictor, EamcPredictor):
@@ -267,6 +273,6 @@ class LiveController:
 
 
 def _titled(choice: ControllerChoice) -> str:
-    """A choice in words."""
+    """Returns a choice in words."""
     policy = LRU.name.upper() if choice.policy == LRU.name else choice.policy
     return policy if choice.predictor == "none" else f"{policy} with predictions by {choice.predictor}"

@@ -1,7 +1,7 @@
-"""`Llama`: llama-cpp-python's `Llama` with a budget for experts.
+"""`Llama`: llama-cpp-python's `Llama` with a memory budget for experts.
 
-A shell: the loader makes the parts, the context evaluates, the session has the experts. All of that class's keywords
-still work. Nothing is patched in Python, and two models share nothing.
+This class only joins parts: the loader makes them, the context evaluates tokens, and the session has the experts. All
+keywords of llama-cpp-python's class still work. No Python code is patched, and two models share nothing.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Llama(UpstreamLlama):
     """The trace being recorded, None without `trace`."""
     prefix_cache: PrefixCache | None = None
     """What is kept on disk of this model's contexts; None where nothing is."""
-    _closed = True  # until there is a loader, which has something to free
+    _closed = True  # False once there is a loader, which has something to free
     _loader: Loader
 
     def __init__(
@@ -101,63 +101,66 @@ class Llama(UpstreamLlama):
             model_path: the GGUF file, the first one of a split model, or a name: "demo", "hf.co/user/repo:Q4_K_M".
             expert_cache: memory for experts: "auto" (what is free after everything else), "4GiB", "50%" of all experts,
                 or bytes. Ignored for a model without experts.
-            vram_cache: memory of a GPU for experts, in the same forms; expert_cache is RAM then, that missed experts
-                are copied from. Several GPUs share it, as tensor_split, split_mode and main_gpu say; "8GiB,4GiB" is a
-                budget for each. Layers that n_gpu_layers leaves to the CPU have slots in RAM. None: MOEGGUF_VRAM_CACHE,
-                else "auto" where there is a GPU, unless n_gpu_layers says which layers it computes.
+            vram_cache: memory of a GPU for experts, in the same forms. expert_cache is then the RAM from which missed
+                experts are copied. Several GPUs share the memory by tensor_split, split_mode and main_gpu; "8GiB,4GiB"
+                is a budget for each. Layers that n_gpu_layers leaves to the CPU have slots in RAM. None:
+                MOEGGUF_VRAM_CACHE; without it "auto" if there is a GPU, unless n_gpu_layers chooses the layers that the
+                GPU computes.
             placement: what goes into that memory: "layers" (the experts of whole layers; the CPU computes the others),
                 "slots" (experts as they are used; the GPU computes everything), "cpu" (no GPU), or "auto": what is
                 predicted to be fastest (engine/cost.py); with several GPUs, slots. None: MOEGGUF_PLACEMENT.
-            strategy: what decides on experts: "moegguf" (what was measured to be best), "lru", "none", or a paper's as
-                a whole, "moe-infinity", "promoe", "expertflow", "duoserve" (`moegguf.controller.strategies`). The next
-                four replace parts of it. None: MOEGGUF_STRATEGY, else "moegguf".
-            store: how experts are moved, instead of as the strategy does.
+            strategy: what decides on experts: "moegguf" (what was measured to be best), "lru", "none", or a paper's
+                method as a whole: "moe-infinity", "promoe", "expertflow", "duoserve" (`moegguf.controller.strategies`).
+                `store`, `policy`, `predictor` and `prefetch` replace parts of it. None: MOEGGUF_STRATEGY, else
+                "moegguf".
+            store: options for moving experts, which replace the strategy's.
             policy: which experts stay: a name (`moegguf.controller.policies.policy_names()`), an object with a method
                 `scores(history, forecast)`, a class of such objects as "FILE.py:CLASS", or "auto": the
                 policy that MOEGGUF_POLICY names, else the strategy's. "vram=NAME,ram=NAME" names one policy for a
                 GPU's slots and one for slots in RAM; LRU decides where none is named.
             predictor: which experts come next: a name (`moegguf.controller.predictors.PREDICTORS`), an object, or
                 "FILE.py:CLASS".
-            lockstep: decisions act at a fixed place of each pass, so that a simulation repeats them; slower.
-            prefetch: True fetches predicted experts ahead, while that saves time; a `PrefetchOptions` sets limits.
-                None: as the strategy does.
-            warm_start: fetch the experts that earlier runs used most as soon as the model is loaded, and remember those
-                of this run. None: MOEGGUF_WARM_START, else False; never with `lockstep`.
-            context_store: disk for computed contexts, "8GiB", "auto" (a tenth of the free disk, at most 16 GiB) or 0: a
-                prompt that begins as an earlier one did goes on from there, also in another process
-                (engine/prefix_cache.py). This class uses it for batch-invariant models, and never beside `trace`,
+            lockstep: decisions take effect at a fixed point of each pass, so that a simulation can repeat them; slower.
+            prefetch: True fetches predicted experts ahead while that saves time; a `PrefetchOptions` sets limits. None:
+                as the strategy does.
+            warm_start: fetch the experts that earlier runs used most as soon as the model is loaded, and remember this
+                run's experts. None: MOEGGUF_WARM_START, else False; never with `lockstep`.
+            context_store: disk space for computed contexts: "8GiB", "auto" (a tenth of the free disk, at most 16 GiB)
+                or 0. If a prompt begins like an earlier one, the computed beginning is read from disk, also in another
+                process (engine/prefix_cache.py). This class uses it for batch-invariant models, and never with `trace`,
                 `lockstep`, `logits_all` and `embedding`. None: MOEGGUF_CONTEXT_STORE, else "auto".
             trace: a file to record routing in, or a `TraceOptions`.
             n_seq_max: sequences of `n_ctx` tokens each that the context holds, for `moegguf.Engine`; this class itself
-                uses one. The property `n_seq_max` says which models have only one.
-            kv_tokens: tokens of all sequences that there is memory for, n_ctx at least. None: n_seq_max * n_ctx, less
-                where experts would miss that memory (`moegguf.engine.memory.choose_context`).
-            n_ctx: tokens of context, 512 where it is not given, as in llama-cpp-python. None: as many as leave most
-                memory to experts, which commands choose; 0: the model's own.
-            flash_attn: fused attention, which rounds otherwise: True, False (llama-cpp-python's default), or None:
-                where the devices that compute have it, as `moegguf.Engine`, `run` and `serve` do.
+                uses one. The property `n_seq_max` is 1 for models that can only have one.
+            kv_tokens: tokens of all sequences together for which the context has memory, at least n_ctx. None:
+                n_seq_max * n_ctx, or less if experts need the memory (`moegguf.engine.memory.choose_context`).
+            n_ctx: tokens of context; 512 by default, as in llama-cpp-python. None: the length that leaves most memory
+                to experts, which commands use; 0: the model's own length.
+            flash_attn: fused attention, which rounds differently: True, False (llama-cpp-python's default), or None:
+                used if the computing devices support it, as in `moegguf.Engine`, `run` and `serve`.
             mmproj: the model's projector, for images in messages (moegguf.generate); it is loaded with the first image.
             draft: tokens that `moegguf.generate` and `Engine` guess ahead, and verify in the next pass, while that
-                pays: "ngram" (what followed the same tokens earlier in the text), "mtp" (where nothing repeats, the
-                heads that the file has for more tokens), "auto" (of these what the file has, where `batch_invariant`,
-                so that every answer is as without), "off", or a second, smaller model of the same vocabulary. None:
-                MOEGGUF_DRAFT, else "auto"; with `trace` and `lockstep` "off". This class's own methods draft nothing.
+                saves time. "ngram": tokens that followed the same tokens earlier in the text. "mtp": if nothing
+                repeats, tokens of the extra heads in the model's file. "auto": "mtp" if the file has these heads, else
+                "ngram", but only if the model is `batch_invariant`, so that every answer is the same as without drafts.
+                "off": none. Otherwise a second, smaller model with the same vocabulary. None: MOEGGUF_DRAFT, else
+                "auto"; "off" with `trace` and `lockstep`. This class's own methods draft nothing.
             mirror: a copy of the model's file on another drive, or several. Experts are read from all copies, each
                 expert from the copy that is expected to have it first. A mirror is the path of a copy (of a split model
                 of its first file), or the folder of copies with the model's own file names. A copy that differs raises
                 OptionError. A copy that cannot be read, or fails later, is left out with a warning. A model without
                 experts has no use for mirrors.
-            plan: of a server that has planned this load (engine/solver.py), in place of a plan that is made here.
+            plan: a plan that a server has made for this load (engine/solver.py). None: the plan is made here.
             progress: called with 0.0 to 1.0 while the weights are read; returning False cancels the load.
             options: the other keywords of `llama_cpp.Llama` (engine/upstream.py). Without `n_threads` and
-                `n_threads_batch` there are as many threads as processors this process may use, and fewer while others
-                use some of them. `use_mmap` has no effect on a model with experts. With `vocab_only` text is tokenized,
-                nothing is computed, and the file may be one that has a vocabulary alone.
+                `n_threads_batch` there are as many threads as this process may use processors, and fewer while other
+                processes use some. `use_mmap` has no effect on a model with experts. With `vocab_only` text is
+                tokenized and nothing is computed; the file may then contain only a vocabulary.
 
         Raises:
             ModelNotFoundError, ModelFormatError: before llama.cpp sees the file, or because it ended the trial load
                 (engine/trial.py).
-            CapabilityError: a kind of model that is not run.
+            CapabilityError: a kind of model that moegguf does not run.
             BudgetError: the budget cannot be read or is too small; the message states the minimum.
             OptionError: an unknown keyword, naming the nearest known one.
             AllocationError, ExpertIOError, LibraryError.
@@ -188,7 +191,7 @@ class Llama(UpstreamLlama):
             **own, **vars(chosen), **given,
         )  # fmt: skip
         if draft is None and (trace or lockstep):
-            own["draft"] = "off"  # the routing of the text's own tokens is recorded or repeated
+            own["draft"] = "off"  # drafts would change the routing that is recorded or repeated
         kept_bytes = store_limit(0 if trace or lockstep or given.get("vocab_only") else context_store)
         self._drafts = ModelDrafts(own["draft"] or environment.get("draft", "auto"))
         load_plan = prepare(model_path, own, given, plan)
@@ -213,9 +216,9 @@ class Llama(UpstreamLlama):
             loader.start_parts(warm_start and not lockstep, trace)
             self.recording = loader.recording
             self.prefix_cache = open_prefix_cache(self, self.context, load_plan, store, kept, recent) if kept else None
-        except BaseException:  # also an interrupt: nothing of a load stays
+        except BaseException:  # also KeyboardInterrupt: nothing of a failed load stays
             if not self._closed:
-                self._loader.end_parts(discard=True)  # keeps an older trace file
+                self._loader.end_parts(discard=True)  # an older trace file stays
             self.close()
             raise
 
@@ -246,12 +249,12 @@ class Llama(UpstreamLlama):
         self._loader.attach_model(params)
 
     def _attach_context(self) -> None:
-        if not self._closed:  # the context is made next
+        if not self._closed:  # llama.cpp makes the context next
             self._loader.attach_context(self.context_params)
 
     @property
     def n_seq_max(self) -> int:
-        """The number of sequences that the context holds: as given, or 1 where the model can have no more.
+        """The number of sequences that the context holds: as requested, or 1 if the model can have only one.
 
         Example:
             >>> llm.n_seq_max
@@ -261,11 +264,11 @@ class Llama(UpstreamLlama):
 
     @functools.cached_property
     def batch_invariant(self) -> bool:
-        """True if a token has the same bits in any pass and beside any sequences (engine/sequences.py)."""
+        """True if a token gets the same bits in any pass, together with any other sequences (engine/sequences.py)."""
         return is_batch_invariant(self, self.layout, self.plan)
 
     def n_ctx(self) -> int:
-        """Returns the tokens of context of one sequence.
+        """Returns the context length of one sequence, in tokens.
 
         Example:
             >>> llm.n_ctx()
@@ -276,8 +279,8 @@ class Llama(UpstreamLlama):
     def eval(self, tokens: Sequence[int]) -> None:
         """Evaluates tokens, `n_batch` at a time.
 
-        A failed call leaves the tokens before it in place, so that it can be repeated. Raises ExpertIOError,
-        GenerationCancelled, ForkError, ClosedError.
+        After a failure the context has its earlier tokens again, so that the call can be repeated; a context with a
+        recurrent state is empty instead. Raises ExpertIOError, GenerationCancelled, ForkError, ClosedError.
 
         Example:
             >>> llm.reset()
@@ -290,7 +293,7 @@ class Llama(UpstreamLlama):
     def reset(self) -> None:
         """Empties the context of this class, which is sequence 0.
 
-        Images that a chat handler evaluates into it after that never count as the beginning of a later prompt.
+        Images that a chat handler evaluates into the context afterwards never match the beginning of a later prompt.
 
         Example:
             >>> llm.reset()
@@ -304,7 +307,7 @@ class Llama(UpstreamLlama):
         self.input_ids.fill(PLACEHOLDER)
 
     def load_state(self, state: Any) -> None:
-        """Restores a state of `save_state`, as in llama-cpp-python.
+        """Restores a state that `save_state` has returned, as in llama-cpp-python.
 
         Example:
             >>> llm.reset()
@@ -321,7 +324,7 @@ class Llama(UpstreamLlama):
     def sample(self, *arguments: Any, **options: Any) -> int:
         """Returns the next token, as in llama-cpp-python.
 
-        Raises OptionError where this request has evaluated nothing yet.
+        Raises OptionError if this request has evaluated nothing yet.
 
         Example:
             >>> llm.eval([10, 20, 30])
@@ -348,7 +351,7 @@ class Llama(UpstreamLlama):
             raise OptionError("a text is empty, and this model begins none with a token of its own; leave it out.")
         if isinstance(input, str) or self.pooling_type() != library.llama_cpp().LLAMA_POOLING_TYPE_NONE:
             return self.context.evaluate(lambda: base(input, normalize, truncate, return_count))
-        # The base class reads the vectors of a second text, one for each token, from a wrong place.
+        # If there is one vector for each token, the base class reads the vectors of a second text from a wrong place.
         found = [self.context.evaluate(functools.partial(base, text, normalize, truncate, True)) for text in texts]
         vectors = [each for each, _ in found]
         return (vectors, sum(n_tokens for _, n_tokens in found)) if return_count else vectors
@@ -356,8 +359,8 @@ class Llama(UpstreamLlama):
     def generate(self, *arguments: Any, **options: Any) -> Generator[int, Sequence[int] | None, None]:
         """Yields tokens as in llama-cpp-python.
 
-        Only one request is computed at a time: other threads wait until this one has ended. Raises OptionError without
-        a token to begin with, CapabilityError.
+        Only one request is computed at a time: other threads wait until this one has ended. Raises OptionError if there
+        is no token to begin with, and CapabilityError.
 
         Example:
             >>> import itertools
@@ -373,8 +376,8 @@ class Llama(UpstreamLlama):
     def _with_kept(
         self, steps: Generator[int, Sequence[int] | None, None], arguments: Sequence[Any], options: dict[str, Any]
     ) -> Generator[int, Sequence[int] | None, None]:
-        """Yields the tokens of `steps`. Tokens of their prompt that are on disk are read from there, and all tokens are
-        written to disk."""
+        """Yields the tokens of `steps`. Reads the beginning of the prompt's context from disk as far as it is kept
+        there, and writes the context of all tokens to disk."""
         cache = self.prefix_cache
         if cache is None or not self.batch_invariant or not options.get("reset", True):
             return (yield from steps)
@@ -425,12 +428,13 @@ class Llama(UpstreamLlama):
     def set_budget(self, *, expert_cache: Budget | None = None, vram_cache: Budget | None = None) -> None:
         """Changes the budget for experts in RAM, on the GPU, or both, up to the budgets at the load.
 
-        None leaves a budget as it is. Freed memory returns to the system, and to the device. No token changes. The
-        change happens at once while the model is idle, and between two passes while another thread evaluates tokens.
+        None leaves a budget unchanged. Freed memory returns to the system and to the device. Generated tokens do not
+        change. The change happens at once while the model is idle, and between two passes while another thread
+        evaluates tokens.
 
-        vram_cache also holds the buffers in which prompts are staged. They stay, and so do experts of whole layers,
-        which are in no budget. If a device had a slot for every expert, prompts are read in shorter passes from then
-        on, with a warning.
+        vram_cache also holds the buffers in which prompts are staged. These buffers stay, and so do experts of whole
+        layers, which belong to no budget. If a device had a slot for every expert, prompts are read in shorter passes
+        from then on, with a warning.
 
         A model without experts has no budget. Raises BudgetError below the minimum and for a tier that the model does
         not have; nothing is changed then. Raises AllocationError when a device refuses more; the tier then keeps its
@@ -469,7 +473,7 @@ class Llama(UpstreamLlama):
             self.session.store.cancel(False)
 
     def close(self) -> None:
-        """Frees context, model, pool and threads. A second call does nothing.
+        """Frees the context, the model, the pool and the threads. A second call does nothing.
 
         Example:
             >>> llm = moegguf.Llama("demo", verbose=False)
@@ -477,21 +481,21 @@ class Llama(UpstreamLlama):
         """
         if self._closed:
             return
-        if context := self.__dict__.get("context"):  # it is made last
+        if context := self.__dict__.get("context"):  # absent if the load has failed: it is made last
             context.check_caller()
         forked = self.session is not None and self.session.forked
         if not forked:
-            self.cancel()  # a pass of another thread ends now, with GenerationCancelled
+            self.cancel()  # a pass in another thread ends now, with GenerationCancelled
         self._closed = True
         if context:
             context.close(forked)
         if self.prefix_cache is not None and not forked:
             self.prefix_cache.close()
         if forked:
-            return  # the parent process owns it
+            return  # the parent process owns the model
         try:
             self._loader.end_parts()
-        finally:  # also when the trace could not be written
+        finally:  # even if the trace could not be written
             self._unload()
             closed: Any = ClosedModel()
             self._model = self._ctx = self._batch = self.tokenizer_ = self.vocabulary = closed

@@ -1,10 +1,11 @@
-"""One load: options become a `LoadSpec`, that a plan for this machine now, and both the keywords of llama.cpp.
+"""Plans one load: options become a `LoadSpec`, the LoadSpec a plan for this machine, and both the keywords of
+llama.cpp.
 
     options ─► LoadSpec (load_spec.py) ─► Sizes (memory.py) ─► solver.py over a Machine (machine.py, devices.py) ─► Plan
 
-Whoever owns the memory makes the plan, here or in `serving/memory_budget.py`; a process that receives one makes none.
-Asks the system for its free memory, and drivers for their devices. Where placements are compared, this machine may be
-measured, and what was found is kept (`speeds.py`). Loads nothing.
+The process that owns the memory makes the plan, here or in `serving/memory_budget.py`; a process that receives a plan
+makes none. Reads the system's free memory, and lists devices through their drivers. If placements are compared, this
+machine may be measured, and the results are kept (`speeds.py`). Loads nothing.
 """
 
 from __future__ import annotations
@@ -29,29 +30,30 @@ from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.models.catalog import find_model
 from moegguf.settings import read_environment
 
-# Passed by known wrappers (LangChain) for old llama.cpp versions; without effect here.
+# Known wrappers (LangChain) pass these keywords for old llama.cpp versions. They have no effect here.
 LEGACY_OPTIONS = frozenset({"device", "f16_kv", "n_parts", "low_vram", "mul_mat_q", "n_gqa", "rms_norm_eps"})
-DIFFUSION = frozenset({"dream", "llada", "llada-moe", "rnd1"})  # llm_arch_is_diffusion()
-READ_ERROR = "read error"  # llama.cpp's error for a read that the system refused
+DIFFUSION = frozenset({"dream", "llada", "llada-moe", "rnd1"})  # architectures with llm_arch_is_diffusion()
+READ_ERROR = "read error"  # llama.cpp's error text for a read that failed
 
 MeasureSpeeds = Callable[[Device], Speeds]
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """A model about to be loaded."""
+    """A model that is about to be loaded, with its plan."""
 
     path: str
     layout: ExpertLayout
     spec: LoadSpec
     plan: Plan
-    hooks: bool  # whether the expert store is used
+    hooks: bool  # True if the expert store is used
     options: dict[str, Any]  # keywords of llama_cpp.Llama
-    govern_threads: bool  # whether the number of threads follows the load of the machine
-    no_device: bool = False  # llama.cpp gets none: beside one, even unused, it does not repack weights for the CPU
+    govern_threads: bool  # True if the number of threads follows the load of the machine
+    no_device: bool = False  # True: llama.cpp sees no device, since beside one it does not repack weights for the CPU
 
     def failure(self, error: ValueError | MemoryError | RuntimeError, reason: str) -> MoeggufError:
-        """The typed error for an error of the base class while loading. `reason`: the errors that llama.cpp logged."""
+        """Returns the typed error for an error that the base class raised at the load. `reason`: errors that llama.cpp
+        logged."""
         if isinstance(error, MemoryError):
             return AllocationError(f"no memory left while loading {self.path}; give a smaller expert_cache or n_ctx.")
         if "LoRA" in str(error):
@@ -67,12 +69,12 @@ class LoadPlan:
 def prepare(
     model: str | os.PathLike[str], own: Mapping[str, Any], options: Mapping[str, Any], plan: Plan | None = None
 ) -> LoadPlan:
-    """Reads the header, checks the options, and plans, unless there is a plan.
+    """Reads the model's header, checks the options, and makes a plan unless `plan` is one.
 
-    own: keywords of `Llama` that llama_cpp.Llama has not. options: keywords that both have, as the user gave them.
+    own: keywords that only `Llama` has. options: keywords that llama_cpp.Llama also has, as the user passed them.
 
-    Raises ModelNotFoundError, ModelFormatError, CapabilityError for a kind of model that is not run, BudgetError,
-    OptionError, and AllocationError for a context above all memory of this machine.
+    Raises ModelNotFoundError, ModelFormatError, BudgetError, OptionError, CapabilityError for a kind of model that
+    moegguf does not run, and AllocationError for a context that is larger than all memory of this machine.
     """
     path, options = os.fspath(find_model(model)), {n: v for n, v in options.items() if n not in LEGACY_OPTIONS}
     spec = LoadSpec.of({**options, **own})
@@ -83,7 +85,7 @@ def prepare(
             " be run here; choose another model."
         )
     hooks = layout.is_moe and read_environment().hooks
-    divides = received = plan is not None  # divides: the plan, and not the caller, says which layers devices compute
+    divides = received = plan is not None  # divides: the plan, not the caller, decides which layers devices compute
     if plan is None:
         memory = read_memory()
         check_context(layout, Sizes.of(layout, spec), memory)
@@ -94,7 +96,7 @@ def prepare(
     options |= _keywords(layout, spec, plan)
     options["n_threads"] = options.get("n_threads") or count_cpus()
     options["n_threads_batch"] = options.get("n_threads_batch") or options["n_threads"]
-    if not (hooks or received):  # the plan is of slots, which there are none
+    if not (hooks or received):  # the plan's passes fit slots, but without hooks there are none
         options["n_ubatch"] = Sizes.of(layout, spec).with_context(layout, plan.n_ctx).usual_ubatch
     if hooks:
         options["use_mmap"] = False
@@ -105,14 +107,15 @@ def prepare(
 
 
 def _keywords(layout: ExpertLayout, spec: LoadSpec, plan: Plan) -> dict[str, Any]:
-    """The keywords of llama_cpp.Llama that the plan and the checked options set.
+    """Returns the keywords of llama_cpp.Llama that follow from the plan and the checked options.
 
-    It makes an array of the logits of `n_batch` tokens, which nothing uses: the loader sets the context's own number.
+    llama_cpp.Llama makes an array for the logits of `n_batch` tokens, which nothing uses. Therefore `n_batch` is small
+    here, and the loader sets the context's own number.
     """
     embedding = is_embedding(layout.metadata) if spec.embedding is None else spec.embedding
     found: dict[str, Any] = {
         "n_ctx": plan.n_ctx,
-        "n_batch": plan.n_batch if embedding else min(plan.n_batch, DEFAULT_UBATCH_TOKENS),  # `attach_context`: all
+        "n_batch": plan.n_batch if embedding else min(plan.n_batch, DEFAULT_UBATCH_TOKENS),  # the loader raises it
         "n_ubatch": plan.n_ubatch,
         "type_k": spec.type_k,
         "type_v": spec.type_v,
@@ -123,10 +126,10 @@ def _keywords(layout: ExpertLayout, spec: LoadSpec, plan: Plan) -> dict[str, Any
 
 
 def _divide_layers(options: dict[str, Any], plan: Plan) -> None:
-    """Changes options so that llama.cpp uses GPUs where the plan does, and only there, and divides layers as it
-    says."""
+    """Sets the options with which llama.cpp uses GPUs exactly as the plan does, and divides layers among them in the
+    same way."""
     options["n_gpu_layers"] = plan.n_gpu_layers
-    if plan.tensor_split is not None:  # shares of the devices that the session names
+    if plan.tensor_split is not None:  # shares of the devices that the session lists
         options |= {"split_mode": BY_LAYERS, "tensor_split": list(plan.tensor_split)}
     elif plan.on_device and len(gpus()) > 1:
         (device,) = find_gpus(plan.on_devices[0].name)
@@ -135,7 +138,8 @@ def _divide_layers(options: dict[str, Any], plan: Plan) -> None:
 
 
 def check_options(options: dict[str, Any], init: Callable[..., None]) -> None:
-    """Raises OptionError for a keyword that neither the signature of `init`, a `Llama`'s, nor LEGACY_OPTIONS names."""
+    """Raises OptionError for a keyword that is neither in the signature of `init` (of a `Llama`) nor in
+    LEGACY_OPTIONS."""
     known = [name for name in inspect.signature(init).parameters if name != "self"]
     for name in options:
         if name not in known and name not in LEGACY_OPTIONS:
@@ -143,8 +147,8 @@ def check_options(options: dict[str, Any], init: Callable[..., None]) -> None:
 
 
 def read_model(path: str | os.PathLike[str], spec: LoadSpec, *, vocab_only: bool = False) -> ExpertLayout:
-    """Reads the layout of what is loaded of a model: with the heads that draft, where they are used. Raises what
-    `read_layout` raises, and OptionError where there are no such heads but have to be."""
+    """Reads the layout of the parts of a model that are loaded. The heads that draft are included only if they are
+    used. Raises what `read_layout` raises, and OptionError if heads are required that the model does not have."""
     return drafted(read_layout(path, vocab_only=vocab_only), spec.draft, spec.flash_attn)
 
 
@@ -155,16 +159,16 @@ def choose_gpus(layout: ExpertLayout, spec: LoadSpec) -> tuple[Device, ...] | No
 
 
 def known_speeds(layout: ExpertLayout, spec: LoadSpec) -> KnownSpeeds:
-    """The speeds with which placements of this load are compared."""
+    """Returns the known speeds, with which the placements of this load are compared."""
     return KnownSpeeds(layout, spec.n_threads or count_cpus(), spec.store.repack)
 
 
 def plan_load(layout: ExpertLayout, spec: LoadSpec, machine: Machine, measure: MeasureSpeeds) -> Plan:
-    """Makes the plan of a load on a machine, with what is known of the model, and with speeds where they decide between
-    placements.
+    """Makes the plan of a load on a machine from what is known of the model. Speeds are used only if they decide
+    between placements.
 
-    measure: the speeds of a device with the model. Raises BudgetError, OptionError, also where the device has no kernel
-    for the model's experts and has to be used.
+    measure: returns the speeds of a device with the model. Raises BudgetError, OptionError. OptionError also means that
+    a device that must be used has no kernel for the model's experts.
     """
     speeds, hits, reasons = None, None, list[str]()
     if machine.devices and not spec.is_divided(machine.devices):
@@ -185,6 +189,6 @@ def plan_load(layout: ExpertLayout, spec: LoadSpec, machine: Machine, measure: M
 
 
 def plan_here(layout: ExpertLayout, spec: LoadSpec) -> Plan:
-    """Makes the plan of a load on this machine now. Raises BudgetError, OptionError."""
+    """Makes the plan of a load on this machine, as it is now. Raises BudgetError, OptionError."""
     machine = Machine(read_memory(), devices=choose_gpus(layout, spec) or ())
     return plan_load(layout, spec, machine, known_speeds(layout, spec).speeds)

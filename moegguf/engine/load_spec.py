@@ -22,7 +22,7 @@ from moegguf.quantities import ExpertCache, parse_expert_cache
 from moegguf.settings import parse_option, read_load_keywords
 
 F16 = 1
-EVERY_LAYER = 999  # n_gpu_layers above any model's
+EVERY_LAYER = 999  # n_gpu_layers for every layer of any model
 NO_SPLIT, BY_LAYERS = 0, 1  # enum llama_split_mode
 AUTO = ExpertCache("auto")
 
@@ -31,42 +31,42 @@ Budget = str | int | float | ExpertCache
 
 @dataclass(frozen=True)
 class LoadSpec:
-    """Options of one load. `Llama` has these defaults; llama-cpp-python has them, too, where it has the keyword."""
+    """Options of one load. The defaults are the ones of `Llama`, and of llama-cpp-python where it has the keyword."""
 
-    n_ctx: int | None = 512  # None: chosen for the memory; 0: the model's own
-    n_batch: int | None = None  # None: a pass, at least 512, or a whole text where texts are pooled
+    n_ctx: int | None = 512  # None: chosen to fit the memory; 0: the model's own length
+    n_batch: int | None = None  # None: the size of a pass, at least 512; for embeddings, a whole text
     n_ubatch: int | None = None  # None: chosen together with the slots
     n_seq_max: int = 1
     kv_tokens: int | None = None  # tokens of all sequences together; None: chosen
-    type_k: int = F16  # ggml's numbers
+    type_k: int = F16  # types of the KV cache, as ggml's numbers
     type_v: int = F16
-    flash_attn: bool | None = False  # None: where the devices that compute have it
-    logits_all: bool = False  # every token has logits
-    embedding: bool | None = False  # None: where the file's header says that texts are pooled
+    flash_attn: bool | None = False  # None: used if the computing devices support it
+    logits_all: bool = False  # True: every token of a pass has logits
+    embedding: bool | None = False  # None: True if the file's header has a pooling type
     expert_cache: ExpertCache = AUTO
     vram_cache: tuple[ExpertCache, ...] = (AUTO,)  # one budget for all GPUs together, or one for each
     placement: str = "auto"
     draft: str = "auto"
     projector: ProjectorHeader | None = None
     lora_path: str | None = None
-    mirror: tuple[str, ...] = ()  # copies of the model's file, or folders of copies
-    n_threads: int | None = None  # None: as many as this process may use
+    mirror: tuple[str, ...] = ()  # paths of copies of the model's file, or of folders with copies
+    n_threads: int | None = None  # None: as many as processors that this process may use
     n_gpu_layers: int | None = None
     split_mode: int = BY_LAYERS
     main_gpu: int = 0
     tensor_split: tuple[float, ...] | None = None
     store: StoreOptions = field(default_factory=StoreOptions)
-    needs_gpu: bool = False  # a budget, or a placement that was not the environment's, cannot do without one
-    leaves_layers: bool = False  # llama.cpp divides layers as it was told, and no GPU has slots
+    needs_gpu: bool = False  # True: the given budget, or the placement that was given directly, needs a GPU
+    leaves_layers: bool = False  # True: llama.cpp divides layers by its own options, and no GPU has slots
 
     @classmethod
     def of(cls, given: Mapping[str, Any], *, commands: bool = False) -> LoadSpec:
-        """Returns the options of a load. A given option (by name, or as a keyword of `Llama`) wins over the
-        environment, and the environment over the defaults.
+        """Returns the options of a load. An option in `given` (by name, or as a keyword of `Llama`) overrides the
+        environment, and the environment overrides the defaults.
 
-        commands: for a command or a server, whose defaults and variables are more (`moegguf.options`). `strategy`
-        chooses the store's options where there is no `store`. None counts as not given. Raises BudgetError,
-        OptionError, and what `read_projector` raises.
+        commands: True for a command or a server, which has more defaults and environment variables (`moegguf.options`).
+        If there is no `store`, `strategy` chooses the options of the store. None counts as not given. Raises
+        BudgetError, OptionError, and what `read_projector` raises.
         """
         chosen = COMMAND_DEFAULTS if commands else {}
         options = {**chosen, **read_load_keywords(commands=commands)}
@@ -102,7 +102,7 @@ class LoadSpec:
             "needs_gpu": needs_gpu,
             "leaves_layers": not needs_gpu and (own_division or budget == ""),
         }
-        if GGML_TYPES[checked["type_v"]][1] > 1:  # llama.cpp takes a quantised V cache with fused attention only
+        if GGML_TYPES[checked["type_v"]][1] > 1:  # llama.cpp takes a quantised V cache only with fused attention
             checked["flash_attn"] = True
         names = {each.name for each in fields(cls)}
         found = cls(**{name: value for name, value in options.items() if name in names} | checked)
@@ -111,13 +111,14 @@ class LoadSpec:
 
     @property
     def refuses_cpu(self) -> bool:
-        """Returns whether some layer has to be computed on a GPU."""
+        """True if some layer has to be computed on a GPU."""
         return self.n_gpu_layers is not None and self.placement != "cpu"
 
     def is_divided(self, devices: Sequence[Device]) -> bool:
-        """Returns whether layers are divided over these devices, or between one and the CPU. Then only slots fit.
+        """Returns True if layers are divided among these devices, or between one device and the CPU. Then only slots
+        fit.
 
-        Raises OptionError for placement "layers" there.
+        Raises OptionError if the placement is "layers" in spite of that.
         """
         is_some = self.n_gpu_layers is not None and 0 <= self.n_gpu_layers < EVERY_LAYER
         is_one = len(devices) <= len(self.vram_cache) == 1
@@ -133,12 +134,12 @@ class LoadSpec:
         return True
 
     def choose_gpus(self, list_gpus: Callable[[], Sequence[Device] | None]) -> tuple[Device, ...] | None:
-        """Returns the GPUs on which experts may be placed; (): none; None: none, and llama.cpp divides layers as it was
-        told.
+        """Returns the GPUs on which experts may be placed. (): no GPU is used. None: no GPU has experts, and llama.cpp
+        divides layers by its own options.
 
-        list_gpus: called where GPUs may be used, because drivers keep some memory for a process that asks; None from it
-        is that all have failed. Raises BudgetError where there is no GPU but has to be one, OptionError for one that is
-        not there, and for a division of matrices.
+        list_gpus: called only if GPUs may be used, because drivers reserve memory for a process that lists them. It
+        returns None if the listing failed. Raises BudgetError if a GPU is required and there is none. Raises
+        OptionError for a GPU that does not exist, and for options that divide matrices among GPUs.
         """
         if self.placement == "cpu":
             return ()
@@ -164,12 +165,13 @@ class LoadSpec:
 
 
 def default_store(strategy: str = "") -> StoreOptions:
-    """Returns the store's options with which a strategy moves experts. Raises OptionError."""
+    """Returns the options of the expert store with which a strategy moves experts. Raises OptionError."""
     return find_strategy(strategy).store
 
 
 def parse_vram_caches(value: Budget) -> tuple[ExpertCache, ...]:
-    """One budget for all devices together, or, where commas are in it, one for each. Raises BudgetError."""
+    """Returns the budgets for devices: one for all devices together, or one for each, separated by commas. Raises
+    BudgetError."""
     if not isinstance(value, str):
         return (parse_expert_cache(value, "vram_cache"),)
     return tuple(parse_expert_cache(part, "vram_cache") for part in value.split(","))
@@ -185,7 +187,8 @@ def parse_mirrors(given: str | os.PathLike[str] | Sequence[str | os.PathLike[str
 
 
 def _cache_type(name: str, given: str | int) -> int:
-    """The number of a type of the KV cache. Raises OptionError for one with which llama.cpp would end the process."""
+    """Returns ggml's number of a type of the KV cache. Raises OptionError for a type with which llama.cpp
+    would abort."""
     number = ggml_type(given) if isinstance(given, str) else given
     if GGML_TYPES.get(number, ("",))[0].lower() not in KV_CACHE_TYPES:
         accepted = ", ".join(f"{ggml_type(type)} ({type})" for type in KV_CACHE_TYPES)

@@ -1,4 +1,4 @@
-"""Loads a model: tries it, opens the expert store, has llama.cpp read the weights, and starts what runs beside them.
+"""Loads a model: runs a trial load, opens the expert store, makes llama.cpp read the weights, and starts threads.
 
 The store is opened before the model and closed after it, since the model's expert tensors lie in the store's reserved
 buffer type.
@@ -44,11 +44,11 @@ ADVICE_BYTES = 4 << 20
 
 
 class Loader:
-    """One load by this plan. `n_seq_max` is the number of sequences of the context. Raises `Llama`'s errors.
+    """Loads one model by its plan. `n_seq_max` is the number of sequences in the context. Raises `Llama`'s errors.
 
-    options: the plan's options, as the user gave them.
+    options: keywords of llama_cpp.Llama, as the user passed them.
 
-    progress: called with llama.cpp's progress. It ends the load with False or an exception.
+    progress: called with the share of the weights that llama.cpp has read. The load ends if it returns False or raises.
     """
 
     def __init__(
@@ -67,17 +67,17 @@ class Loader:
         self._ended_by: MoeggufError | None = None
         self._deciding: Future[None] | None = None
         self._callback: Any = self._bindings.llama_progress_callback(self._report)
-        self._no_devices = (c.c_void_p * 1)()  # a list that ends at once
+        self._no_devices = (c.c_void_p * 1)()  # an empty list of devices: its first entry is null
         self._repack, plan = store.repack, load_plan.plan
         try_first(load_plan.layout, options, self._report_waiting, load_plan.spec.projector)
         if load_plan.no_device or plan.layers_on:
-            store = replace(store, device=None)  # it named the one to place experts on: these slots are the CPU's
+            store = replace(store, device=None)  # it named the device for the experts, but these slots are in RAM
         if load_plan.hooks:
             mirrors = [mirror_paths(path, load_plan.layout.shards) for path in load_plan.spec.mirror]
             self.session = Session(plan.slots_layout(load_plan.layout), plan, store, mirrors)
             if is_logged():
                 self.session.listeners.add(EvictionLog(self.session))
-            self.session.store.pause_fill(True)  # until llama.cpp has read
+            self.session.store.pause_fill(True)  # until llama.cpp has read the weights
 
     def _report(self, share: float, _user: int = 0) -> bool:
         if self._deciding is not None and isinstance(error := self._deciding.exception(), MoeggufError):
@@ -93,7 +93,7 @@ class Loader:
         return self._ended_by is None
 
     def _report_waiting(self) -> None:
-        """Reports that nothing is read yet."""
+        """Calls the progress callback with 0.0 while nothing is read yet. Raises if the callback has ended the load."""
         self._report(0.0)
         if self._ended_by is not None:
             raise self._ended_by
@@ -123,14 +123,14 @@ class Loader:
             params.n_ubatch = min(params.n_batch, options["n_ubatch"])
             if not options.get("logits_all"):
                 params.n_outputs_max = logits_tokens(self.load_plan.layout, self.n_seq_max)
-        if self.load_plan.spec.flash_attn is None:  # the base class knows on and off
+        if self.load_plan.spec.flash_attn is None:  # the base class only knows on and off
             params.flash_attn_type = self._bindings.LLAMA_FLASH_ATTN_TYPE_AUTO
         if self.session is not None:
             self.session.attach_context(params)
 
     def read(self, construct: Callable[[], None], unload: Callable[[], None], options: ControllerOptions) -> None:
-        """Has `construct` make llama.cpp's model and context; while that reads headers and the vocabulary, what decides
-        on experts is made."""
+        """Calls `construct`, which makes llama.cpp's model and context. Makes the controller in another thread, while
+        llama.cpp reads the headers and the vocabulary."""
         session = self.session
         if session is None:
             self._construct(construct, unload)
@@ -147,7 +147,8 @@ class Loader:
         self._deciding.result()
 
     def _construct(self, construct: Callable[[], None], unload: Callable[[], None]) -> None:
-        """`construct`, and where a device has no memory for it, again with fewer slots, after `unload`."""
+        """Calls `construct`. If a device has no memory for the model, calls `unload` and tries again with
+        fewer slots."""
         while True:
             llama_log().forget()
             try:
@@ -161,16 +162,17 @@ class Loader:
                     raise self._ended_by from self._ended_by.__cause__
                 if isinstance(error, RuntimeError) or self.session is None or not self.session.give_slots_back(unload):
                     raise self.load_plan.failure(error, llama_log().reason()) from error
-        self._callback = None  # it refers to this object, which would outlive its model
+        self._callback = None  # the callback refers to this object, and would keep it alive
         self.load_plan.layout.check_unchanged()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """The block in which llama.cpp reads, and finds what it reads in the page cache.
+        """Surrounds the block in which llama.cpp reads the weights: another thread reads them ahead into the page
+        cache.
 
-        Else the disk idles while llama.cpp converts a tensor, and while the vocabulary is built. Where a memory limit
-        would count the pages beside llama.cpp's copies they are dropped afterwards; else an unloaded model is loaded
-        from them again.
+        Otherwise the disk would be idle while llama.cpp converts a tensor, and while the vocabulary is built. If a
+        memory limit counts cached pages, they are dropped afterwards. Otherwise they stay, and the next load of the
+        model is faster.
         """
         if self.session is None:
             yield
@@ -188,7 +190,7 @@ class Loader:
             self.session.store.pause_fill(False)
 
     def start_threads(self, context: int) -> None:
-        """Compute threads of this context."""
+        """Starts the compute threads of this context, and the control of their number."""
         options, governed = self.load_plan.options, self.load_plan.govern_threads
         n_threads, n_threads_batch = options["n_threads"], options["n_threads_batch"]
         if max(n_threads, n_threads_batch) == 1:
@@ -202,7 +204,8 @@ class Loader:
             )
 
     def start_parts(self, warm_start: bool, trace: str | os.PathLike[str] | TraceOptions | None) -> None:
-        """Starts the controller, the warm start and the recording of a trace."""
+        """Starts the warm start, which fetches the experts that earlier runs used most, and the recording of a
+        trace."""
         session = self.session
         if trace and session is None:
             raise OptionError(
@@ -219,7 +222,8 @@ class Loader:
             self.recording = Recording(session, self._artifacts, trace)
 
     def end_parts(self, discard: bool = False) -> None:
-        """Ends what decides and records, and saves what they have learned; `discard`: without a recording's file."""
+        """Ends the controller and the recording, and saves what was learned. discard: deletes the unfinished
+        recording."""
         if self.recording is not None and discard:
             self.recording.discard()
         for part in (self.controller, self.recording):
@@ -230,7 +234,7 @@ class Loader:
             save_uses(self.session, self._artifacts)
 
     def close(self) -> None:
-        """Frees threads and store, once llama.cpp's context and model are gone. Twice is harmless."""
+        """Frees the threads and the store. Call it after llama.cpp's context and model are freed. Twice is harmless."""
         if self._threadpool is not None:
             self._threadpool.close()
         if self.session is not None:
@@ -238,14 +242,14 @@ class Loader:
 
 
 def _advise(layout: ExpertLayout, advice: str, stop: threading.Event) -> None:
-    """Gives the system this advice for a model's files until `stop`. Experts and tables that are read by row are left
-    out; headers are not."""
+    """Passes this advice (posix_fadvise) for a model's files to the system, until `stop` is set. Experts and tables
+    that are read by row are left out; headers are included."""
     if not hasattr(os, advice):
         return
     for index, shard in enumerate(layout.shards):
         experts = [(m.offset, m.n_expert * m.expert_bytes) for m in layout.matrices if m.shard == index]
         tables = [(table.offset, table.n_bytes) for table in layout.row_tables if table.shard == index]
-        with suppress(OSError), open(shard.path, "rb") as file:  # llama.cpp opens it next, and reports the error
+        with suppress(OSError), open(shard.path, "rb") as file:  # llama.cpp opens the file next, and reports the error
             begin = 0
             for end, skipped in [*sorted(experts + tables), (shard.n_bytes, 0)]:
                 for offset in range(begin, end, ADVICE_BYTES):

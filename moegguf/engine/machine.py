@@ -1,7 +1,7 @@
-"""Memory that this process may still take, CPUs that it may use, read speed of the disk.
+"""Reads the memory that this process may still take, the CPUs that it may use, and the read speed of the disk.
 
-Free memory is the least that the machine has and every level of every memory cgroup (v1 and v2, nested, mixed) allows.
-Files of cgroups are read below `root`, so that tests can use a machine made of files.
+Free memory is the least that the machine or any level of a memory cgroup allows (v1 and v2, nested, mixed). Files of
+cgroups are read below `root`, so that tests can use a machine made of files.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from moegguf.errors import ModelNotFoundError
 
 ROOT = Path("/")
 MACHINE = "the machine"
-MARGIN_BYTES = 256 << 20  # least bytes of RAM that stay free
-VRAM_MARGIN_BYTES = 1 << 30  # free bytes of a shared device: displays and other programs take some at any time
-OWN_MARGIN_BYTES = 384 << 20  # free bytes of a device of our own: libraries' workspaces and captured graphs
-IDLE_BYTES = 768 << 20  # most bytes in use on a device of our own: its driver and this process's context
+MARGIN_BYTES = 256 << 20  # bytes of RAM that always stay free
+VRAM_MARGIN_BYTES = 1 << 30  # bytes to leave free on a shared device: displays and other programs may take them
+OWN_MARGIN_BYTES = 384 << 20  # bytes to leave free on a device of our own: libraries' workspaces, captured graphs
+IDLE_BYTES = 768 << 20  # most bytes in use on a device of our own, by its driver and this process's context
 _NO_LIMIT = 1 << 62  # cgroup v1 writes a number near 2^63 for "no limit"
-BUSY_SHARE = 0.25  # measured speeds are too low above this load of the last minute per processor
-_BUSY = ("user", "nice", "system", "irq", "softirq", "steal")  # fields of psutil's cpu_times
+BUSY_SHARE = 0.25  # speeds count as too low if the load of the last minute per processor is above this
+_BUSY = ("user", "nice", "system", "irq", "softirq", "steal")  # the fields of psutil's cpu_times in which a CPU is busy
 _DISK_THREADS = 4
 _DISK_BLOCK_BYTES = 2 << 20
-_MEMORY_BUFFER_BYTES = 32 << 20  # beyond most caches
+_MEMORY_BUFFER_BYTES = 32 << 20  # larger than most caches
 _LEAST_MEMORY_TURNS = 5
 
 
 @dataclass(frozen=True)
 class Memory:
-    """A memory that weights, contexts and slots may lie in."""
+    """A memory for weights, contexts and slots: RAM, or the memory of a device."""
 
     total_bytes: int
     available_bytes: int  # bytes that this process may still take
     limited_by: str  # "the machine", a cgroup, a device or a budget, for messages
-    margin_bytes: int | None = None  # bytes that stay free with a budget "auto"; None: `margin_bytes` of the free bytes
+    margin_bytes: int | None = None  # bytes that a budget "auto" leaves free; None: `margin_bytes()` of the free bytes
 
     @property
     def margin(self) -> int:
-        """Bytes that stay free with a budget "auto"."""
+        """Bytes that a budget "auto" leaves free."""
         return margin_bytes(self.available_bytes) if self.margin_bytes is None else self.margin_bytes
 
     @property
@@ -56,15 +56,15 @@ class Memory:
 
 
 def margin_bytes(free_bytes: int) -> int:
-    """Returns how many of the free bytes of RAM stay free: a twentieth, or MARGIN_BYTES."""
+    """Returns how many of the free bytes of RAM a budget "auto" leaves free: a twentieth, but at least MARGIN_BYTES."""
     return max(free_bytes // 20, MARGIN_BYTES)
 
 
 @dataclass(frozen=True)
 class Device:
-    """A device by ggml's name for it, and its memory. `index`: among the GPUs, as llama.cpp's main_gpu counts.
+    """A device by its name in ggml, with its memory. `index`: its number among the GPUs, as in llama.cpp's main_gpu.
 
-    `handle`: the address of its ggml_backend_dev, 0 where there is none.
+    `handle`: address of its ggml_backend_dev, or 0.
     """
 
     name: str
@@ -73,11 +73,11 @@ class Device:
     total_bytes: int
     description: str = ""
     handle: int = 0
-    margin_bytes: int | None = None  # bytes that stay free with a budget "auto"; None: depends on the device's users
+    margin_bytes: int | None = None  # bytes that a budget "auto" leaves free; None: depends on other use of the device
 
     @property
     def margin(self) -> int:
-        """Bytes that stay free with a budget "auto". A driver that reports nothing in use does not know."""
+        """Bytes that a budget "auto" leaves free. If a driver reports no bytes in use, it does not know the use."""
         if self.margin_bytes is not None:
             return self.margin_bytes
         is_idle = 0 < self.total_bytes - self.free_bytes <= IDLE_BYTES
@@ -85,13 +85,13 @@ class Device:
 
     @property
     def memory(self) -> Memory:
-        """The memory as a plan takes it."""
+        """The device's memory, in the form that a plan takes."""
         return Memory(self.total_bytes, self.free_bytes, f"the device {self.name}", self.margin)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Memory as this process may use it. `devices`: those that may compute layers."""
+    """The memory and the devices that this process may use. `devices`: the devices that may compute layers."""
 
     memory: Memory
     devices: tuple[Device, ...] = ()
@@ -99,14 +99,14 @@ class Machine:
 
 @dataclass(frozen=True)
 class DiskSpeed:
-    """Bytes per second read from one file; `direct` when the page cache was bypassed."""
+    """Bytes per second that were read from one file. `direct`: True if the page cache was bypassed."""
 
     bytes_per_s: float
     direct: bool
 
 
 def file_text(path: Path) -> str:
-    """The text of a small file of the system; "" where it cannot be read."""
+    """Returns the text of a small system file; "" if the file cannot be read."""
     try:
         return path.read_text(errors="replace")
     except OSError:
@@ -114,19 +114,19 @@ def file_text(path: Path) -> str:
 
 
 def _number(path: Path) -> int | None:
-    """The whole number in a cgroup file; None when it is absent or "max"."""
+    """Returns the whole number in a cgroup file; None if the file is absent or contains "max"."""
     text = file_text(path).strip()
     return int(text) if text.isascii() and text.isdigit() else None
 
 
 def _table(path: Path) -> dict[str, int]:
-    """Lines such as "inactive_file 4096" as {name: bytes}."""
+    """Returns lines such as "inactive_file 4096" as {name: bytes}."""
     pairs = (line.partition(" ")[::2] for line in file_text(path).splitlines())
     return {name: int(value) for name, value in pairs if value.isascii() and value.isdigit()}
 
 
 def cgroup_levels(controller: str, root: Path = ROOT) -> Iterator[tuple[int, Path]]:
-    """(1 or 2, folder) of every cgroup that can limit `controller` for this process, innermost first."""
+    """Yields (1 or 2, folder) for every cgroup that can limit `controller` for this process, innermost first."""
     paths: dict[int, str] = {}
     for line in file_text(root / "proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
@@ -153,7 +153,7 @@ def cgroup_levels(controller: str, root: Path = ROOT) -> Iterator[tuple[int, Pat
 
 
 def _cgroup_free(version: int, folder: Path) -> int | None:
-    """Bytes that one memory cgroup still allows, idle page cache included; None without a limit."""
+    """Returns the bytes that one memory cgroup still allows, idle page cache included; None if it has no limit."""
     limits, current, cached = ["memory.max", "memory.high"], "memory.current", "inactive_file"
     if version == 1:
         limits, current, cached = ["memory.limit_in_bytes"], "memory.usage_in_bytes", "total_inactive_file"
@@ -165,7 +165,7 @@ def _cgroup_free(version: int, folder: Path) -> int | None:
 
 
 def read_memory(root: Path = ROOT) -> Memory:
-    """The memory this process may still take: the least of the machine's and every cgroup's."""
+    """Returns the memory that this process may still take: the least that the machine and every cgroup allow."""
     machine = psutil.virtual_memory()
     total, available, limited_by = int(machine.total), int(machine.available), MACHINE
     for version, folder in cgroup_levels("memory", root):
@@ -176,7 +176,8 @@ def read_memory(root: Path = ROOT) -> Memory:
 
 
 def load_warning() -> str:
-    """A sentence where other processes have used the processors within the last minute, so that figures are too low."""
+    """Returns a warning if processors were busy in the last minute, so that measured speeds are too low;
+    otherwise ""."""
     load, n_cpus = os.getloadavg()[0], count_cpus()
     if load <= BUSY_SHARE * n_cpus:
         return ""
@@ -184,7 +185,8 @@ def load_warning() -> str:
 
 
 def count_cpus(root: Path = ROOT) -> int:
-    """Logical CPUs this process may keep busy: its affinity, cut by every cgroup's quota; at least 1."""
+    """Returns the logical CPUs that this process may keep busy: its affinity, limited by each cgroup's quota; at least
+    1."""
     n_cpu = len(_affinity())
     for version, folder in cgroup_levels("cpu", root):
         files = (
@@ -204,7 +206,7 @@ def _affinity() -> set[int]:
 
 
 class ProcessorUse:
-    """Processor time that other processes take on the logical CPUs that this process may use, `n_cpu` of them."""
+    """Measures the processor time that other processes take on the `n_cpu` logical CPUs that this process may use."""
 
     def __init__(self) -> None:
         self._cpus = _affinity()
@@ -212,28 +214,30 @@ class ProcessorUse:
         self._last = self._read()
 
     def others(self) -> float:
-        """CPUs that others kept busy since the last call, or since construction: 0.0 to `n_cpu`."""
+        """Returns how many CPUs other processes kept busy since the last call, or since construction: 0.0 to
+        `n_cpu`."""
         (now_s, busy_s, own_s), before = self._read(), self._last
         self._last = now_s, busy_s, own_s
         others_s = (busy_s - before[1]) - (own_s - before[2])
         return min(max(others_s / max(now_s - before[0], 1e-3), 0.0), float(self.n_cpu))
 
     def _read(self) -> tuple[float, float, float]:
-        """Seconds by the clock, in use on all CPUs, in use by this process."""
+        """Returns three times in seconds: the clock, the use of all CPUs, the use by this process."""
         times = [cpu for number, cpu in enumerate(psutil.cpu_times(percpu=True)) if number in self._cpus]
         busy_s = sum(sum(getattr(cpu, name, 0.0) for name in _BUSY) for cpu in times)
         return time.perf_counter(), busy_s, time.process_time()
 
 
 def _measure(path: Path, flags: int, block_bytes: int, seconds: float, n_threads: int) -> float:
-    """Bytes per second of `n_threads` threads with the given open() flags; 0 when nothing could be read."""
+    """Returns the bytes per second that `n_threads` threads read with these open() flags; 0 if nothing could
+    be read."""
     begin = time.perf_counter()
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     n_blocks = max(1, os.fstat(fd).st_size // block_bytes)
 
     def read(thread: int) -> int:
-        dice, n, n_bytes = random.Random(thread), 1, 0  # an order of blocks that defeats read-ahead
-        # anonymous memory is page-aligned, which direct I/O requires
+        dice, n, n_bytes = random.Random(thread), 1, 0  # random order of blocks, which defeats read-ahead
+        # Anonymous memory is page-aligned, which direct I/O requires.
         with mmap.mmap(-1, block_bytes) as memory, memoryview(memory) as buffer, contextlib.suppress(OSError):
             while n > 0 and (n_bytes == 0 or time.perf_counter() < begin + seconds):
                 offset = dice.randrange(n_blocks) * block_bytes
@@ -257,13 +261,13 @@ def disk_read_speed(
     n_threads: int = _DISK_THREADS,
     direct: bool = True,
 ) -> DiskSpeed:
-    """Speed of `n_threads` threads that read blocks of `path`, past the page cache where the file system
-    allows, unless this is switched off (`direct`).
+    """Returns the speed at which `n_threads` threads read blocks of `path`. direct: the reads bypass the page cache if
+    the file system allows it.
 
-    Raises ModelNotFoundError when the file cannot be opened.
+    Raises ModelNotFoundError if the file cannot be opened.
     """
     path = Path(path)
-    block_bytes = -(-block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE  # direct I/O reads whole blocks
+    block_bytes = -(-block_bytes // mmap.PAGESIZE) * mmap.PAGESIZE  # direct I/O reads whole pages
     direct_flag = getattr(os, "O_DIRECT", 0) if direct else 0
     if direct_flag:
         with contextlib.suppress(OSError):
@@ -277,9 +281,9 @@ def disk_read_speed(
 
 
 def memory_read_speed(n_threads: int, seconds: float = 0.05) -> float:
-    """Bytes per second that `n_threads` threads together read from main memory, each from a buffer of its own.
+    """Returns the bytes per second that `n_threads` threads together read from main memory, each from its own buffer.
 
-    The best of several turns: in the others, other processes may have had the processors.
+    The best of several turns counts, because other processes may have used the processors in the other turns.
     """
     import numpy as np
 

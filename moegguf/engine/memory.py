@@ -37,43 +37,45 @@ from moegguf.processor import has_kernels, read_processor
 from moegguf.quantities import MIB, ExpertCache, format_bytes
 from moegguf.settings import read_environment
 
-ROUTER_COPIES = 2  # the predictor `skip` has two copies in signed bytes: the store's, and one to switch it on again
-FIXED_BYTES = 48 * MIB  # libraries, threads, graphs, buffers of the threads that read the model's own file
-READ_BYTES = 4 * MIB  # the largest buffer of a thread that reads (piece_bytes in native/pool.cpp)
-VOCAB_TOKEN_BYTES = 320  # one token of the vocabulary, in both directions, with its merges
+ROUTER_COPIES = (
+    2  # the predictor `skip` has two copies in signed bytes: one in the store, and one to switch it on again
+)
+FIXED_BYTES = 48 * MIB  # bytes of libraries, threads, graphs, and of the threads that read the model's own file
+READ_BYTES = 4 * MIB  # largest buffer of a reading thread (piece_bytes in native/pool.cpp)
+VOCAB_TOKEN_BYTES = 320  # bytes per token of the vocabulary: both directions and merges
 KV_PAD_TOKENS = 256
 MAX_CTX_TOKENS = (1 << 31) - KV_PAD_TOKENS
 DEFAULT_UBATCH_TOKENS = 512
-MOST_UBATCH_TOKENS = 4096  # largest pass that is chosen
-LOGITS_BYTES = 64 * MIB  # logits of a pass: logits of more tokens take several passes
+MOST_UBATCH_TOKENS = 4096  # largest pass that a plan chooses
+LOGITS_BYTES = 64 * MIB  # most bytes for the logits of a pass; logits of more tokens take several passes
 LEAST_LOGITS = 64
-POOLED_BATCH_TOKENS = 2048  # largest batch and pass, if a pooled text has to be in one pass
-HEADS_UBATCH_TOKENS = 32  # pass of the heads that draft
-SMALL_CTX_TOKENS = 4096  # up to here a default context may take more; where training is not known, the model's own
+POOLED_BATCH_TOKENS = 2048  # largest batch and pass if each text to embed must be in one pass
+HEADS_UBATCH_TOKENS = 32  # tokens of a pass of the heads that draft
+SMALL_CTX_TOKENS = 4096  # up to here a default context may take more; also the length if the model's own is unknown
 LEAST_CTX_TOKENS = 512
-KV_PARTS = 16  # numbers of tokens in the KV cache to choose from
-DRAFT_TOKENS = (8, 4)  # longest drafts to choose from, if each drafted token takes a snapshot of a state
-SNAPSHOT_SHARE = 16  # one part in 16 of the free memory is for all snapshots at most
+KV_PARTS = 16  # number of sizes of the KV cache to choose from
+DRAFT_TOKENS = (8, 4)  # longest drafts to choose from, if a snapshot of the state is needed for each drafted token
+SNAPSHOT_SHARE = 16  # all snapshots together take at most one part in 16 of the free memory
 NEVER_FUSED = ("grok",)  # architectures whose attention llama.cpp computes without flash attention
 
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """Bytes that a model takes beside slots, at a given context and pass."""
+    """Bytes that a model takes in addition to its slots, for a given context and pass."""
 
     dense_bytes: int = 0  # weights that every token uses
     kv_bytes: int = 0
     compute_bytes: int = 0
-    slot_work_bytes: int = 0  # scratch memory of each slot
-    projector_bytes: int = 0  # while an image is read
+    slot_work_bytes: int = 0  # scratch bytes per slot
+    projector_bytes: int = 0  # bytes of the projector and of reading an image
 
     def total_bytes(self, n_slots: int) -> int:
-        """Returns all of it, with the scratch memory of `n_slots` slots."""
+        """Returns the sum of all bytes, with the scratch memory of `n_slots` slots."""
         lasting = self.dense_bytes + self.projector_bytes + self.kv_bytes
         return lasting + self.compute_bytes + n_slots * self.slot_work_bytes
 
     def with_slots(self, n_slots: int) -> MemoryNeeds:
-        """Returns the same bytes with the scratch memory of `n_slots` slots among the buffers."""
+        """Returns the same needs, but with the scratch memory of `n_slots` slots as a part of `compute_bytes`."""
         return replace(self, compute_bytes=self.compute_bytes + n_slots * self.slot_work_bytes, slot_work_bytes=0)
 
 
@@ -83,9 +85,9 @@ def kv_bytes(
     """Returns the bytes of a KV cache for `n_ctx` tokens of all sequences, every layer at full length, and of the
     recurrent states.
 
-    Each of `n_seq_max` sequences has a state and `n_rs_seq` snapshots. Multi-head latent attention keeps one K row per
-    token and no V when the file has the split matrices; older files keep full heads. Sliding windows are counted as
-    full, the largest they can be.
+    Each of `n_seq_max` sequences has a state and `n_rs_seq` snapshots. Multi-head latent attention stores one K row per
+    token and no V if the file has the split matrices; older files store full heads. Sliding windows count as full, the
+    largest size that they can have.
     """
     hp, whole = layout.hparams, partial(number, layout)
     states = n_seq_max * (1 + n_rs_seq) * state_bytes(layout)
@@ -103,7 +105,7 @@ def kv_bytes(
 
 
 def logits_tokens(layout: ExpertLayout, n_seq_max: int) -> int:
-    """Returns the most tokens of a pass that may have logits, where not all of them have some.
+    """Returns how many tokens of a pass may have logits, unless all of them must have logits.
 
     Each of `n_seq_max` sequences needs one, drafts need some more, and prompts whose log probabilities are returned
     take several passes. Logits of a whole pass would be its largest buffer: 600 kB a token for Qwen3's vocabulary.
@@ -119,11 +121,12 @@ def pass_bytes(
     on_device: bool = False,
     n_logits: int | None = None,
 ) -> int:
-    """Returns the bytes of buffers of one pass of `n_ubatch` tokens: its widest stage, and what lives through all.
+    """Returns the bytes of the buffers of one pass of `n_ubatch` tokens: its largest stage, and what lasts through all
+    stages.
 
-    Stages reuse each other's memory, so the largest of output logits, attention scores and expert activations counts.
-    A device converts attention scores to 16 bits beside them, in a pool that its backend never returns. `n_logits`:
-    tokens of a pass that may have logits; None: all of them.
+    Stages reuse each other's memory, so the largest of output logits, attention scores and expert activations counts. A
+    device also converts attention scores to 16 bits, in a pool that its backend never frees. `n_logits`: how many
+    tokens of a pass may have logits; None: all of them.
     """
     hp = layout.hparams
     n_tokens = -(-n_ctx // KV_PAD_TOKENS) * KV_PAD_TOKENS
@@ -138,12 +141,12 @@ def pass_bytes(
     attention = 8 * n_wide + scores + sparse
     experts = k * max(4 * n_ff_exp, n_ff_exp + 2 * hp.n_embd) + 2 * layout.n_expert
     dense = 3 * max(hp.n_ff)
-    mask = masks * n_tokens // 2 if flash_attn else (masks + 1) * n_tokens  # fused: in 16 bits
-    quantized = max(n_wide, k * n_ff_exp, *hp.n_ff) // 3  # the quantised factor of a product
+    mask = masks * n_tokens // 2 if flash_attn else (masks + 1) * n_tokens  # a mask has 16 bits with fused attention
+    quantized = max(n_wide, k * n_ff_exp, *hp.n_ff) // 3  # the quantised operand of a multiplication
     lasting = 6 * hp.n_embd + mask + quantized
 
     def buffers(n: int, n_rows: int) -> int:
-        """Returns the bytes of a pass of `n` tokens where `n_rows` tokens have logits."""
+        """Returns the bytes of buffers for a pass of `n` tokens if `n_rows` of them have logits."""
         values = max(n * max(attention, experts, dense), n_rows * layout.n_vocab) + n * lasting
         return 4 * values + on_device * n * row_bytes(F16, scores)
 
@@ -159,35 +162,36 @@ def fixed_bytes(layout: ExpertLayout) -> int:
 
 
 def slot_work_bytes(layout: ExpertLayout, n_ubatch: int) -> int:
-    """Returns the bytes of a row list that the CPU's kernels keep for each slot: 8 per chosen expert and token."""
+    """Returns the bytes per slot of the row lists that the CPU's kernels keep: 8 for each chosen expert of
+    each token."""
     return 8 * layout.n_expert_used * n_ubatch
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Context and passes to plan for."""
+    """The context and the passes for which a load is planned."""
 
-    n_ctx: int | None = None  # 0: the model's own; None: the largest that leaves most memory to experts
-    n_ubatch: int | None = None  # stays as given unless there are too few slots; None: chosen together with the slots
-    n_batch: int | None = None  # None: a pass, at least DEFAULT_UBATCH_TOKENS, or a whole text where texts are pooled
+    n_ctx: int | None = None  # 0: the model's own length; None: the largest that leaves most memory to experts
+    n_ubatch: int | None = None  # a given number is kept unless slots are too few; None: chosen together with the slots
+    n_batch: int | None = None  # None: the size of a pass, at least DEFAULT_UBATCH_TOKENS; for embeddings, a whole text
     n_seq_max: int = 1
-    n_rs_seq: int = 0  # snapshots of each sequence's recurrent state; before a choice, the most that are wanted
+    n_rs_seq: int = 0  # snapshots of each sequence's recurrent state; before the choice, the most that drafts can use
     kv_tokens: int | None = None  # tokens of all sequences that the context holds; None: chosen
-    type_k: int = F16  # types of the KV cache, ggml's numbers
+    type_k: int = F16  # types of the KV cache, as ggml's numbers
     type_v: int = F16
-    flash_attn: bool | None = False  # None: where it can be
+    flash_attn: bool | None = False  # None: used if possible
     projector: ProjectorHeader | None = None  # projector of a model that reads images
     adapter_bytes: int = 0  # bytes of a LoRA adapter
-    reader_bytes: int = 0  # buffers of threads that read mirrors
-    pools: bool = False  # texts are pooled, each in one pass
-    logits_all: bool = False  # every token of a pass has logits
-    on_device: bool = False  # memory in RAM beside a device does not count
-    reasons: tuple[str, ...] = ()  # sentences about the choices
+    reader_bytes: int = 0  # bytes of the buffers of threads that read mirrors
+    pools: bool = False  # True: each text is pooled to one embedding, and must be in one pass
+    logits_all: bool = False  # True: every token of a pass has logits
+    on_device: bool = False  # True: sizes on a device, without the memory in RAM
+    reasons: tuple[str, ...] = ()  # sentences about the choices, for the user
 
     @classmethod
     def of(cls, layout: ExpertLayout, spec: LoadSpec) -> Sizes:
-        """Returns the sizes that these options name for a model. Raises OptionError, and ModelFormatError for an
-        adapter that does not fit the model."""
+        """Returns the sizes that the options of a load request for a model. Raises OptionError, and ModelFormatError
+        for an adapter that does not fit the model."""
         pools = is_embedding(layout.metadata) if spec.embedding is None else spec.embedding
         return cls(
             n_ctx=None if spec.n_ctx is None else pad_context(spec.n_ctx),
@@ -208,35 +212,36 @@ class Sizes:
 
     @property
     def one_pass_tokens(self) -> int:
-        """Tokens that a pass has to hold, for an image; 1 where an image may be read in several."""
+        """Tokens that must fit into one pass because of an image; 1 if images may be read in several passes."""
         return max(1, self.projector.one_pass_tokens if self.projector else 1)
 
     @property
     def usual_ubatch(self) -> int:
-        """The tokens of a pass, unless another number saves reading or memory."""
+        """Tokens of a pass as given or by default. A plan may choose another number to save reading or memory."""
         usual = min(DEFAULT_UBATCH_TOKENS, self.n_batch or DEFAULT_UBATCH_TOKENS)
         return max(self.one_pass_tokens, self.n_ubatch or usual)
 
     def most_ubatch(self, layout: ExpertLayout) -> int:
-        """Returns the most tokens of a pass: the usual number where attention may not be fused, as its scores grow."""
+        """Returns the most tokens that a pass may have. If attention may not be fused, its scores grow with the pass,
+        so the usual number is the limit."""
         if self.n_ubatch or not self.is_fused(layout):
             return self.usual_ubatch
         most = min(MOST_UBATCH_TOKENS, self.n_batch or MOST_UBATCH_TOKENS, self.n_ctx or MOST_UBATCH_TOKENS)
         return max(self.usual_ubatch, most)
 
     def n_logits(self, layout: ExpertLayout) -> int | None:
-        """Returns the most tokens of a pass that may have logits; None: all of them."""
+        """Returns how many tokens of a pass may have logits; None: all of them."""
         return None if self.pools or self.logits_all else logits_tokens(layout, self.n_seq_max)
 
     def is_fused(self, layout: ExpertLayout) -> bool:
-        """Returns whether attention is certain to be fused. A device may have no kernel for it; the CPU has one."""
+        """Returns True if attention is certain to be fused. A device may lack a kernel for it; the CPU has one."""
         if self.flash_attn is None:
             return not self.on_device and layout.arch not in NEVER_FUSED
         return self.flash_attn
 
     def with_context(self, layout: ExpertLayout, n_ctx: int) -> Sizes:
-        """Returns the sizes with a context of `n_ctx` tokens, and with what follows from it: the tokens of a batch, and
-        how many sequences there may be. Raises OptionError."""
+        """Returns the sizes with a context of `n_ctx` tokens. The tokens of a batch and the number of sequences follow
+        from the context. Raises OptionError."""
         n_batch, n_ubatch = self.n_batch, self.n_ubatch
         if self.pools:
             n_batch = n_batch or min(n_ctx, POOLED_BATCH_TOKENS)
@@ -248,9 +253,10 @@ class Sizes:
         return replace(self, n_ctx=n_ctx, n_batch=n_batch, n_ubatch=n_ubatch, n_seq_max=n_seq_max)
 
     def needs(self, layout: ExpertLayout, n_ubatch: int) -> MemoryNeeds:
-        """Returns upper bounds of memory beside slots, for passes of `n_ubatch` tokens, of sizes without choices left.
+        """Returns upper bounds of the memory in addition to slots, for passes of `n_ubatch` tokens. All sizes must be
+        chosen.
 
-        Token embeddings are in RAM also where devices compute every layer.
+        Token embeddings are in RAM even if devices compute every layer.
         """
         n_kv = self.kv_tokens or self.n_ctx or 0
         buffers = pass_bytes(layout, n_kv, n_ubatch, self.is_fused(layout), self.on_device, self.n_logits(layout))
@@ -266,7 +272,7 @@ class Sizes:
 
 
 def is_embedding(metadata: Mapping[str, Any]) -> bool:
-    """Returns whether a model is an embedding model: its GGUF header has a pooling type."""
+    """Returns True if a model is an embedding model: its GGUF header has a pooling type."""
     return bool(metadata.get(f"{metadata.get('general.architecture')}.pooling_type"))
 
 
@@ -275,16 +281,16 @@ def choose_context(layout: ExpertLayout, sizes: Sizes, free_bytes: int, cache: E
 
     Experts get `cache` of the memory ("auto": the rest of it).
 
-    A context that is not given takes a tenth of the free memory, or a quarter if every expert fits beside it. It takes
-    at most a quarter of a given `cache`, and is at most the model's own. A context of up to 4,096 tokens may take more.
-    But it never takes more than it leaves to experts, or more than a given `cache` leaves to the context.
+    Without a given length, the context takes a tenth of the free memory, or up to a quarter if every expert still fits.
+    It takes at most a quarter of a given `cache`, and is at most the model's own. A context of up to 4,096 tokens may
+    take more. But it never takes more than it leaves to experts, or more than a given `cache` leaves to the context.
 
-    A KV cache that is not given has all tokens that its sequences can have together. The rule for contexts limits it,
-    too, but it has at least the tokens of one sequence. Answers are rarely as long as their context can be, and memory
-    for experts makes each answer faster. A given KV cache stays between these two sizes. A warning says when it was
-    made larger: without the tokens of one sequence the longest answer cannot end.
+    Without a given size, the KV cache holds all tokens that its sequences can have together. The rule for contexts
+    limits the KV cache, too, but it has at least the tokens of one sequence. Answers are rarely as long as their
+    context can be, and memory for experts makes each answer faster. A given KV cache stays between these two sizes. A
+    warning reports that it was made larger: without the tokens of one sequence the longest answer cannot end.
 
-    Raises OptionError for a context that cannot be.
+    Raises OptionError for an impossible context.
     """
     given_bytes = 0 if cache.mode == "auto" else cache.n_bytes or round(cache.fraction * layout.expert_bytes)
     pool_bytes = min(given_bytes, layout.expert_bytes)
@@ -300,7 +306,7 @@ def choose_context(layout: ExpertLayout, sizes: Sizes, free_bytes: int, cache: E
         modest_bytes = min(modest_bytes, pool_bytes // 4)
 
     def is_modest(n_tokens: int) -> bool:
-        """Returns whether a KV cache of `n_tokens` leaves enough memory to experts."""
+        """Returns True if a KV cache of `n_tokens` leaves enough memory to experts."""
         n_cells = n_tokens if shares_cells(layout) else n_tokens * sizes.n_seq_max
         cached_bytes = kv_bytes(layout, n_cells, sizes.type_k, sizes.type_v, sizes.n_seq_max, sizes.n_rs_seq)
         grown = buffers(n_tokens, sizes.usual_ubatch) - buffers(KV_PAD_TOKENS, sizes.usual_ubatch)
@@ -338,9 +344,9 @@ def choose_context(layout: ExpertLayout, sizes: Sizes, free_bytes: int, cache: E
 
 
 def wanted_snapshots(layout: ExpertLayout, spec: LoadSpec) -> int:
-    """Returns the most snapshots of a recurrent state that drafts can use: none where nothing is drafted.
+    """Returns the most snapshots of a recurrent state that drafts can use; 0 if nothing is drafted.
 
-    "auto" drafts where no bit of an answer depends on it, which needs the kernels of this package and their attention.
+    "auto" drafts only if no bit of an answer depends on it, which requires this package's kernels and fused attention.
     """
     may_draft = spec.draft != "off"
     if spec.draft == "auto":
@@ -349,8 +355,8 @@ def wanted_snapshots(layout: ExpertLayout, spec: LoadSpec) -> int:
 
 
 def choose_snapshots(layout: ExpertLayout, sizes: Sizes, free_bytes: int) -> Sizes:
-    """Returns the sizes with a number of snapshots of each state that leaves most of the free memory to experts, and
-    with the reason for it alone."""
+    """Returns the sizes with a number of snapshots of each state that leaves most of the free memory to experts. The
+    reason for this number is their only reason."""
     if not sizes.n_rs_seq:
         return replace(sizes, reasons=())
     all_bytes = sizes.n_seq_max * state_bytes(layout)
@@ -364,7 +370,8 @@ def choose_snapshots(layout: ExpertLayout, sizes: Sizes, free_bytes: int) -> Siz
 
 
 def pad_context(n_ctx: int) -> int:
-    """Returns `n_ctx` rounded up as llama.cpp does it; else the bindings' buffers would be shorter than its context.
+    """Returns `n_ctx`, rounded up as llama.cpp does it. Otherwise the bindings' buffers would be too short for a
+    context.
 
     Raises OptionError for a number that no context can have.
     """
@@ -376,8 +383,8 @@ def pad_context(n_ctx: int) -> int:
 def sequences_of(layout: ExpertLayout, n_ctx: int, wanted: int) -> int:
     """Returns how many sequences of `n_ctx` tokens one context of the model may hold: `wanted`, or 1.
 
-    1 for embedding models, and where the sum of the contexts would make llama.cpp choose other rotary factors than for
-    one of them. Raises OptionError for a number that no context can have.
+    Returns 1 for embedding models, and if several contexts together would make llama.cpp choose other rotary factors
+    than one context. Raises OptionError for a number that no context can have.
     """
     if not 1 <= wanted <= MAX_PARALLEL:
         raise OptionError(f"parallel (n_seq_max) is a number of sequences from 1 to {MAX_PARALLEL}, but is {wanted}.")
@@ -388,9 +395,9 @@ def sequences_of(layout: ExpertLayout, n_ctx: int, wanted: int) -> int:
 
 
 def check_context(layout: ExpertLayout, sizes: Sizes, memory: Memory) -> None:
-    """Raises AllocationError for a KV cache above all memory of the machine.
+    """Raises AllocationError if the KV cache is larger than the whole memory of the machine.
 
-    llama.cpp would fail minutes later, or be killed.
+    Without this check llama.cpp would fail minutes later, or be killed.
     """
     n_ctx = max(sizes.kv_tokens or 0, sizes.n_ctx or 0)
     n_bytes = kv_bytes(layout, n_ctx, sizes.type_k, sizes.type_v, sizes.n_seq_max)

@@ -1,4 +1,5 @@
-"""Parts of a context's memory (`native/memory_parts.h`): cells that can be cut, a sliding window, a recurrent state.
+"""Parts of the memory of a llama.cpp context (`native/memory_parts.h`): cells of full attention, cells of a sliding
+window, and a recurrent state.
 
 Does not know tokens, files, or when a state is kept.
 """
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from moegguf.engine.upstream import UpstreamLlama
 
 CELLS, WINDOW, RECURRENT = 1, 2, 4
-WHOLE = 0  # the whole memory, where it cannot be cut
+WHOLE = 0  # the whole memory, if it has no parts that can be treated separately
 _MEMORY, _CONTEXT, _BYTES = c.c_void_p, c.c_void_p, c.c_void_p
 _PARTS, _SEQUENCE, _POSITION = c.c_uint32, c.c_int32, c.c_int32
 _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
@@ -33,8 +34,8 @@ _FUNCTIONS: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 
 class MemoryParts:
-    """Removes, copies, saves and restores parts of the memory of `llm`'s context. `parts` of every method: CELLS,
-    WINDOW and RECURRENT as bits, or WHOLE."""
+    """Removes, copies, saves and restores parts of the memory of `llm`'s context. The argument `parts` is a set of the
+    bits CELLS, WINDOW and RECURRENT, or WHOLE."""
 
     def __init__(self, llm: UpstreamLlama) -> None:
         loaded: Any = library.llama_cpp().llama_cpp._lib
@@ -44,35 +45,36 @@ class MemoryParts:
             function = getattr(loaded, f"moegguf_{name}")
             function.restype, function.argtypes = result, arguments
             self._functions[name] = function
-        self.all: int = self._functions["memory_parts"](self._memory)  # WHOLE: it cannot be cut
+        self.all: int = self._functions["memory_parts"](self._memory)  # bits of the parts that the memory has, or WHOLE
 
     def remove(self, parts: int, sequence: int, begin: int = -1, end: int = -1) -> bool:
-        """Removes the positions from `begin` to before `end` (-1: all). Returns False where that cannot be."""
+        """Removes a sequence's positions from `begin` up to but without `end` (-1: all). Returns False if that is
+        impossible."""
         return bool(self._functions["parts_seq_rm"](self._memory, parts, sequence, begin, end))
 
     def copy(self, parts: int, source: int, target: int, begin: int = -1, end: int = -1) -> None:
-        """Makes the positions from `begin` to before `end` of one sequence another one's, too."""
+        """Copies the positions from `begin` up to but without `end` (-1: all) of `source` to `target`."""
         self._functions["parts_seq_cp"](self._memory, parts, source, target, begin, end)
 
     def first(self, parts: int, sequence: int) -> int:
-        """Returns the first position of a sequence; -1: it is empty."""
+        """Returns the first position of a sequence; -1 if the sequence is empty."""
         return int(self._functions["parts_seq_pos_min"](self._memory, parts, sequence))
 
     def end(self, parts: int, sequence: int) -> int:
-        """Returns the position after the last one of a sequence; 0: it is empty."""
+        """Returns the position after the last one of a sequence; 0 if the sequence is empty."""
         return int(self._functions["parts_seq_pos_max"](self._memory, parts, sequence)) + 1
 
     def state_bytes(self, parts: int, sequence: int) -> int:
-        """Returns the bytes of a sequence's state; 0: llama.cpp cannot write it."""
+        """Returns the size of a sequence's state in bytes; 0 if llama.cpp cannot write the state."""
         return int(self._functions["parts_state_bytes"](self._context, parts, sequence))
 
     def state(self, parts: int, sequence: int, n_bytes: int) -> npt.NDArray[np.uint8] | None:
-        """Returns the state of a sequence, which has this number of bytes; None where llama.cpp
-        cannot write it."""
+        """Returns the state of a sequence, whose size is `n_bytes`; None if llama.cpp cannot write it."""
         data, write = np.empty(n_bytes, np.uint8), self._functions["parts_state_write"]
         return data if write(self._context, parts, sequence, data.ctypes.data, n_bytes) else None
 
     def set_state(self, parts: int, sequence: int, address: int, n_bytes: int) -> bool:
-        """Replaces these parts of a sequence by a state. Returns False where llama.cpp cannot read it."""
+        """Replaces these parts of a sequence by the state at `address`. Returns False if llama.cpp cannot read the
+        state."""
         read = self._functions["parts_state_read"]
         return bool(read(self._context, parts, sequence, address, n_bytes))

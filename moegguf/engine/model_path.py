@@ -1,4 +1,4 @@
-"""Paths of models as llama.cpp and its bindings can read them."""
+"""Makes paths of models that llama.cpp and its bindings can read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moegguf.gguf.shards import parse_shard_name, shard_path, shards_of
 
 
 class FilePath(str):
-    """A path that the base class encodes as UTF-8. llama.cpp reads `read_as` instead."""
+    """A path that llama.cpp reads as the bytes `read_as`, whatever the base class encodes."""
 
     read_as: bytes
 
@@ -23,8 +23,8 @@ class FilePath(str):
 
 @contextmanager
 def readable(path: str | os.PathLike[str]) -> Iterator[FilePath]:
-    """Yields `path` as llama.cpp can read it: its bytes need not be UTF-8, and shards get the names in lower case that
-    llama.cpp looks for."""
+    """Yields `path` in a form that llama.cpp can read. Its bytes may be invalid UTF-8. If names of shards are not in
+    the lower case that llama.cpp expects, links with these names are made."""
     given = FilePath(os.fspath(path))
     given.read_as = os.fsencode(path)
     shards = shards_of(Path(path))

@@ -15,68 +15,68 @@ from moegguf.engine.memory import MemoryNeeds
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.native.slot_sizes import padded, slot_sizes
 
-NO_LIMIT = 1 << 30  # tokens of a pass
+NO_LIMIT = 1 << 30  # more tokens than any pass has
 NO_NEEDS = MemoryNeeds()
 
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    """The placements that fit, compared."""
+    """The comparison of the placements that fit."""
 
     placements: tuple[Placement, ...]  # the fastest first
     chosen: Placement
-    reason: str  # a sentence
+    reason: str  # reason for the choice, as a sentence
     speeds: Speeds
     hit_rates: str  # source of the hit rates
-    device_bytes: int  # the part of the device's memory for experts
+    device_bytes: int  # bytes of the device's memory for experts
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """A memory's part of a plan: the layers that are computed there, slots and bytes."""
+    """The part of a plan that one memory has: the layers that are computed there, slots and bytes."""
 
-    name: str | None  # ggml's name of a device; None: RAM, with the CPU
+    name: str | None  # ggml's name of the device; None: RAM, with the CPU
     layers: tuple[int, ...]  # layers that are computed there
     n_slots: int  # slots for experts of these layers
-    total_bytes: int  # bytes that the model takes there, all slots included
-    available_bytes: int = 0  # bytes that this process may take there
+    total_bytes: int  # bytes that the model takes in this memory, with all slots
+    available_bytes: int = 0  # bytes that this process may take in this memory
     n_below: int = 0  # slots in RAM from which slots of devices are filled
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a load: the part of each memory, the context, and the tokens of a pass."""
+    """The plan of a load: what each memory holds, the context, and the tokens of a pass."""
 
     memories: tuple[MemoryPlan, ...]  # devices in llama.cpp's order, RAM last
     slot_bytes: int
-    n_experts: int  # experts of all layers together
+    n_experts: int  # number of experts in all layers together
     n_ctx: int
     n_ubatch: int  # tokens of a pass
-    needs: MemoryNeeds = NO_NEEDS  # memory that is needed beside the slots; compute_bytes includes their scratch memory
+    needs: MemoryNeeds = NO_NEEDS  # memory in addition to the slots; compute_bytes includes the slots' scratch memory
     n_seq_max: int = 1
-    n_rs_seq: int = 0  # snapshots of each sequence's recurrent state: tokens that it can lose again
+    n_rs_seq: int = 0  # snapshots of each sequence's recurrent state: the number of tokens that can be taken back
     n_batch: int = 512
-    kv_tokens: int = 0  # tokens of all sequences
-    streams: bool = False  # a pass may use more experts of a layer than there are slots
-    slot_tokens: int = NO_LIMIT  # most tokens of a pass with a device's slots: more are staged, or split into passes
-    n_staging: int = 0  # tensors of a layer's full shape on each device, in which prompts are staged
-    staging_bytes: int = 0  # bytes of staging tensors on all devices, without slots
+    kv_tokens: int = 0  # tokens of all sequences together
+    streams: bool = False  # True: a pass may use more experts of a layer than there are slots
+    slot_tokens: int = NO_LIMIT  # most tokens of a pass with a device's slots; longer prompts are staged or split
+    n_staging: int = 0  # staging tensors on each device; each has the full shape of a layer's matrices
+    staging_bytes: int = 0  # bytes of the staging tensors on all devices
     whole_layers: tuple[int, ...] = ()  # layers whose experts all lie on a device as plain weights, without slots
-    n_gpu_layers: int = 0  # llama.cpp's number of layers that devices compute
-    tensor_split: tuple[float, ...] | None = None  # llama.cpp's shares of layers, where several memories compute
-    warms_up: bool = False  # a load evaluates the largest pass, so that backends reach their final size
+    n_gpu_layers: int = 0  # llama.cpp's n_gpu_layers: how many layers devices compute
+    tensor_split: tuple[float, ...] | None = None  # llama.cpp's shares of layers, if several memories compute
+    warms_up: bool = False  # True: the load evaluates the largest pass, so that backends reach their final size
     placement: PlacementPlan | None = None  # the chosen placement and its reason; None: there was no choice
     reasons: tuple[str, ...] = ()  # sentences for the user
     warnings: tuple[str, ...] = ()
 
     @property
     def ram(self) -> MemoryPlan:
-        """The part in RAM."""
+        """The part of the plan in RAM."""
         return self.memories[-1]
 
     @property
     def on_devices(self) -> tuple[MemoryPlan, ...]:
-        """The parts on devices."""
+        """The parts of the plan on devices."""
         return self.memories[:-1]
 
     @property
@@ -86,70 +86,70 @@ class Plan:
 
     @property
     def device(self) -> str | None:
-        """ggml's names of the devices that have slots; None: the CPU computes the experts that have slots."""
+        """ggml's names of the devices that have slots, with commas between them; None: no device has slots."""
         has_slots = any(part.n_slots for part in self.on_devices)
         return ", ".join(str(part.name) for part in self.on_devices) if has_slots else None
 
     @property
     def layers_on(self) -> str | None:
-        """The device that computes everything but the experts with slots, which are in RAM."""
+        """The device that computes everything except experts, if all slots are in RAM; else None."""
         return self.on_devices[0].name if self.on_device and self.device is None else None
 
     @property
     def devices(self) -> tuple[MemoryPlan, ...]:
-        """The parts that compute, where layers are divided; else there are none."""
+        """The parts that compute, if layers are divided among several memories; otherwise empty."""
         if self.tensor_split is None:
             return ()
         return (*self.on_devices, *([self.ram] if self.ram.n_slots else []))
 
     @property
     def n_slots(self) -> int:
-        """Slots that layers compute from."""
+        """Number of slots from which layers compute."""
         return sum(part.n_slots for part in self.memories)
 
     @property
     def device_slots(self) -> int:
-        """Slots on devices; where no device has slots, those in RAM that layers compute from."""
+        """Number of slots on devices. If no device has slots, the number of slots in RAM from which layers compute."""
         return sum(part.n_slots for part in self.on_devices) if self.device else self.n_slots
 
     @property
     def n_ram_slots(self) -> int:
-        """Slots in RAM from which slots of devices are filled."""
+        """Number of slots in RAM from which slots of devices are filled."""
         return self.ram.n_below
 
     @property
     def resident(self) -> bool:
-        """Returns whether every expert has a slot of its own."""
+        """True if every expert has a slot of its own."""
         return self.n_slots == self.n_experts
 
     @property
     def budget_bytes(self) -> int:
-        """Bytes of the slots that layers compute from."""
+        """Bytes of the slots from which layers compute."""
         return self.n_slots * self.slot_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of RAM beside devices."""
+        """Bytes that the model takes in RAM while devices compute, too; 0 without a device."""
         return self.ram.total_bytes if self.on_device else 0
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that devices hold; without one, bytes of RAM."""
+        """Bytes that the model takes on devices; without a device, in RAM."""
         return sum(part.total_bytes for part in self.on_devices or self.memories)
 
     @property
     def available_bytes(self) -> int:
-        """Bytes that this process may take there."""
+        """Bytes that this process may take on these devices; without a device, in RAM."""
         return sum(part.available_bytes for part in self.on_devices or self.memories)
 
     @property
     def vram_cache_bytes(self) -> int:
-        """Bytes of experts on devices, staging tensors included: a budget that gives the same."""
+        """Bytes of slots and staging tensors on devices: the vram_cache with which a load gets the same slots."""
         return self.budget_bytes + self.staging_slots_bytes if self.device else 0
 
     @property
     def staging_slots_bytes(self) -> int:
-        """Bytes that staging tensors take of a budget that is given: whole slots."""
+        """Bytes of a given budget that staging tensors take, in whole slots."""
         return slots_for(self.staging_bytes, self.slot_bytes) * self.slot_bytes
 
     def slots_layout(self, layout: ExpertLayout) -> ExpertLayout:
@@ -157,7 +157,8 @@ class Plan:
         return layout.only(layer.il for layer in layout.layers if layer.il not in self.whole_layers)
 
     def pass_slots(self, layout: ExpertLayout, on_device: bool) -> int:
-        """Slots of a pool for layers of `layout` that a pass may need at once, on a device or in the CPU's memory."""
+        """Returns how many slots a pass may need at once in a pool for the layers of `layout`, on a device or
+        in RAM."""
         if on_device and self.n_staging:
             return layer_slots(layout, min(self.n_ubatch, self.slot_tokens))
         return layer_slots(layout, self.n_ubatch, self.streams and not on_device)
@@ -179,26 +180,26 @@ FIGURES = (
 
 
 def layer_slots(layout: ExpertLayout, n_ubatch: int, streams: bool = False) -> int:
-    """Returns the slots that a pass may need at once: its experts of one layer, for any choice of the router.
+    """Returns how many slots a pass may need at once: one for each expert of a layer that the router may choose.
 
-    streams: experts without a slot of their own are streamed, so one token's experts need slots.
+    streams: experts without a slot are streamed, so that only the experts of one token need slots.
     """
     return min(layout.n_expert, layout.n_expert_used * (1 if streams else n_ubatch))
 
 
 def slot_bytes(layout: ExpertLayout, devices: Sequence[str] = ()) -> int:
-    """Bytes of one slot over all arenas, as the native store lays them out, also for these devices; 0 for a model
-    without experts."""
+    """Returns the bytes of one slot in all arenas together, as the native store lays them out, with the padding for
+    these devices. Returns 0 for a model without experts."""
     return slot_sizes(padded(layout, devices) if devices else layout).slot_bytes
 
 
 def allowed_ubatch(layout: ExpertLayout, n_slots: int, streams: bool = False, slot_tokens: int = NO_LIMIT) -> int:
-    """Returns the largest number of tokens in a pass for which `n_slots` are enough; NO_LIMIT without a limit.
+    """Returns the largest number of tokens in a pass for which `n_slots` slots are enough; NO_LIMIT without a limit.
 
     streams: experts without a slot of their own are streamed or staged.
 
-    slot_tokens: most tokens of a pass with slots that layers share. The device computes more tokens in another way than
-    with every expert there (`slot_sizes.slot_tokens`).
+    slot_tokens: most tokens of a pass with slots that layers share. The device computes larger passes in another way
+    than if it had every expert (`slot_sizes.slot_tokens`).
     """
     if streams or n_slots >= layout.n_expert_total:
         return NO_LIMIT
@@ -207,10 +208,11 @@ def allowed_ubatch(layout: ExpertLayout, n_slots: int, streams: bool = False, sl
 
 
 def staging_bytes(layout: ExpertLayout, n_tensors: int) -> int:
-    """Returns the bytes of `n_tensors` tensors of a layer's full shape."""
+    """Returns the bytes of `n_tensors` staging tensors, each with the full shape of a layer's matrices."""
     return slot_sizes(layout, n_tensors * layout.n_expert).pool_bytes if n_tensors else 0
 
 
 def slots_for(n_bytes: int, slot_bytes: int) -> int:
-    """Returns the slots that hold `n_bytes`: the part of a given budget that staging tensors take."""
+    """Returns how many whole slots `n_bytes` take. Staging tensors take their bytes of a given budget in whole
+    slots."""
     return -(-n_bytes // slot_bytes) if n_bytes else 0

@@ -1,17 +1,18 @@
 """Keeps computed contexts on disk, so that only the new part of a prompt is computed.
 
-This works also after the process that computed the context was killed.
+This works even after the process that computed the context was killed.
 
 The KV cache is kept in blocks of BLOCK_TOKENS tokens. A block's name is a hash of the model, the build, the options
-that change results, the owner, and all tokens up to its end. So sequences that begin alike share blocks. The tokens
-after the last full block are kept where a prompt or an answer ends. llama.cpp writes and reads one block as the state
-of a sequence that has only its cells. A block does not end within an image, and its name has the image's hash in it.
+that change results, the owner, and all tokens up to the block's end. So sequences with the same beginning share blocks.
+The tokens after the last full block are kept where a prompt or an answer ends. llama.cpp writes and reads a block as
+the state of a sequence that has only the block's cells. A block does not end within an image, and its name depends on
+the image's hash.
 
-Cells of sliding windows are blocks of their own: a sequence can go on if the blocks of the last window are kept. A
+Cells of sliding windows are separate blocks: a sequence can go on if the blocks of the last window are kept. A
 recurrent state cannot be cut. It is kept after some of the tokens, under the name of the tokens that follow the last
-full block there. A sequence goes on after the longest prefix that has a state and all blocks before it. The distance
-of two states follows from their cost (`StateCost`). A sequence in memory goes back to the nearest state in this way,
-too. If no cells can be cut, the whole memory is such a state.
+full block there. A sequence goes on after the longest prefix that has a state and all blocks before the state. The
+distance between two states follows from their cost (`StateCost`). A sequence in memory goes back to the nearest state
+in the same way. If no cells can be cut, the whole memory counts as a state.
 """
 
 from __future__ import annotations
@@ -55,16 +56,16 @@ Images = Sequence[ImageSpan]
 MakeRoom = Callable[[int], object]
 
 BLOCK_TOKENS = 64
-SCRATCH = MAX_SEQUENCES - 1  # a sequence id that llama.cpp has room for, and no context uses
-MOST_QUEUED_BYTES = 64 << 20  # bytes that wait to be written
+SCRATCH = MAX_SEQUENCES - 1  # a sequence id that llama.cpp supports, and no context uses
+MOST_QUEUED_BYTES = 64 << 20  # most bytes that may wait to be written
 MOST_STEP_TOKENS = 512  # most tokens between two states, unless keeping one takes longer than computing these tokens
-STEP_COST = 0.05  # the part of the time of computing tokens that keeping states may take
-STATES_SHARE = 0.5  # largest share of the store for the states of one conversation
-FORMAT = 2  # version of the facts that a name is made of
-_NAMES = {CELLS: "", WINDOW: "-window"}  # endings of the name of a part
-_STATE = struct.Struct("<2I")  # streams, cells
-_RECURRENT_STATE = struct.Struct("<IiI")  # cells, the last position, sequences
-_CELL_BYTES = (12, 24)  # position, number of sequences, one sequence; with two coordinates and a token between them
+STEP_COST = 0.05  # keeping states may take this share of the time in which tokens are computed
+STATES_SHARE = 0.5  # largest share of the store for one conversation's states
+FORMAT = 2  # version of the facts from which names are made
+_NAMES = {CELLS: "", WINDOW: "-window"}  # suffixes of the names of blocks, by the kind of cells
+_STATE = struct.Struct("<2I")  # number of streams, number of cells
+_RECURRENT_STATE = struct.Struct("<IiI")  # number of cells, last position, number of sequences
+_CELL_BYTES = (12, 24)  # bytes of a cell: position, number of sequences, sequence; 24: with two coordinates, too
 CONTEXT_FIELDS = (
     "rope_scaling_type", "pooling_type", "attention_type", "flash_attn_type", "rope_freq_base", "rope_freq_scale",
     "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx", "type_k", "type_v",
@@ -77,9 +78,9 @@ LOAD_OPTIONS = (
 
 @dataclass(frozen=True)
 class _Part:
-    """Tokens of a sequence from `begin` to before `end`, and the name of their block.
+    """A range of a sequence's tokens, from `begin` up to but without `end`, and the name of their block.
 
-    `positions` has the position of each token, and of the token after them.
+    `positions` has the position of each of these tokens, and of the token after them.
     """
 
     name: str
@@ -89,9 +90,10 @@ class _Part:
 
 
 class _Parts:
-    """The parts of a sequence. No part cuts an image.
+    """The parts of a sequence's tokens. No part cuts an image.
 
-    blocks: the full parts at the beginning. name: stands for all that the parts depend on but tokens and `images`.
+    blocks: the full parts at the beginning. name: stands for everything that the parts depend on, except tokens and
+    images.
     """
 
     def __init__(self, name: str, tokens: Tokens, images: Images) -> None:
@@ -102,7 +104,7 @@ class _Parts:
         for image in images:
             unknown[image.begin : image.end] = False
             if image.n_positions != image.n_tokens and image.end <= n_tokens:
-                steps[image.begin + 1 : image.end] = 0  # tokens share the position of the first one (M-RoPE)
+                steps[image.begin + 1 : image.end] = 0  # an image's tokens share its first position (M-RoPE)
                 steps[image.end] = image.n_positions
         unknown[n_tokens], steps[0] = True, 0
         self._n_known = int(np.argmax(unknown))
@@ -113,7 +115,8 @@ class _Parts:
             name, end = block.name, block.end
 
     def rest(self, n_blocks: int, end: int) -> _Part | None:
-        """Returns the part behind the first blocks up to `end`, less than another block; None where it has no name."""
+        """Returns the part from the first `n_blocks` blocks up to `end`. Returns None if the part is a block or longer,
+        cuts an image, or has tokens of an unknown image."""
         name, begin = (self.blocks[n_blocks - 1].name, self.blocks[n_blocks - 1].end) if n_blocks else (self._name, 0)
         return self._part(name, begin, end) if 0 <= end - begin < BLOCK_TOKENS and self._uncut(end) == end else None
 
@@ -125,12 +128,12 @@ class _Parts:
         return _Part(name, begin, end, self._positions[begin : end + 1])
 
     def _uncut(self, end: int) -> int:
-        """Returns `end`, or the end of the image that it would cut."""
+        """Returns `end`, or the end of the image that a cut there would divide."""
         return next((image.end for image in self._images if image.begin < end < image.end), end)
 
 
 class PrefixCache:
-    """The kept contexts of a loaded model, in `store`. For the thread that evaluates; another thread writes."""
+    """Keeps contexts of a loaded model in `store`. Only the thread that evaluates calls this; another thread writes."""
 
     def __init__(
         self,
@@ -145,34 +148,34 @@ class PrefixCache:
         self._llm: UpstreamLlama = weakref.proxy(llm)  # type: ignore[assignment]  # which holds this object
         self._store, self._recent = store, recent
         self._root = _root(llm, load_plan, moves)
-        self._model = load_plan.layout.shards[0].path.stem  # name that people read
+        self._model = load_plan.layout.shards[0].path.stem  # name for people
         if self._model.startswith("sha256-"):
             self._model = str(load_plan.layout.metadata.get("general.name", self._model))
         self._memory = MemoryParts(llm)
         self._n_swa = library.llama_cpp().llama_model_n_swa(llm.model)
         self._choose_parts(self._memory.all if _n_streams(llm) == 1 else WHOLE)
         self._state_cost = StateCost(store.limit_bytes)
-        self._state_ends: dict[int, int] = {}  # tokens of the last state of each sequence
-        self._almost_read: set[int] = set()  # sequences whose prompt lacks its last token after the next pass
+        self._state_ends: dict[int, int] = {}  # tokens before the last kept state of each sequence
+        self._almost_read: set[int] = set()  # sequences whose prompt lacks only its last token after the next pass
         self._pool = ThreadPoolExecutor(1, "moegguf-contexts")
-        self._queued: dict[str, int] = {}  # names of blocks that wait to be written, and their bytes
+        self._queued: dict[str, int] = {}  # names of blocks that wait to be written: their bytes
         self._lock = threading.Lock()  # guards `_queued`
-        self.behind = set[int]()  # sequences with blocks that could not be written, as too many were waiting
+        self.behind = set[int]()  # sequences with blocks that were not written because too many were waiting
         self._fill_held = False
 
     def _choose_parts(self, parts: int) -> None:
         """Chooses which parts of the memory are kept as blocks and which as states."""
-        narrow = 0 < self._n_swa < BLOCK_TOKENS  # a block's cells would not fit into the window
+        narrow = 0 < self._n_swa < BLOCK_TOKENS  # the window is smaller than a block
         if parts == CELLS and narrow:
             parts = WHOLE
         self._has_cells = bool(parts & CELLS)
         self._has_window = bool(parts & WINDOW) and not narrow
         state = parts & (RECURRENT | (WINDOW if narrow else 0))
-        self._state: int | None = state or (None if self._has_cells else WHOLE)  # None: no part is kept as states
+        self._state: int | None = state or (None if self._has_cells else WHOLE)  # None: no states are kept
 
     @property
     def name(self) -> str:
-        """Returns what stands for all that computed bits depend on but tokens: model, build and options."""
+        """A hash of everything on which computed bits depend, except tokens: model, build and options."""
         return self._root
 
     def restore(
@@ -188,11 +191,11 @@ class PrefixCache:
 
         The last token is never restored. Returns the number of tokens that the sequence then has.
 
-        n_held: tokens that the sequence has now.
+        n_held: number of tokens that the sequence has now.
 
         owner: owner of the blocks, "" for blocks that all share.
 
-        make_room: called with the number of tokens that the context needs cells for.
+        make_room: called with the number of tokens for which the context needs free cells.
 
         images: the images among the tokens, for sequence 0.
         """
@@ -201,7 +204,7 @@ class PrefixCache:
             self._recent.begin()
         if self._store.is_off or n_tokens < max(BLOCK_TOKENS, n_held + 2) or tokens[-1] == PLACEHOLDER:
             return n_held
-        self._pause_fill(True)  # until what follows was computed
+        self._pause_fill(True)  # until the rest of the prompt was computed
         n_now = n_held
         try:
             with self._context.lock:
@@ -217,9 +220,9 @@ class PrefixCache:
         return n_now
 
     def truncate(self, sequence: int, tokens: Tokens, n_tokens: int, owner: str = "") -> int:
-        """Makes a sequence with `tokens` hold the first `n_tokens` of these. Where its memory cannot
-        be cut there, the sequence goes back to the nearest state or window that is kept, or to its
-        beginning. Returns how many tokens it holds then."""
+        """Shortens a sequence with `tokens` to the first `n_tokens` of them. If its memory cannot be cut there, the
+        sequence goes back to the nearest state or window that is kept, or to its beginning. Returns how many tokens it
+        then holds."""
         with self._context.lock:
             if self._context.cut(n_tokens, sequence):
                 n_now = n_tokens
@@ -232,8 +235,8 @@ class PrefixCache:
         return n_now
 
     def copy(self, source: int, target: int, tokens: Tokens, n_held: int, owner: str = "") -> int:
-        """Makes `target`, which holds the first `n_held` of `tokens`, hold as many of them as it can
-        share with `source`, whose first tokens these are. Returns how many `target` holds then."""
+        """Copies as many as possible of `tokens`, with which `source` begins, to `target`, which holds the first
+        `n_held` of them. Returns how many of the tokens `target` then holds."""
         if self._context.copy(source, target, len(tokens)):
             return len(tokens)
         if not self._needs_more_than_cells:
@@ -252,10 +255,10 @@ class PrefixCache:
             return n_now
 
     def pass_tokens(self, sequence: int, n_held: int, n_pending: int, n: int) -> int:
-        """Returns how many of the last `n_pending` tokens of a prompt, after the first `n_held`, the
-        next pass computes: at most `n`. Where states are kept, the last MOST_STEP_TOKENS have a pass of
-        their own, so that an edited end goes on from the state before them. The last token is computed
-        alone: the state before it serves the same prompt again."""
+        """Returns how many tokens of a prompt the next pass computes: at most `n` of the `n_pending` tokens after the
+        first `n_held`. If states are kept, the last MOST_STEP_TOKENS tokens have their own pass, so that a prompt with
+        an edited end goes on from the state before them. The very last token is computed alone, because the state
+        before it serves the same prompt again."""
         is_end = 1 < n == n_pending and n_held + n > BLOCK_TOKENS
         if self._state is None or self._store.is_off or not is_end:
             return n
@@ -266,7 +269,7 @@ class PrefixCache:
 
     @property
     def form(self) -> str:
-        """Returns a few words on what is kept: blocks, what lies beside them, or whole states."""
+        """Describes in a few words what is kept: blocks, what is kept in addition, or whole states."""
         if not self._has_cells:
             return "whole states"
         kept = ["blocks"]
@@ -278,19 +281,19 @@ class PrefixCache:
 
     @property
     def leaves_window(self) -> bool:
-        """Returns whether cells that are not kept after each pass may be given to other tokens."""
+        """True if cells of a sliding window may be reused for other tokens unless they are kept after each pass."""
         return self._has_window
 
     @property
     def _needs_more_than_cells(self) -> bool:
-        """Returns whether a sequence cannot go on from cells of full attention alone."""
+        """True if a sequence cannot go on from cells of full attention alone."""
         return self._has_window or self._state is not None
 
     def _parts(self, owner: str, tokens: Tokens, images: Images) -> _Parts:
         return _Parts(_hash(self._root, owner), tokens, images)
 
     def _note_end(self, n_tokens: int, images: Images) -> None:
-        """Notes that sequence 0 has this number of tokens, and these images."""
+        """Sets the number of tokens and the images of sequence 0."""
         self._llm.n_tokens, self._llm._requires_eval = n_tokens, True
         self._context.images.spans = list(images)
         self._context.images.truncate(n_tokens)
@@ -301,9 +304,12 @@ class PrefixCache:
             self._fill_held = on
 
     def store(self, sequence: int, tokens: Tokens, n_new: int, owner: str = "", goes_on: bool = True) -> None:
-        """Writes those blocks of a sequence with `tokens` that are not on disk, now that the last `n_new` tokens were
-        computed. `goes_on` is False at the end of a prompt or an answer, where another prompt may go on: then what
-        follows the last full block is written, too."""
+        """Writes the blocks of a sequence that are not on disk yet, after the last `n_new` of its `tokens` were
+        computed.
+
+        goes_on: False at the end of a prompt or an answer, where another prompt may go on. The tokens after the last
+        full block are then written, too.
+        """
         self.behind.discard(sequence)
         self._pause_fill(False)
         if not goes_on and self._recent is not None and (experts := self._recent.end()) is not None:
@@ -330,7 +336,7 @@ class PrefixCache:
             self._pool.submit(self._store.touch, [block.name for block in blocks])
 
     def close(self) -> None:
-        """Writes what waits. Twice is harmless."""
+        """Writes the blocks that wait. Twice is harmless."""
         self._pool.shutdown()
 
     # Restoring a sequence.
@@ -358,14 +364,14 @@ class PrefixCache:
         return self._go_back(sequence, parts, wanted[n_done - 1].end if n_done else wanted[0].begin)
 
     def _keep_first_cells(self, sequence: int, part: _Part) -> bool:
-        """Removes what a sequence has from this part on. Returns False where all of its cells had to go."""
+        """Removes the cells of a sequence from this part on. Returns False if all of its cells had to be removed."""
         if self._needs_more_than_cells:
             return self._memory.remove(CELLS, sequence, int(part.positions[0]))
         return self._context.truncate(part.begin, sequence)
 
     def _places(self, parts: _Parts, n_blocks: int, n_live: int) -> Iterator[_Part]:
-        """Yields the parts behind the first `n_blocks` blocks, or behind fewer, after which a sequence can go on, the
-        longest prefix first. `n_live`: tokens whose cells are in memory."""
+        """Yields the parts after which a sequence can go on, the longest prefix first. A part follows the first
+        `n_blocks` blocks, or fewer. n_live: number of tokens whose cells are in memory."""
         for n in range(n_blocks, -1, -1):
             begin = parts.blocks[n - 1].end if n else 0
             for end in range(begin + BLOCK_TOKENS - 1, begin - 1, -1):
@@ -374,7 +380,8 @@ class PrefixCache:
                     yield rest
 
     def _can_go_on(self, blocks: Sequence[_Part], rest: _Part, n_live: int) -> bool:
-        """Returns whether all that is needed to go on after `rest` is kept, but for the blocks of cells before it."""
+        """Returns True if everything is kept that is needed to go on after `rest`. Blocks of cells before it do not
+        matter."""
         if self._state is not None and not self._is_kept(_state_name(rest)):
             return False
         if self._has_cells and rest.begin < rest.end and rest.end > n_live and not self._store.holds(rest.name):
@@ -382,16 +389,16 @@ class PrefixCache:
         return not self._has_window or all(self._is_kept(_name(WINDOW, part)) for part in self._window(blocks, rest))
 
     def _window(self, blocks: Sequence[_Part], rest: _Part) -> list[_Part]:
-        """Returns the parts up to the end of `rest` that have cells of the window of the token after it, and of the
-        last token."""
+        """Returns the last parts up to the end of `rest`: the ones with cells in the window of the last token, or in
+        the window of the token after it."""
         chain = [*blocks, rest] if rest.begin < rest.end else blocks
         first = int(rest.positions[-1]) - self._n_swa
         last_parts = itertools.takewhile(lambda part: part.positions[-1] > first, reversed(chain))
         return list(last_parts)[::-1]
 
     def _go_back(self, sequence: int, parts: _Parts, n_tokens: int) -> int:
-        """Makes a sequence that has the cells of the first `n_tokens` tokens go on after as many of these as possible.
-        Returns how many it holds then."""
+        """Shortens a sequence that has the cells of the first `n_tokens` tokens to the longest prefix from which it can
+        go on. Returns how many tokens the sequence then holds."""
         if not self._needs_more_than_cells:
             return n_tokens
         n_blocks = sum(block.end <= n_tokens for block in parts.blocks)
@@ -403,7 +410,7 @@ class PrefixCache:
         return 0
 
     def _take_place(self, sequence: int, parts: _Parts, place: _Part) -> bool:
-        """Removes the cells behind a place, and takes the window and the state there. Returns False where one of these
+        """Removes the cells after a place, and restores the window and the state there. Returns False if one of these
         is damaged, or the cells are not there."""
         end = int(place.positions[-1])
         if self._has_cells:
@@ -436,28 +443,28 @@ class PrefixCache:
         return False
 
     def _wait_for(self, names: Sequence[str]) -> None:
-        """Waits until none of these is queued to be written."""
+        """Waits until none of these blocks is queued to be written."""
         if any(name in self._queued for name in names):
             self._pool.submit(lambda: None).result()
 
     # Blocks of cells.
 
     def _load(self, kind: int, sequence: int, parts: Sequence[_Part]) -> int:
-        """Adds the cells of parts to a sequence. Returns how many parts it has then: the first ones, up to one that
-        cannot be used."""
+        """Adds the cells of parts to a sequence, up to the first part that cannot be used. Returns how many parts were
+        added."""
         with KVBlocks() as read:
             n_added = sum(1 for _ in itertools.takewhile(lambda part: self._add(kind, read, sequence, part), parts))
             n_done = min(n_added, read.fill())
         if n_done < len(parts):
             self._memory.remove(kind, sequence, int(parts[n_done].positions[0]))
-            for unusable in parts[n_done:]:  # deleted blocks are written again
+            for unusable in parts[n_done:]:  # deleted, so that they are written again
                 self._store.delete(_name(kind, unusable))
         self._pool.submit(self._store.touch, [_name(kind, part) for part in parts[:n_done]])
         return n_done
 
     def _add(self, kind: int, read: KVBlocks, sequence: int, part: _Part) -> bool:
-        """Adds a block's cells to a sequence, which `read` fills later. Returns False where these are not its tokens',
-        or there is no room for them."""
+        """Adds a block's cells to a sequence; `read` fills them later. Returns False if the cells belong to other
+        tokens, or if there is no room for them."""
         block = self._store.open(_name(kind, part), _STATE.size + max(_CELL_BYTES) * (part.end - part.begin))
         if block is None or not _has_cells_of(block.head, part):
             return False
@@ -470,8 +477,8 @@ class PrefixCache:
     def _keep_cells(self, kind: int, sequence: int, parts: Sequence[_Part]) -> None:
         """Queues the parts that are not kept yet.
 
-        WINDOW: without those whose first cell the sequence has lost. CELLS: none where the first of them has lost its
-        first cell, and none after one that cannot be queued.
+        WINDOW: skips parts whose first cell the sequence has lost. CELLS: queues nothing if the first new part has lost
+        its first cell, and nothing after a part that cannot be queued.
         """
         first = self._memory.first(kind, sequence)
         new = [part for part in parts if not self._is_kept(_name(kind, part))]
@@ -487,15 +494,15 @@ class PrefixCache:
                 memory.copy(kind, SCRATCH, sequence, int(part.positions[0]), int(part.positions[-1]))
                 is_kept = self._keep_block(kind, sequence, part)
                 memory.remove(kind, sequence)
-                if not is_kept and kind == CELLS:  # later blocks are of no use without this one
+                if not is_kept and kind == CELLS:  # later blocks are useless without this one
                     return
         finally:
             memory.copy(kind, SCRATCH, sequence)
             memory.remove(kind, SCRATCH)
 
     def _keep_block(self, kind: int, sequence: int, part: _Part) -> bool:
-        """Queues all cells of a sequence to be written as this part. Returns False where llama.cpp
-        cannot write them, or too much waits already."""
+        """Queues all cells of a sequence to be written as this part. Returns False if llama.cpp cannot write them, or
+        if too many bytes wait already."""
         n_bytes = self._memory.state_bytes(kind, sequence)
         if not self._has_queue_for(n_bytes):
             self.behind.add(sequence)
@@ -531,13 +538,13 @@ class PrefixCache:
     # States.
 
     def _state_to_keep(self, sequence: int, place: _Part, is_end: bool) -> int | None:
-        """Returns the bytes of the state after a place where it is to be kept now, else None."""
+        """Returns the bytes of the state after `place` if it should be kept now, else None."""
         if self._state is None:
             return None
         last = self._state_ends.get(sequence, 0)
         n_since = place.end - last if last <= place.end else place.end
         n_bytes = self._memory.state_bytes(self._state, sequence)
-        is_there = self._memory.end(self._state, sequence) == place.positions[-1]  # drafts may be there, too
+        is_there = self._memory.end(self._state, sequence) == place.positions[-1]  # not if drafts follow
         if not is_there or n_since < (2 if is_end else self._state_cost.step(n_bytes, place.end)):
             return None
         if self._is_kept(_state_name(place)):
@@ -547,7 +554,7 @@ class PrefixCache:
         return n_bytes if has_room and (is_end or self._has_queue_for(n_bytes)) else None
 
     def _keep_state(self, sequence: int, place: _Part, n_bytes: int) -> None:
-        """Queues the state of a sequence after a place to be written."""
+        """Queues the state of a sequence after `place` to be written."""
         assert self._state is not None
         begin_s = time.perf_counter()
         data = self._memory.state(self._state, sequence, n_bytes)
@@ -562,18 +569,18 @@ class PrefixCache:
 
 
 class StateCost:
-    """Measures what states cost, against computing tokens again."""
+    """Measures what it costs to keep states, in comparison with computing tokens again."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._eval_s = self._pass_s = 0.0  # the context's seconds, and the seconds of the last pass
+        self._eval_s = self._pass_s = 0.0  # seconds of all passes, and of the last one
         self._n_pass = 0  # tokens of the last pass
-        self._token_s = 0.0  # time to compute a token of a prompt; 0: not known yet
-        self._byte_s = 0.0  # time to keep a byte of a state; 0: not known yet
+        self._token_s = 0.0  # seconds to compute a token of a prompt; 0: not known yet
+        self._byte_s = 0.0  # seconds to keep a byte of a state; 0: not known yet
 
     def note_pass(self, eval_s: float, n_new: int) -> None:
-        """Notes a sequence's `n_new` tokens of a pass, after which the context has computed for `eval_s` seconds."""
-        if eval_s != self._eval_s:  # the context has computed since, so the last pass is complete
+        """Counts the `n_new` tokens of a sequence in a pass. eval_s: seconds that the context has computed so far."""
+        if eval_s != self._eval_s:  # another pass was computed, so the counted one is complete
             if self._n_pass >= BLOCK_TOKENS // 2:
                 self._token_s = self._pass_s / self._n_pass
             self._pass_s = eval_s - self._eval_s
@@ -581,20 +588,21 @@ class StateCost:
         self._n_pass += n_new
 
     def note_state(self, n_bytes: int, seconds: float) -> None:
-        """Notes how long it took to copy and to write a state."""
+        """Notes the seconds in which a state was copied and written."""
         self._byte_s = seconds / n_bytes
 
     def step(self, n_bytes: int, n_tokens: int) -> int:
-        """Returns the tokens between two states of a conversation of `n_tokens`, whose last state has `n_bytes`."""
+        """Returns the number of tokens between two states of a conversation of `n_tokens`, whose last state has
+        `n_bytes`."""
         seconds = self._byte_s * n_bytes
-        pays_off = seconds / self._token_s if self._token_s else 0.0  # tokens that take as long to compute
+        pays_off = seconds / self._token_s if self._token_s else 0.0  # tokens computed in that time
         by_time = max(min(pays_off / STEP_COST, MOST_STEP_TOKENS), pays_off)
         by_space = n_bytes * n_tokens / (STATES_SHARE * self._limit_bytes)
         return max(BLOCK_TOKENS, math.ceil(by_time), math.ceil(by_space))
 
 
 def _name(kind: int, part: _Part) -> str:
-    """Returns the name of the block with this part's cells of full attention or of windows."""
+    """Returns the name of the block with this part's cells, of full attention or of a sliding window."""
     return part.name + _NAMES[kind]
 
 
@@ -603,8 +611,8 @@ def _state_name(place: _Part) -> str:
 
 
 def store_limit(given: str | int | None) -> int | None:
-    """Returns the bytes of an option, or without it of the environment; None: as `KvBlockStore` chooses. Raises
-    OptionError."""
+    """Returns the limit in bytes of an option, or of the environment if the option is None. None: `KvBlockStore`
+    chooses the limit. Raises OptionError."""
     try:
         return parse_store_size(read_load_keywords().get("context_store", "auto") if given is None else given)
     except ValueError as error:
@@ -619,7 +627,7 @@ def open_prefix_cache(
     store: KvBlockStore,
     recent: RecentExperts | None,
 ) -> PrefixCache | None:
-    """Returns the kept contexts of a model that was loaded by this plan; None where its context can have none."""
+    """Returns the prefix cache of a model that was loaded by this plan; None if its contexts cannot be kept."""
     options = load_plan.options
     unused = options.get("logits_all") or options.get("embedding") or llm._ctx.memory is None
     if store.is_off or unused or llm.context_params.n_seq_max > SCRATCH:
@@ -628,7 +636,7 @@ def open_prefix_cache(
 
 
 def _has_cells_of(block: Buffer, part: _Part) -> bool:
-    """Returns whether a state of one sequence has the cells of the part's tokens, each once and in any order."""
+    """Returns True if a state of one sequence has the cells of the part's tokens, each once and in any order."""
     n_tokens = part.end - part.begin
     if len(block) < _STATE.size or _STATE.unpack_from(block) != (1, n_tokens):
         return False
@@ -642,7 +650,7 @@ def _has_cells_of(block: Buffer, part: _Part) -> bool:
 
 
 def _is_recurrent_after(state: Buffer, part: _Part) -> bool:
-    """Returns whether a state of one sequence is recurrent and follows the part's last token."""
+    """Returns True if a state is the recurrent state of one sequence after the part's last token."""
     if len(state) < _RECURRENT_STATE.size:
         return False
     return _RECURRENT_STATE.unpack_from(state) == (1, int(part.positions[-1]) - 1, 0)
@@ -654,14 +662,14 @@ def _hash(*parts: str | bytes) -> str:
 
 
 def _n_streams(llm: UpstreamLlama) -> int:
-    """Returns the number of parts that the KV cache is divided into. More than one: each sequence has
-    cells of its own, which llama.cpp copies whole to another sequence."""
+    """Returns the number of streams into which the KV cache is divided. With more than one, each sequence has its own
+    cells, which llama.cpp can only copy as a whole to another sequence."""
     params = llm.context_params
     return 1 if params.kv_unified else int(params.n_seq_max)
 
 
 def _root(llm: UpstreamLlama, load_plan: LoadPlan, store: StoreOptions) -> str:
-    """Returns a hash of everything except tokens that blocks depend on: model, build and options."""
+    """Returns a hash of everything on which blocks depend, except tokens: model, build and options."""
     layout, plan, options, params = load_plan.layout, load_plan.plan, load_plan.options, llm.context_params
     adapter, projector = load_plan.spec.lora_path, load_plan.spec.projector
     parts = {

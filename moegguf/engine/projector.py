@@ -1,8 +1,8 @@
-"""The projector of a vision model (an mmproj file), through libmtmd: from texts and images to tokens and embeddings.
+"""The projector of a vision model (an mmproj file), through libmtmd: makes tokens and embeddings of texts and images.
 
-An image becomes one span of tokens, or several (tiles) with texts between them. In a list of tokens they are
-PLACEHOLDERs. A span has a cell of the KV cache for each of its tokens. It has fewer positions in models with M-RoPE,
-where all tokens of an image share a time step. At most one image is held decoded.
+An image becomes one span of tokens, or several spans (tiles) with texts between them. In a list of tokens, an image's
+tokens are PLACEHOLDERs. A span has a cell of the KV cache for each of its tokens. It has fewer positions in models with
+M-RoPE, where all tokens of an image share a time step. At most one decoded image is held in memory.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from moegguf.text import to_utf8
 if TYPE_CHECKING:
     from moegguf.engine.upstream import UpstreamLlama
 
-PLACEHOLDER = -1  # no token of any model
+PLACEHOLDER = -1  # equals no token of any model
 STEP_BYTES = 64 << 10
-MAX_JPEG_SEGMENTS = 4096  # segments before the first frame
-JPEG_FRAMES = (0xC0, 0xC1, 0xC2)  # frames that are decoded; the last is progressive
-_JPEG_TABLES = (*range(0xE0, 0xF0), 0xC4, 0xDB, 0xDD, 0xFE)  # and comments
-_END_OF_IMAGE = b"\xff\xd9"  # no scan has these bytes
+MAX_JPEG_SEGMENTS = 4096  # most segments before the first frame
+JPEG_FRAMES = (0xC0, 0xC1, 0xC2)  # kinds of frames that are decoded; the last is progressive
+_JPEG_TABLES = (*range(0xE0, 0xF0), 0xC4, 0xDB, 0xDD, 0xFE)  # markers of tables and comments
+_END_OF_IMAGE = b"\xff\xd9"  # end mark, which no scan contains
 _GIF_IMAGE, _GIF_EXTENSION, _GIF_TRAILER = 0x2C, 0x21, 0x3B
 _MARKER = re.compile(rb"\xff[^\xff]", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Image:
-    """A file, with the dimensions that its header states."""
+    """An image file, with the dimensions that its header states."""
 
     data: bytes
     width: int
@@ -47,9 +47,10 @@ class Image:
 
 @dataclass(frozen=True)
 class ImageSpan:
-    """Tokens of an image: `n_tokens` of them from index `begin` on. Spans of the same `key` have the same embeddings.
+    """The tokens of an image: `n_tokens` of them, from index `begin` on. Spans with the same `key` have the same
+    embeddings.
 
-    `image` is its index in the prompt, `chunk` libmtmd's for the part of it.
+    image: the image's index in the prompt. chunk: libmtmd's index for this part of the image.
     """
 
     begin: int
@@ -61,13 +62,14 @@ class ImageSpan:
 
     @property
     def end(self) -> int:
-        """The index of the first token after it."""
+        """The index of the first token after the image."""
         return self.begin + self.n_tokens
 
 
 @dataclass(frozen=True, eq=False)
 class ImagePrompt:
-    """Texts with an image between each two of them. `tokens` of both, with PLACEHOLDERs in the `spans`."""
+    """A prompt of texts with an image between each two of them. `tokens` has the tokens of both; an image's tokens are
+    PLACEHOLDERs, at the places in `spans`."""
 
     texts: tuple[str, ...]
     images: tuple[Image, ...]
@@ -75,24 +77,24 @@ class ImagePrompt:
     spans: tuple[ImageSpan, ...]
 
     def after(self, tokens: Sequence[int], n_dropped: int = 0) -> ImagePrompt:
-        """Returns a prompt of `tokens` and then this one without its first `n_dropped` tokens."""
+        """Returns a prompt that has `tokens` first, and then this prompt without its first `n_dropped` tokens."""
         shift = len(tokens) - n_dropped
         spans = tuple(replace(span, begin=span.begin + shift) for span in self.spans)
         return replace(self, tokens=[*tokens, *self.tokens[n_dropped:]], spans=spans)
 
 
 class Projector:
-    """A loaded projector, on top of a loaded text model. `tokenize` may be called beside everything else; for the rest
-    it is not thread-safe. Close it before the model.
+    """A loaded projector, for a loaded text model. Any thread may call `tokenize` at any time; the other methods are
+    not thread-safe. Close the projector before the model.
 
-    Raises ModelFormatError when libmtmd cannot load it or it belongs to another model.
+    Raises ModelFormatError if libmtmd cannot load the projector, or if it belongs to another model.
     """
 
     def __init__(self, path: str | os.PathLike[str], llm: UpstreamLlama) -> None:
         self._mtmd = mtmd = library.mtmd()
         self._log = mtmd_log()
         self._no_callback = mtmd.mtmd_helper_post_decode_callback()
-        self._held: tuple[ImagePrompt, int, int] | None = None  # a prompt, the image decoded, libmtmd's chunks
+        self._held: tuple[ImagePrompt, int, int] | None = None  # prompt, number of its decoded image, libmtmd's chunks
         params = mtmd.mtmd_context_params_default()
         params.n_threads = llm.n_threads_batch
         params.print_timings = False
@@ -108,7 +110,8 @@ class Projector:
             raise ModelFormatError(f"{os.fspath(path)} is not for images; give the mmproj file of a vision model.")
 
     def tokenize(self, texts: Sequence[str], images: Sequence[Image]) -> ImagePrompt:
-        """The prompt of `texts`, one more than `images`. Decodes none of these. Raises OptionError."""
+        """Returns the prompt of `texts` with `images` between them (one less than texts). Decodes no image. Raises
+        OptionError."""
         chunks = self._tokenized(texts, images)
         try:
             tokens, spans = self._read_chunks(chunks, images)
@@ -138,7 +141,7 @@ class Projector:
     ) -> None:
         """Evaluates a span in llama.cpp's `context`, from `position` on. Raises OptionError for a damaged image.
 
-        RuntimeError carries llama_decode's code, as the bindings' own.
+        A RuntimeError contains llama_decode's code, as in the bindings.
         """
         mtmd, goes_on = self._mtmd, False
         try:
@@ -161,11 +164,11 @@ class Projector:
                 raise RuntimeError(f"llama_decode returned {code}")
             goes_on = any(other.image == span.image and other.begin > span.begin for other in prompt.spans)
         finally:
-            if not goes_on:  # also after an interrupt, and where no further part of the image follows
+            if not goes_on:  # also after KeyboardInterrupt, and if no further part of the image follows
                 self.release()
 
     def _decoded(self, prompt: ImagePrompt, image: int) -> int:
-        """Returns libmtmd's chunks with the pixels of one image. They are kept until the next image is decoded."""
+        """Returns libmtmd's chunks with the pixels of one image. The chunks are kept until another image is decoded."""
         if self._held is None or self._held[0] is not prompt or self._held[1] != image:
             self.release()
             chunks = self._tokenized(prompt.texts, prompt.images, decoded=image)
@@ -175,7 +178,7 @@ class Projector:
         return self._held[2]
 
     def _tokenized(self, texts: Sequence[str], images: Sequence[Image], decoded: int | None = None) -> int:
-        """libmtmd's chunks, with the pixels of image number `decoded` only; to be freed."""
+        """Returns libmtmd's chunks, with the pixels of image number `decoded` only. The caller must free them."""
         mtmd, bitmaps = self._mtmd, list[int]()
         self._log.forget()
         try:
@@ -201,7 +204,7 @@ class Projector:
         if not with_pixels:
             return int(mtmd.mtmd_bitmap_init(image.width, image.height, None))
         data, bitmap = (c.c_uint8 * len(image.data)).from_buffer_copy(image.data), None
-        # The other half: its pixels. Each row has a byte more, its filter.
+        # Half of the limit is for the inflated data, and half for the pixels. Each row has one more byte: its filter.
         if has_end(image.data) and inflates_within(image.data, DECODED_BYTES // 2 + image.height):
             bitmap = mtmd.mtmd_helper_bitmap_init_from_buf(self._context, data, len(data), False)
         if not bitmap:
@@ -209,7 +212,7 @@ class Projector:
         return int(bitmap)
 
     def release(self) -> None:
-        """Frees the image that is held decoded, if any."""
+        """Frees the decoded image, if there is one."""
         if self._held is not None:
             self._mtmd.mtmd_input_chunks_free(self._held[2])
             self._held = None
@@ -223,23 +226,24 @@ class Projector:
 
 
 class ContextImages:
-    """The images in a context, by the indices of their tokens."""
+    """The images in a context, with the indices of their tokens."""
 
     def __init__(self) -> None:
         self.spans: list[ImageSpan] = []
 
     def truncate(self, n_tokens: int) -> None:
-        """Keeps those within the first `n_tokens` tokens."""
+        """Forgets the images that do not end within the first `n_tokens` tokens."""
         self.spans = [span for span in self.spans if span.end <= n_tokens]
 
     def position(self, n_tokens: int) -> int:
-        """The position of the token after the first `n_tokens`: no larger than that, see ImageSpan."""
+        """Returns the position of the token after the first `n_tokens`. Images may have fewer positions than tokens."""
         return n_tokens - sum(span.n_tokens - span.n_positions for span in self.spans if span.end <= n_tokens)
 
     def common_prefix(self, n_tokens: int, spans: Sequence[ImageSpan]) -> int:
-        """Returns the number of equal tokens of the context and a prompt with `spans`, up to `n_tokens`.
+        """Returns how many of the first `n_tokens` tokens stay equal if images are compared, too. spans: a prompt's
+        images.
 
-        It ends before the first image that differs, or that is not complete.
+        The equal tokens end before the first image that differs, or that is not complete.
         """
         mine = {span.begin: span for span in self.spans}
         for span in spans:
@@ -251,7 +255,7 @@ class ContextImages:
 
 
 def has_end(data: bytes) -> bool:
-    """Returns whether the end of a JPEG or GIF file is there: stb_image makes up a missing end.
+    """Returns True if a JPEG or GIF file is complete up to its end mark: stb_image would make up a missing end.
 
     Returns True for a file of another kind.
     """
@@ -265,9 +269,9 @@ def has_end(data: bytes) -> bool:
 
 
 def jpeg_frame(data: bytes) -> int:
-    """Returns the place of the kind of a JPEG file's first frame, after its thumbnails.
+    """Returns the index of the byte with the kind of a JPEG file's first frame, after its thumbnails.
 
-    Returns -1 if a marker comes before that belongs to no table and no comment.
+    Returns -1 if there is none, or if a marker before it belongs neither to a table nor to a comment.
     """
     at = 2
     for _ in range(MAX_JPEG_SEGMENTS):
@@ -281,7 +285,8 @@ def jpeg_frame(data: bytes) -> int:
 
 
 def _gif_has_end(data: bytes) -> bool:
-    """Steps over each block; bytes between two blocks are skipped, as other decoders do. Raises IndexError."""
+    """Returns True when it has stepped over all blocks of a GIF file to the end mark. Bytes between two blocks are
+    skipped, as other decoders do. Raises IndexError if the mark is missing."""
     at = 13 + _table_bytes(data[10])
     while (kind := data[at]) != _GIF_TRAILER:
         at += 1
@@ -298,12 +303,12 @@ def _gif_has_end(data: bytes) -> bool:
 
 
 def _table_bytes(flags: int) -> int:
-    """The size of a colour table, 0 without one."""
+    """Returns the bytes of a GIF file's colour table; 0 if there is none."""
     return 3 * 2 ** ((flags & 7) + 1) if flags & 0x80 else 0
 
 
 def inflates_within(data: bytes, most_bytes: int) -> bool:
-    """Returns whether a PNG's data, which stb_image inflates whole, become at most `most_bytes`.
+    """Returns True if a PNG's data inflate to at most `most_bytes`; stb_image inflates all of them at once.
 
     Returns True for another kind of file, and False for data that cannot be inflated.
     """
@@ -319,7 +324,7 @@ def inflates_within(data: bytes, most_bytes: int) -> bool:
 
 
 def _compressed(data: bytes) -> Iterator[bytes]:
-    """The compressed data of all IDAT chunks, in small parts."""
+    """Yields the compressed data of all IDAT chunks of a PNG file, in small parts."""
     at = 8 if data.startswith(b"\x89PNG") else len(data)
     while at + 8 <= len(data):
         size, kind = struct.unpack_from(">I4s", data, at)

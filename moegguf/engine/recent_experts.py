@@ -1,6 +1,6 @@
-"""The experts that the last token of a model's latest prompt used, kept beside its contexts.
+"""Keeps the experts that the last token of a model's latest prompt used, in the folder of its contexts.
 
-They are fetched while the model is read again, so that a conversation that goes on waits for few experts.
+These experts are fetched while the model is loaded again, so that a continued conversation waits for few experts.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from moegguf.native.store import ListenOptions
 
 
 class RecentExperts(RoutingListener):
-    """The recent experts of one model, in the block `name`.
+    """The recent experts of one model, kept in the block `name`.
 
-    The object is made before the weights are read. It notes the experts of prompts between `begin` and `end`.
+    The object is made before the weights are read, and then fetches the kept experts. It notes the experts of the
+    prompts that are computed between `begin` and `end`.
     """
 
     listen_options = ListenOptions(lazy=True)
@@ -25,21 +26,21 @@ class RecentExperts(RoutingListener):
     def __init__(self, session: Session, store: KvBlockStore) -> None:
         self._session = session
         self.name = f"{header_digest(session.layout.shards)}-experts"
-        self._used = dict[int, list[int]]()  # experts by layer
+        self._used = dict[int, list[int]]()  # {layer: experts of the last token}
         if store.holds(self.name) and (found := store.read(self.name)) is not None:
             session.store.prefetch(*np.frombuffer(found, np.int32).reshape(2, -1))
 
     def begin(self) -> None:
-        """A prompt is computed next. Twice is harmless."""
+        """Starts to note experts, because a prompt is computed next. Twice is harmless."""
         self._session.listeners.remove(self)
         self._session.listeners.add(self)
 
     def observe(self, event: RoutingEvent) -> None:
-        """Notes what a layer's last token uses."""
+        """Notes the experts that the last token uses in a layer."""
         self._used[event.il] = event.expert_ids[-1].tolist()
 
     def end(self) -> memoryview | None:
-        """The prompt was computed: the bytes of the block, None where nothing was noted."""
+        """Stops noting experts after a prompt. Returns the bytes of the block; None if nothing was noted."""
         self._session.listeners.remove(self)
         used, self._used = sorted(self._used.items()), {}
         pairs = [(il, expert) for il, experts in used for expert in experts]

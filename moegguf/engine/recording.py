@@ -1,4 +1,4 @@
-"""A running model's routing, written to a trace file. Not imported before that: pydantic takes a while to load."""
+"""Writes a running model's routing to a trace file. Imported only for recording: pydantic takes a while to load."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ COUNTED = ("lookups", "hits_ready", "hits_late", "misses", "evictions", "stall_n
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """The file of a recording. With `inputs` it has the routers' inputs, too (float16, n_embd per token and layer)."""
+    """The file of a recording. inputs: the routers' inputs are recorded, too (float16, n_embd per token and layer)."""
 
     path: str | os.PathLike[str]
     inputs: bool = False
 
 
 class Recording(Recorder):
-    """Records every pass of a session until closed. Raises TraceError when the file cannot be made.
+    """Records every pass of a session until closed. Raises TraceError if the file cannot be made.
 
-    No event is dropped: the model waits when the recorder falls behind.
+    No event is dropped: the model waits if the recorder falls behind.
     """
 
     def __init__(self, session: Session, artifacts: Artifacts, options: TraceOptions | str | os.PathLike[str]) -> None:
@@ -54,21 +54,21 @@ class Recording(Recorder):
         )
         super().__init__(options.path, MoeShape.of(session.layout), header, inputs=options.inputs)
         session.listeners.add(self)
-        atexit.register(self.close)  # completes the file when the model is never closed
+        atexit.register(self.close)  # completes the file if the model is never closed
 
     def discard(self) -> None:
-        """Ends the recording without a file; an earlier file at the path stays. No effect after close()."""
+        """Ends the recording without a file; an earlier file at the path stays. Does nothing after close()."""
         self._end()
         super().discard()
 
     def close(self, **settings: Setting) -> None:
-        """Completes the file. Raises TraceError when something could not be written. Twice is harmless."""
+        """Completes the file. Raises TraceError if something could not be written. Twice is harmless."""
         self._end()
         if not self._closed:
             counters = self._session.store.counters()
             super().close(**{name: counters[name] for name in COUNTED}, **settings)
 
     def _end(self) -> None:
-        """Listens no longer."""
+        """Stops listening to routing events."""
         atexit.unregister(self.close)
         self._session.listeners.remove(self)

@@ -1,8 +1,8 @@
-"""Models with a recurrent state: which layers have one, how many bytes it has, and where llama.cpp rolls it back.
+"""Models with a recurrent state: which layers have one, how many bytes it has, and which models llama.cpp rolls back.
 
-A context has one state for each sequence. Beside each state lie `n_rs_seq` snapshots: the state before each of the last
-tokens, so that these tokens can be taken back (src/llama-memory-recurrent.cpp). DeepSeek V4 compresses the keys of
-tokens instead (src/llama-kv-cache-dsv4.cpp).
+A context has one state for each sequence, and `n_rs_seq` snapshots of each state. A snapshot is the state before one of
+the last tokens, so that these tokens can be taken back (src/llama-memory-recurrent.cpp). DeepSeek V4 compresses the
+keys of tokens instead (src/llama-kv-cache-dsv4.cpp).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.reader import GGML_TYPES, Value
 
-# Architectures by the rule that says which of their layers have a state (src/models/*.cpp): every layer, all but every
-# n-th one, or those without heads of keys and values.
+# Architectures, by the rule for the layers that have a state (src/models/*.cpp): every layer, all layers except every
+# n-th one, or the layers without heads of keys and values.
 EVERY_LAYER = frozenset(("mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7", "falcon-h1"))
 INTERVALS = {"qwen3next": 4, "qwen35": 4, "qwen35moe": 4, "qwen4exp": 4, "minimax-01": 8}
 WITHOUT_HEADS = frozenset((
@@ -21,7 +21,7 @@ WITHOUT_HEADS = frozenset((
     "bailingmoe3", "glm5-next",
 ))  # fmt: skip
 DEEPSEEK4 = "deepseek4"
-# DeepSeek V4 compresses the keys of each sequence for itself. qwen4exp may choose a part of a block of tokens. The
+# DeepSeek V4 compresses the keys of each sequence separately. qwen4exp may choose a part of a block of tokens. The
 # choice depends on the order of cells, which is the order of tokens only if no other sequence has cells in between.
 OWN_CELLS = frozenset((DEEPSEEK4, "qwen4exp"))
 ROLLBACK_ARCHS = frozenset((
@@ -30,13 +30,16 @@ ROLLBACK_ARCHS = frozenset((
 ))  # fmt: skip
 """llama.cpp's llm_arch_supports_rs_rollback."""
 FLOAT_BYTES = 4
-STEP_TOKENS = 256  # cells of a KV cache are a multiple
-COMPRESSED = 4  # tokens of a compressed key of DeepSeek V4 that an indexer chooses
-WIDE_COMPRESSED = 128  # tokens of one that every token reads
+STEP_TOKENS = 256  # a KV cache has a multiple of this number of cells
+COMPRESSED = 4  # tokens per compressed key of DeepSeek V4, if an indexer chooses among these keys
+WIDE_COMPRESSED = 128  # tokens per compressed key of DeepSeek V4, if every token reads all of these keys
 
 
 def number(layout: ExpertLayout, name: str, default: int = 0) -> int:
-    """Returns `<arch>.<name>` when it is a whole number below 2^24, the largest one of an array, or the default."""
+    """Returns the metadata value `<arch>.<name>`, the largest one of an array; `default` if the name is missing.
+
+    Returns 0 for a value that is no whole number below 2^24.
+    """
     value: Value = layout.metadata.get(f"{layout.arch}.{name}", default)
     if isinstance(value, tuple):
         value = max(value, default=0)
@@ -44,19 +47,20 @@ def number(layout: ExpertLayout, name: str, default: int = 0) -> int:
 
 
 def row_bytes(ggml_type: int, n: int) -> int:
-    """Returns the bytes of a row of `n` numbers; rows that do not fill their last block are rounded up to it."""
+    """Returns the bytes of a row of `n` numbers of this type. A block that the row does not fill counts as a
+    whole one."""
     _, block, block_bytes = GGML_TYPES[ggml_type]
     return -(-n // block) * block_bytes
 
 
 def is_stateful(layout: ExpertLayout) -> bool:
-    """Returns whether a sequence has a state that cannot be cut at any token."""
+    """Returns True if a sequence has a state that cannot be cut after any token."""
     return layout.arch in EVERY_LAYER | INTERVALS.keys() | WITHOUT_HEADS | {DEEPSEEK4}
 
 
 def shares_cells(layout: ExpertLayout) -> bool:
-    """Returns whether the sequences of a context share the cells of one KV cache. Otherwise each has its own cells, and
-    sequences of one ubatch have consecutive numbers."""
+    """Returns True if the sequences of a context share the cells of one KV cache. Otherwise each sequence has its own
+    cells, and the sequences of one ubatch have consecutive numbers."""
     return layout.arch not in OWN_CELLS
 
 
@@ -79,7 +83,7 @@ def _is_recurrent(layout: ExpertLayout, il: int) -> bool:
 
 
 def attention_layers(layout: ExpertLayout) -> list[int]:
-    """Returns the layers that have a KV cache, heads that draft among them."""
+    """Returns the layers that have a KV cache, including the heads that draft."""
     hparams = layout.hparams
     layers: Iterable[int] = range(hparams.n_layer + layout.n_layer_nextn * layout.loads_heads)
     if not is_stateful(layout):
@@ -89,7 +93,7 @@ def attention_layers(layout: ExpertLayout) -> list[int]:
 
 
 def state_bytes(layout: ExpertLayout) -> int:
-    """Returns the bytes of one recurrent state: of one sequence, or of one snapshot of it."""
+    """Returns the bytes of one recurrent state; a snapshot of the state has the same size."""
     if layout.arch == DEEPSEEK4:
         return _compressor_bytes(layout)
     n_embd, n_head = layout.hparams.n_embd, layout.hparams.n_head[0]
@@ -112,7 +116,7 @@ def state_bytes(layout: ExpertLayout) -> int:
 
 
 def _ngram_floats(layout: ExpertLayout) -> int:
-    """Returns the numbers that layers with an n-gram table keep of the last tokens."""
+    """Returns how many numbers the layers with an n-gram table keep about the last tokens."""
     layers = layout.metadata.get(f"{layout.arch}.ple.layers", ())
     n_layers = len(layers) if isinstance(layers, tuple) else 0
     n_before = max(0, number(layout, "ple.conv_kernel") - 1) * number(layout, "ple.ngram_size")
@@ -120,7 +124,8 @@ def _ngram_floats(layout: ExpertLayout) -> int:
 
 
 def _ratios(layout: ExpertLayout) -> tuple[Value, ...]:
-    """Returns how many tokens share a compressed key in each layer of DeepSeek V4; 0: none is compressed."""
+    """Returns how many tokens share one compressed key, for each layer of DeepSeek V4; 0: its keys are not
+    compressed."""
     found = layout.metadata.get(f"{layout.arch}.attention.compress_ratios", ())
     return found[: layout.hparams.n_layer] if isinstance(found, tuple) else ()
 
@@ -134,16 +139,16 @@ def _compressor_bytes(layout: ExpertLayout) -> int:
 
 
 def compressed_kv_bytes(layout: ExpertLayout, n_ctx: int, type_k: int) -> int:
-    """Returns the bytes of one sequence's KV cache of DeepSeek V4: keys of every token, and compressed ones."""
+    """Returns the bytes of one sequence's KV cache in DeepSeek V4: the keys of all tokens, and the compressed keys."""
     hparams, ratios = layout.hparams, _ratios(layout)
     key = row_bytes(type_k, hparams.key_length * max(hparams.n_head_kv))
     indexed = row_bytes(type_k, number(layout, "attention.indexer.key_length"))
-    n_layer = hparams.n_layer_all + layout.n_layer_nextn * layout.loads_heads  # heads that draft have another context
+    n_layer = hparams.n_layer_all + layout.n_layer_nextn * layout.loads_heads  # heads that draft have a second context
     n_bytes = n_layer * padded(n_ctx) * key
     n_bytes += ratios.count(COMPRESSED) * padded(-(-n_ctx // COMPRESSED)) * (key + indexed)
     return n_bytes + ratios.count(WIDE_COMPRESSED) * padded(-(-n_ctx // WIDE_COMPRESSED)) * key
 
 
 def padded(n_tokens: int) -> int:
-    """Returns a number of cells as llama.cpp rounds it up."""
+    """Returns `n_tokens` rounded up to a multiple of STEP_TOKENS, as llama.cpp rounds its number of cells."""
     return -(-n_tokens // STEP_TOKENS) * STEP_TOKENS

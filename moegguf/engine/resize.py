@@ -1,7 +1,7 @@
-"""Changes the budgets for the experts of a loaded model, as slots of its tiers.
+"""Changes the budgets for the experts of a loaded model, and with them the number of slots in its tiers.
 
-A budget has at least the slots that the model's passes use, and at most the slots of the load. "auto" gives back the
-slots of the load.
+A budget has at least the slots that the model's passes use, and at most the slots that it had at the load. "auto"
+restores the slots of the load.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def set_budget(
     expert_cache: Budget | None,
     vram_cache: Budget | None,
 ) -> None:
-    """`Llama.set_budget` of a model with this context and session."""
+    """Changes the budgets of a model with this context and session, as `Llama.set_budget` does."""
     context.check_caller()
     with context.lock:
         context.check_open()
@@ -47,7 +47,7 @@ def set_budget(
         try:
             if on_device:
                 library.llama_cpp().llama_synchronize(llm.ctx)
-            for (tier, device), n_slots in reversed(wanted.items()):  # nothing computes under this lock
+            for (tier, device), n_slots in reversed(wanted.items()):  # no pass is computed under this lock
                 store.resize(n_slots, tier, device)
         finally:
             if wanted.get(EVERY_DEVICE, plan.device_slots) < plan.device_slots:
@@ -57,8 +57,8 @@ def set_budget(
 
 
 def _shorten_passes(llm: UpstreamLlama, plan: Plan) -> None:
-    """Limits passes to the tokens for which slots give exact results, where the device had a slot for every expert and
-    has no staging tensors."""
+    """Shortens passes to the tokens for which slots give exact results. Does so only if a device had a slot for every
+    expert and has no staging tensors."""
     most = plan.slot_tokens
     if plan.device is None or plan.n_staging or min(llm.n_batch, plan.n_ubatch) <= most:
         return
@@ -72,8 +72,8 @@ def _shorten_passes(llm: UpstreamLlama, plan: Plan) -> None:
 
 
 def _in_vram(session: Session, vram_cache: Budget) -> int:
-    """Slots on all devices together, in a budget that holds staging tensors, too, as at load. Raises BudgetError below
-    what passes use, and where there are none."""
+    """Returns the number of slots on all devices together for a budget that includes staging tensors, as at the load.
+    Raises BudgetError for fewer slots than passes use, and if no device has slots."""
     cache, plan, store = parse_expert_cache(vram_cache, "vram_cache"), session.plan, session.store
     if plan.layers_on is not None:
         raise BudgetError(
@@ -85,7 +85,7 @@ def _in_vram(session: Session, vram_cache: Budget) -> int:
             f"vram_cache={vram_cache!r}: the CPU computes this model, so it has no experts in VRAM; load it with"
             " vram_cache (--vram-cache) to use a GPU."
         )
-    beside = store.options.staging is not None  # staging tensors were asked for, beside the budget
+    beside = store.options.staging is not None  # a given number of staging tensors lies beside the budget
     staged = 0 if beside or cache.mode == "auto" else plan.staging_slots_bytes // plan.slot_bytes
     least = sum(device.pass_slots for device in store.devices if device.name is not None)
     n_slots = _asked(session, cache, plan.device_slots + staged) - staged
@@ -93,8 +93,9 @@ def _in_vram(session: Session, vram_cache: Budget) -> int:
 
 
 def _in_ram(session: Session, cache: ExpertCache) -> dict[Slots, int]:
-    """Slots in RAM: where the CPU computes every layer; else below devices, and of the layers that the CPU computes
-    beside them, in their proportion at load. Raises as `_in_vram` does."""
+    """Returns the numbers of slots in RAM for a budget. If the CPU computes every layer, these are all slots. Otherwise
+    they are the slots below devices, and the slots of the layers that the CPU computes, in the same proportion as at
+    the load. Raises what `_in_vram` raises."""
     store, plan, option = session.store, session.plan, f"expert_cache={str(cache)!r}"
     least = plan.pass_slots(session.layout, on_device=False)
     if plan.device is None:
@@ -122,7 +123,7 @@ def _in_ram(session: Session, cache: ExpertCache) -> dict[Slots, int]:
 
 
 def _asked(session: Session, cache: ExpertCache, most: int) -> int:
-    """Returns the slots of a budget, up to `most`."""
+    """Returns the number of slots that a budget holds, but at most `most`; "auto": `most`."""
     return most if cache.mode == "auto" else min(most, budget_slots(cache, session.layout, session.plan.slot_bytes))
 
 

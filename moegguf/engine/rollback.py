@@ -1,4 +1,4 @@
-"""Knows which of their last tokens the sequences of a context can lose, if the model has a recurrent state.
+"""Tracks how many of its last tokens each sequence of a context can lose, if the model has a recurrent state.
 
 llama.cpp keeps a snapshot of the state before each of the last tokens of a sequence's last ubatch. It does not check
 that a snapshot belongs to the token that the caller names. Snapshots of shorter ubatches are stale, and so are
@@ -14,30 +14,32 @@ from moegguf.engine.sequences import SequenceTokens
 
 
 class Rollback:
-    """Snapshots of a context: `n_rs_seq` of each sequence. `n_ubatch`: tokens that are computed at once. `own_cells`:
-    only sequences of consecutive numbers are computed at once."""
+    """The snapshots of a context, which has `n_rs_seq` of them for each sequence. `n_ubatch`: most tokens that are
+    computed at once. `own_cells`: only sequences with consecutive numbers are computed at once."""
 
     def __init__(self, n_rs_seq: int, n_ubatch: int, own_cells: bool = False) -> None:
         self._n_rs_seq = n_rs_seq
         self._n_ubatch = n_ubatch
         self._own_cells = own_cells
-        self._n_back: dict[int, int] = {}  # tokens that a sequence can lose
-        self._restored: set[int] = set()  # sequences whose state is a snapshot until their next pass
+        self._n_back: dict[int, int] = {}  # number of last tokens that a sequence can lose
+        self._restored: set[int] = (
+            set()
+        )  # sequences that were rolled back: until their next pass their state is a snapshot
 
     def most_lost(self, sequences: Sequence[int]) -> int:
-        """Returns how many tokens each of these sequences can lose after a pass that they end, in this order and with
-        equal lengths, after sequences with one token each."""
+        """Returns how many tokens each of these sequences can lose after a pass. The pass has other sequences with one
+        token each, and then these sequences, in this order and with equal lengths."""
         first = sequences[0]
         if self._own_cells and [*sequences] != [*range(first, first + len(sequences))]:
             return 0
         return max(0, min(self._n_rs_seq, self._n_ubatch // len(sequences) - 1))
 
     def note_pass(self, chunks: Sequence[SequenceTokens]) -> None:
-        """Notes that these tokens were evaluated.
+        """Notes that a pass has evaluated these tokens.
 
-        Only sequences of the pass's last ubatch then have snapshots, because an ubatch moves the states of others.
-        llama.cpp computes sequences that have a token left first. It does not divide the last `n_rs_seq` + 1 tokens of
-        the others.
+        Only sequences of the pass's last ubatch have snapshots then, because an ubatch moves the states of other
+        sequences. llama.cpp first computes the sequences that have one token left. It does not divide the last
+        `n_rs_seq` + 1 tokens of the other sequences.
         """
         self._restored.difference_update(chunk.sequence for chunk in chunks)
         self._n_back.clear()
@@ -54,16 +56,17 @@ class Rollback:
         return self._n_back.get(sequence, 0)
 
     def note_restored(self, sequence: int) -> None:
-        """Notes that a sequence has lost tokens. It can lose no more until its next pass."""
+        """Notes that a sequence has lost tokens. It can lose no more tokens until its next pass."""
         self._n_back.pop(sequence, None)
         self._restored.add(sequence)
 
     def can_copy(self, sequence: int) -> bool:
-        """Returns whether the state of a sequence is where llama.cpp copies it from."""
+        """Returns True if the state of a sequence can be copied. After a rollback, llama.cpp would copy
+        another state."""
         return sequence not in self._restored
 
     def note_shared(self, *sequences: int) -> None:
-        """Notes that sequences share a state: what one loses, all would lose."""
+        """Notes that sequences share a state. None of them can lose tokens, because the others would lose them, too."""
         for sequence in sequences:
             self._n_back.pop(sequence, None)
 

@@ -1,8 +1,8 @@
-"""Keeps few pages of tables in memory that are read by row, where a memory limit counts them.
+"""Limits the memory of tables that are read row by row, if a memory limit counts their pages.
 
-llama.cpp maps such a table, and the kernel reads the page of each row that a token looks up. On a machine without a
-limit the kernel keeps these pages as long as nothing else takes the memory. A memory cgroup counts them like slots,
-so what other loads see as free would shrink. There they are dropped whenever they may be more than planned.
+llama.cpp maps such a table, and the operating system reads the page of each row that a token looks up. On a machine
+without a limit these pages stay as long as nothing else needs the memory. A memory cgroup counts them like slots, so
+that other loads would see less free memory. There the pages are dropped whenever they may exceed the plan.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from pathlib import Path
 from moegguf.engine.machine import MACHINE, read_memory
 from moegguf.gguf.experts import ExpertLayout, RowTable
 
-ROW_PAGES_BYTES = 64 << 20  # most bytes of tables' pages in memory; the plan counts them among the weights
+ROW_PAGES_BYTES = 64 << 20  # most bytes of row tables' pages in memory; the plan counts them among the weights
 _MAPS = Path("/proc/self/maps")
 _STATM = Path("/proc/self/statm")
 
 
 def row_pages_bytes(layout: ExpertLayout) -> int:
-    """Returns the bytes of memory that a plan counts for the pages of a model's tables."""
+    """Returns the bytes of memory that a plan counts for the pages of a model's row tables."""
     return min(ROW_PAGES_BYTES, sum(table.n_bytes for table in layout.row_tables))
 
 
 class RowTables:
-    """The tables of a model that was just loaded."""
+    """The row tables of a model that was just loaded."""
 
     def __init__(self, layout: ExpertLayout) -> None:
         is_limited = bool(layout.row_tables) and read_memory().limited_by != MACHINE
         self._layout = layout
         self._tables = layout.row_tables if is_limited else ()
-        self._before = _mapped_bytes() if is_limited else 0  # mapped bytes of other files: libraries
+        self._before = _mapped_bytes() if is_limited else 0  # bytes of other mapped files, such as libraries
 
     def after_pass(self) -> None:
-        """Drops the pages where the next pass might need more than planned."""
+        """Drops the pages if the next pass might need more of them than planned."""
         if self._tables and _mapped_bytes() - self._before > ROW_PAGES_BYTES // 2:
             self.drop_pages()
 
     def drop_pages(self) -> None:
-        """Drops the pages. Their rows are read from the file again."""
+        """Drops the pages from memory. Their rows are then read from the file again."""
         for table in self._tables:
             shard = self._layout.shards[table.shard]
             for begin, n_bytes in _mapped(shard.path, table):
@@ -53,12 +53,12 @@ class RowTables:
 
 
 def _mapped_bytes() -> int:
-    """Returns the bytes of mapped files that are in this process's memory."""
+    """Returns the bytes of mapped files that are in this process's memory at present."""
     return int(_STATM.read_text().split()[2]) * mmap.PAGESIZE
 
 
 def _mapped(path: Path, table: RowTable) -> Iterator[tuple[int, int]]:
-    """Yields (address, bytes) of whole pages of a table in this process."""
+    """Yields (address, bytes) of the whole pages of a table that this process has mapped."""
     first = -(-table.offset // mmap.PAGESIZE) * mmap.PAGESIZE
     last = (table.offset + table.n_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
     file = os.stat(path)
@@ -76,6 +76,6 @@ def _mapped(path: Path, table: RowTable) -> Iterator[tuple[int, int]]:
 
 
 def _libc_madvise(begin: int, n_bytes: int) -> None:
-    """Has the kernel forget where these pages of a read-only mapping are. What they hold stays in the file."""
+    """Drops pages of a read-only mapping from this process's memory. Their content stays in the file."""
     madvise = c.CDLL(None, use_errno=True).madvise
     madvise(c.c_void_p(begin), c.c_size_t(n_bytes), mmap.MADV_DONTNEED)

@@ -1,4 +1,4 @@
-"""Hit rates that answers reached on this machine, kept for later plans of the same model."""
+"""Keeps the hit rates that answers reached on this machine, for later plans of the same model."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from moegguf.engine.stats import Stats
 from moegguf.errors import ExpertIOError
 from moegguf.gguf.experts import ExpertLayout
 
-LEAST_PASSES = 32  # a shorter answer has no hit rate that says something
+LEAST_PASSES = 32  # the hit rate of a shorter answer has no meaning
 
 
 class RunHits:
-    """Counters of one load's answers, by the share of experts that had a slot. They are kept by `save`."""
+    """Counts the hits of one load's answers, for each share of experts that had a slot. `save` writes the hit rates."""
 
     def __init__(self, layout: ExpertLayout) -> None:
         self._layout = layout
         self._answers = dict[float, Stats]()
 
     def add(self, answer: Stats) -> None:
-        """Counts an answer, unless it is short, slots were still empty, or every expert had a slot."""
+        """Counts an answer. Ignores it if it is short, if slots were still empty, or if every expert had a slot."""
         if answer.passes >= LEAST_PASSES and answer.slots_used == answer.n_slots < answer.n_experts:
             share = round(answer.n_slots / answer.n_experts, 2)
             before = self._answers.get(share)
             self._answers[share] = before + answer if before else answer
 
     def save(self) -> None:
-        """Keeps the hit rates, in place of those that earlier loads had with the same shares."""
+        """Saves the hit rates. They replace the hit rates of earlier loads with the same shares of slots."""
         if self._answers:
             rates = {share: answers.hit_rate for share, answers in self._answers.items()}
             with suppress(ExpertIOError):
@@ -35,7 +35,7 @@ class RunHits:
 
 
 def read_run_hits(layout: ExpertLayout) -> dict[float, float]:
-    """Returns {share of experts with a slot: hit rate} of earlier loads; empty where the file is damaged."""
+    """Returns {share of experts with a slot: hit rate} of earlier loads; {} if the file is damaged or missing."""
     with suppress(ExpertIOError, ValueError, TypeError):
         return {float(share): min(1.0, float(rate)) for share, rate in _fact(layout).read(list) or ()}
     return {}

@@ -1,7 +1,8 @@
-"""Many sequences in one context: passes with tokens of several, and whether bits depend on what else is in a pass.
+"""Several sequences in one context: passes with tokens of many sequences, and whether a token's bits depend on the rest
+of its pass.
 
-They share one KV cache (llama.cpp's `kv_unified`): a cell can belong to every sequence that begins with the same
-tokens, so that a prefix is copied without copying data.
+Sequences share one KV cache (llama.cpp's `kv_unified`). A cell can belong to every sequence that begins with the same
+tokens, so that sequences share a prefix without copying data.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
 MAX_SEQUENCES = 256  # llama.cpp's LLAMA_MAX_SEQ
 
 CACHE_TYPES = tuple(map(ggml_type, ("f32", "f16", "q8_0")))  # types that the attention kernels read
-HEAD_STEP = 16  # the attention kernels need rows of a multiple of this
-_FLASH_OFF = 0  # enum llama_flash_attn_type
-# Architectures with a recurrent state whose whole graphs are checked (tests/live/test_hybrid_width.py).
+HEAD_STEP = 16  # the attention kernels need rows whose length is a multiple of this
+_FLASH_OFF = 0  # value of enum llama_flash_attn_type
+# Architectures with a recurrent state whose whole graph was checked (tests/live/test_hybrid_width.py).
 STATEFUL_ARCHS = frozenset((
     "bailingmoe3", "deepseek4", "glm5-next", "granitehybrid", "jamba", "kimi-k3", "kimi-linear", "lfm2moe",
     "minimax-01", "nemotron_h_moe", "qwen35moe", "qwen3next", "qwen4exp",
@@ -43,35 +44,34 @@ Tokens = Sequence[int] | npt.NDArray[np.intc]
 
 @dataclass(frozen=True)
 class SequenceTokens:
-    """Consecutive tokens of one sequence in a pass, after its first `n_past`. `request`: its number in routing events.
-    `wants_logits`: of the last token; `all_logits`: of every one. `draft`: tokens that may come after these; logits of
-    each are wanted, too."""
+    """Consecutive tokens of one sequence in a pass."""
 
     sequence: int
     tokens: Sequence[int]
-    n_past: int
-    request: int
+    n_past: int  # number of tokens of the sequence before these
+    request: int  # number of the request in routing events
     phase: Phase
-    wants_logits: bool = True
-    all_logits: bool = False
-    draft: Sequence[int] = ()
+    wants_logits: bool = True  # True: the last token, and each token of `draft`, have logits
+    all_logits: bool = False  # True: every token has logits
+    draft: Sequence[int] = ()  # tokens that may come after `tokens`
 
     @property
     def n_evaluated(self) -> int:
-        """Tokens in the pass."""
+        """Number of the sequence's tokens in the pass, with its draft."""
         return len(self.tokens) + len(self.draft)
 
 
 def common_tokens(a: Tokens, b: Tokens) -> int:
-    """Equal tokens at the beginning of both."""
+    """Returns how many tokens at the beginning of both are equal."""
     n = min(len(a), len(b))
     differ = np.flatnonzero(np.asarray(a[:n], np.intc) != np.asarray(b[:n], np.intc))
     return int(differ[0]) if differ.size else n
 
 
 class PassBatch:
-    """struct llama_batch for up to `n_max` tokens of any sequences; as the bindings' batch, it has an attribute `batch`
-    and can be given to their context. Its first `batch.n_tokens` `tokens`, and which of them have `logits`, are set."""
+    """A struct llama_batch for up to `n_max` tokens of any sequences. Like the bindings' batch, it has an attribute
+    `batch` and can be passed to their context. `tokens` has the tokens, and `logits` is 1 for tokens with logits; only
+    the first `batch.n_tokens` entries are in use."""
 
     def __init__(self, n_max: int) -> None:
         bindings = library.llama_cpp()
@@ -91,7 +91,8 @@ class PassBatch:
     def fill(
         self, chunks: Sequence[SequenceTokens], position: Callable[[int], int] = int, all_logits: bool = False
     ) -> list[int]:
-        """Sets the tokens. Returns the row of logits of each chunk's last token; the rows of its draft come next.
+        """Sets the tokens of the batch. Returns the row of logits of each chunk's last token; the rows of its draft
+        follow.
 
         position: returns the position of the token after the first n.
 
@@ -117,10 +118,11 @@ class PassBatch:
 
 
 def is_batch_invariant(llm: UpstreamLlama, layout: ExpertLayout, plan: Plan) -> bool:
-    """Returns whether a token has the same bits in a pass of any width, beside any sequences, wherever its cells lie.
+    """Returns True if a token has the same bits in a pass of any width, with any other sequences, wherever its cells
+    lie.
 
-    The CPU kernels of `native/kernels` and plain products promise it (`tools/width_check.py`).
-    GPUs, recurrent states of other architectures than STATEFUL_ARCHS, attention without flash attention, and processors
+    The CPU kernels of `native/kernels` and plain matrix products guarantee this (`tools/width_check.py`). GPUs,
+    recurrent states of architectures outside of STATEFUL_ARCHS, attention without flash attention, and processors
     without AVX2 do not.
     """
     params, arch = llm.context_params, llm.metadata.get("general.architecture")
@@ -130,7 +132,7 @@ def is_batch_invariant(llm: UpstreamLlama, layout: ExpertLayout, plan: Plan) -> 
         and not gpus()  # GPUs would compute long prompts
         and (not llm._is_stateful or arch in STATEFUL_ARCHS)
         and params.flash_attn_type != _FLASH_OFF
-        and arch != "grok"  # llama.cpp computes it without flash attention
+        and arch != "grok"  # llama.cpp computes grok without flash attention
         and {params.type_k, params.type_v} <= set(CACHE_TYPES)
         and all(n % HEAD_STEP == 0 for n in (*layout.hparams.key_lengths, *layout.hparams.value_lengths))
     )

@@ -1,7 +1,7 @@
-"""The expert store of one model, its context there, what decides and records there, and its budgets.
+"""The expert store of one model, with its connection to llama.cpp, its listeners, and the figures of its tiers.
 
-Lifetimes: the store is opened before the model and closed after it, because the model's expert tensors lie in the
-store's reserved buffer type. The arrays passed to llama.cpp are kept here until then.
+The store is opened before the model and closed after it, because the model's expert tensors lie in the store's reserved
+buffer type. The arrays that were passed to llama.cpp are kept here until then.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ EXPERT_TENSORS = r"\.ffn_(gate|up|down|gate_up)_exps\.weight"
 def open_store(
     layout: ExpertLayout, plan: Plan, options: StoreOptions, mirrors: Sequence[Sequence[Path]] = ()
 ) -> Store:
-    """Opens a store with the plan's slots, or with fewer, and a warning, when a device has too little memory.
+    """Opens a store with the plan's slots. If a device has too little memory, there are fewer slots, and a warning.
 
-    mirrors: copies of the layout's shards. Raises AllocationError when not even the minimum fits, and OptionError for a
+    mirrors: copies of the layout's shards. Raises AllocationError if not even the minimum fits, and OptionError for a
     mirror that differs.
     """
     used = [part for part in plan.memories if part.n_slots]
-    if plan.tensor_split is None:  # one memory has all slots, and the caller may have named its device
+    if plan.tensor_split is None:  # one memory has all slots, and the user may have named its device
         name = used[0].name or options.device
         used = [replace(used[0], name=name, layers=tuple(range(layout.n_layer)))]
     layout = padded(layout, [part.name for part in used])
@@ -92,19 +92,21 @@ def open_store(
 
 
 def staging_of_pool(n_staging: int, n_pools: int) -> int:
-    """Returns the staging tensors of each pool of a device with `n_staging` of them: at least one, if there are any."""
+    """Returns how many staging tensors each pool of a device has, if the device has `n_staging`: at least one,
+    if any."""
     return max(1, n_staging // n_pools) if n_staging else 0
 
 
 def pools_of(layout: ExpertLayout, part: MemoryPlan, needed: int, n_staging: int = 0) -> list[MemoryPlan]:
     """Returns a device's part as one pool, or as several pools, each for some of its layers.
 
-    There are several if one would be larger than the device's buffers or kernels take. The pools have fewer slots,
-    with a warning, if they would have too few for a pass.
+    There are several if one would be larger than the device's buffers or kernels allow. If several would have too few
+    slots for a pass, there is one pool with fewer slots instead, and a warning.
 
     needed: slots that a pass uses in a layer.
 
-    n_staging: staging tensors of the device. If this is less than one for each pool, the others take memory of slots.
+    n_staging: staging tensors of the device. If there are fewer of them than pools, the missing ones take memory of
+    slots.
     """
     most = most_slots(layout, part.name, part.n_slots)
     if most >= part.n_slots:
@@ -131,7 +133,7 @@ def pools_of(layout: ExpertLayout, part: MemoryPlan, needed: int, n_staging: int
 
 
 class Place(enum.IntEnum):
-    """The place of an expert: in the file alone, on its way to a slot, or in a slot."""
+    """The place of an expert: only in the file (DISK), on its way to a slot, or in a slot."""
 
     DISK = 0
     LOADING = 1
@@ -139,7 +141,7 @@ class Place(enum.IntEnum):
     VRAM = 3
 
 
-# Figures of `moegguf_tier_info` that add up over the devices of a tier.
+# Figures of `moegguf_tier_info` that are sums over the devices of a tier.
 _TIER_SUMS = (
     "lookups", "hits_ready", "hits_late", "misses", "evictions", "bytes_missed", "bytes_prefetched", "stall_ns",
     "stream_waits", "copy_ns", "slots_used", "slots_pinned", "pool_bytes", "n_slots", "n_slots_usable",
@@ -147,35 +149,36 @@ _TIER_SUMS = (
 
 
 class RoutingListener(Protocol):
-    """Receives announcements, unless it ignores them, and routing events, on the store's event thread."""
+    """An object that receives routing events, and announcements unless it ignores them, on the store's event thread."""
 
     @property
     def listen_options(self) -> ListenOptions:
-        """The events and arrays that the store has to send."""
+        """The events and arrays that the store has to send to this listener."""
 
     def announce(self, announcement: Announcement) -> None:
-        """Tokens are about to be evaluated."""
+        """Called before tokens are evaluated."""
         return
 
     def observe(self, event: RoutingEvent) -> None:
-        """A layer was routed."""
+        """Called after the router of a layer has chosen experts."""
 
 
 class RoutingListeners:
-    """The listeners of one store, such as the controller and a recorder: every event goes to each, in order. Without
-    any the store has nobody to tell, and the routing of a resident model costs nothing. Adding or removing one renews
-    the subscription, between routing events."""
+    """The listeners of one store, such as the controller and a recorder. Each of them receives every event, in order.
+    Without a listener the store sends no events, and the routing of a resident model costs nothing. Adding or removing
+    a listener renews the subscription between two routing events."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._listeners: tuple[RoutingListener, ...] = ()
 
     def add(self, listener: RoutingListener) -> None:
-        """`listener` receives every event from now on."""
+        """Adds a listener, which receives every event from now on."""
         self._subscribe((*self._listeners, listener))
 
     def remove(self, listener: RoutingListener) -> None:
-        """Returns after the last event that `listener` receives. No effect when it was not added."""
+        """Removes a listener. Returns after the last event that it receives. Does nothing if the listener was not
+        added."""
         if listener in self._listeners:
             self._subscribe(tuple(other for other in self._listeners if other is not listener))
 
@@ -203,7 +206,7 @@ class RoutingListeners:
             for listener in self._listeners:
                 listener.observe(event)
         except BaseException:
-            self._listeners = ()  # nobody is called again, also where another one is added
+            self._listeners = ()  # no listener is called again, even if another one is added
             raise
 
 
@@ -214,8 +217,8 @@ class _Override(c.Structure):
 
 
 class Session:
-    """One store, attached to one `Llama`. `layout`: of the layers whose experts have slots. mirrors: copies of its
-    shards."""
+    """One expert store, attached to one `Llama`. layout: the layers whose experts have slots. mirrors: copies of the
+    layout's shards."""
 
     def __init__(
         self, layout: ExpertLayout, plan: Plan, options: StoreOptions, mirrors: Sequence[Sequence[Path]] = ()
@@ -226,7 +229,7 @@ class Session:
         self._pid = os.getpid()
         self.store = open_store(layout, plan, options, mirrors)
         self._has_mirrors = bool(mirrors)
-        self._dropped = set[int]()  # copies that a warning was given of
+        self._dropped = set[int]()  # copies for which a warning was given
         self._warn_of_dropped()
         self.listeners = RoutingListeners(self.store)
         layers = "|".join(str(layer.il) for layer in layout.layers)
@@ -237,13 +240,14 @@ class Session:
         self._devices = (c.c_void_p * (len(on_devices) + 1))(*on_devices, None)
 
     def attach_model(self, params: c.Structure) -> None:
-        """Experts go to the reserved buffer type; the store reads them."""
+        """Makes llama.cpp put experts into the store's reserved buffer type, so that only the store reads them."""
         params.tensor_buft_overrides = c.addressof(self._overrides)
         if self.plan.devices:
             params.devices = c.addressof(self._devices)
 
     def attach_context(self, params: c.Structure) -> None:
-        """The hook runs at each layer's routing, and a failed pass ends at its next node."""
+        """Sets the hook that runs at each layer's routing, and the callback that ends a failed pass at its
+        next node."""
         params.cb_eval = self._bindings.ggml_backend_sched_eval_callback(self.store.context.eval_callback())
         params.cb_eval_user_data = self.store.handle
         params.abort_callback = self._bindings.ggml_abort_callback(self.store.context.abort_callback())
@@ -252,11 +256,11 @@ class Session:
         params.op_offload = False
 
     def give_slots_back(self, unload: Callable[[], object]) -> bool:
-        """Gives half of the slots' memory on a device back, because something did not fit beside them.
+        """Frees half of the slots on devices, because something else did not fit into a device's memory.
 
-        Returns False if no slots can be given back.
+        Returns False if no slots can be freed.
 
-        unload: frees the parts that did fit.
+        unload: called first, to free the parts that did fit.
         """
         least = sum(device.pass_slots for device in self.store.devices)
         n_slots = self.store.info()["n_slots_usable"]
@@ -278,7 +282,7 @@ class Session:
         return os.getpid() != self._pid
 
     def raise_failure(self) -> None:
-        """Raises the typed error of the last pass, if it failed, and an exception of a callback. Warns of copies of the
+        """Raises the typed error of the last pass if it failed, or the exception of a callback. Warns of copies of the
         model that failed."""
         self._warn_of_dropped()
         failure = self.store.context.take_failure()
@@ -287,7 +291,7 @@ class Session:
         self.store.raise_callback_error()
 
     def _warn_of_dropped(self) -> None:
-        """Warns once of each copy of the model's files that is not read any more."""
+        """Warns once for each copy of the model's files that is not read any more."""
         for index, drive in enumerate(self.store.drives() if self._has_mirrors else ()):
             if drive["dropped"] and index not in self._dropped:
                 self._dropped.add(index)
@@ -298,7 +302,7 @@ class Session:
                 )
 
     def _drives(self) -> tuple[DriveStats, ...]:
-        """Returns the figures of each copy of the model's files, where there are several."""
+        """Returns the figures of each copy of the model's files; () without mirrors."""
         return tuple(
             DriveStats(
                 f"mirror {index}" if index else "file",
@@ -311,7 +315,7 @@ class Session:
         )
 
     def stats(self, eval_s: float) -> Stats:
-        """The store's counters, with `eval_s` seconds of evaluation measured by the caller."""
+        """Returns the store's counters. eval_s: seconds of evaluation, which the caller has measured."""
         counters, info = self.store.counters(), self.store.info()
         seconds: dict[str, Any] = {
             f"{name}_s": counters[f"{name}_ns"] / 1e9 for name in ("stall", "hook", "read", "upload")
@@ -340,7 +344,8 @@ class Session:
         )
 
     def places(self) -> npt.NDArray[np.uint8]:
-        """(n_layer, n_expert): where each expert is, as a `Place`. One that is in several tiers is in the first."""
+        """Returns the `Place` of each expert, shape (n_layer, n_expert). An expert in several tiers is in the first of
+        them."""
         places = np.zeros(self.store.shape, np.uint8)
         for tier in reversed(self.store.tiers):
             there = self.store.residency(tier)
@@ -353,10 +358,10 @@ class Session:
         return places
 
     def tiers(self) -> dict[str, dict[str, Any]]:
-        """Returns every figure of each tier, the nearest to the layers first, with times in ns.
+        """Returns every figure of each tier, with times in ns. The tier from which layers compute comes first.
 
         The tiers are "VRAM" and "RAM", or "RAM" alone. "CPU" follows if a device leaves layers to the CPU, which
-        computes them with slots in RAM of its own. VRAM counts the look-ups of its layers, RAM the look-ups that VRAM
+        computes them from separate slots in RAM. VRAM counts the look-ups of its layers, RAM the look-ups that VRAM
         missed.
         """
         names = (VRAM, RAM) if self._on_device else (RAM,)
@@ -371,14 +376,14 @@ class Session:
 
     @property
     def _on_device(self) -> bool:
-        """True if layers compute with slots in a device's memory."""
+        """True if layers compute from slots in a device's memory."""
         return any(device.name not in (None, CPU) for device in self.store.devices)
 
     @property
     def _cpu_slots(self) -> list[DeviceSlots]:
-        """Slots of the CPU beside devices, if it has any."""
+        """The slots from which the CPU computes layers while devices compute others; empty without such slots."""
         return [device for device in self.store.devices if self._on_device and device.name in (None, CPU)]
 
     def close(self) -> None:
-        """Frees the store, once llama.cpp's context and the model are gone. Twice is harmless."""
+        """Frees the store. Call it after llama.cpp's context and model are freed. Twice is harmless."""
         self.store.close()

@@ -1,4 +1,4 @@
-"""Devices whose slots `trace simulate` simulates: as the plan divides a budget over devices with memory without end."""
+"""Simulated devices for `trace simulate`: a plan divides a budget among devices with unlimited memory."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _ENOUGH_BYTES = 1 << 60
 def simulated_budgets(
     shape: MoeShape, shares: Sequence[float], tensor_split: Sequence[float], device_links: Sequence[str]
 ) -> dict[float, tuple[DeviceSlots, ...]]:
-    """{share of the experts in VRAM: devices}, for each share on one device, or, with a tensor_split, for the one
-    budget that all shares are. device_links: as texts. Raises what `devices_of` raises."""
+    """Returns {share of the experts in VRAM: devices}. Without a tensor_split, each share has one device. With one, the
+    shares together are one budget for several devices. device_links: links as texts. Raises what `devices_of` raises.
+    """
     links = [parse_link(text) for text in device_links]
     if not tensor_split:
         if len(links) > 1:
@@ -33,7 +34,7 @@ def simulated_budgets(
 def devices_of(
     shape: MoeShape, shares: Sequence[float], tensor_split: Sequence[float], links: Sequence[Link]
 ) -> tuple[DeviceSlots, ...]:
-    """Returns simulated devices that layers are split over as llama.cpp does, with slots and staging tensors.
+    """Returns simulated devices with slots and staging tensors. Layers are split among them as llama.cpp does it.
 
     shares: share of all experts (0 to 1), one for all devices together or one for each.
 

@@ -1,16 +1,16 @@
-"""The one solver: which memory has which experts, context and buffers, within the budgets of a load.
+"""The solver decides which memory has which experts, context and buffers, within the budgets of a load.
 
 `make_plan` plans each placement that is allowed and fits, and takes the fastest (`_choose`). A placement is a plan of
 one kind:
 - The CPU computes everything (`_plan_cpu`).
-- A device computes everything but the experts of some layers (`plan_layers`).
+- A device computes everything except the experts of some layers (`plan_layers`).
 - Devices compute from slots (`plan_slots`), with slots of RAM below and layers left to the CPU.
 
-`Pool` decides for each memory how many slots it has, and how many tokens a pass has, beside everything else that lies
-there. Buffers of a pass grow with its tokens. Fewer tokens leave room for more slots, which saves reads of answers. But
-every pass of a prompt fetches most experts again.
+`Pool` decides for each memory how many slots it has, and how many tokens a pass has, in addition to everything else
+that lies there. Buffers of a pass grow with its tokens. Fewer tokens leave room for more slots, which saves reads of
+answers. But every pass of a prompt fetches most experts again.
 
-The solver reads no weights, measures nothing and allocates nothing: equal arguments give equal plans.
+The solver reads no weights, measures nothing and allocates nothing: equal arguments lead to equal plans.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ def make_plan(
     speeds: Speeds | None = None,
     hits: HitCurve | None = None,
 ) -> Plan:
-    """The plan for running `layout` on `machine`: on its devices, if it has some and the model has experts.
+    """Returns the plan for running `layout` on `machine`. Devices are used if the machine has some.
 
-    speeds: of one device, by which placements are compared; None: the first that fits is taken. hits: hit rates to
-    expect; None: published ones. Raises BudgetError, stating the minimum, where nothing that `spec` allows fits, and
-    OptionError for options that do not fit the devices.
+    speeds: speeds of the only device, with which placements are compared; None: takes the first placement that fits.
+    hits: hit rates to expect; None: published ones. Raises BudgetError, with the minimum, if nothing that `spec` allows
+    fits. Raises OptionError for options that do not fit the devices.
     """
     task = Task.of(layout, machine, spec)
     if not machine.devices:
@@ -105,7 +105,7 @@ def make_plan(
 
 @dataclass(frozen=True)
 class Task:
-    """One question to the solver: a model, a machine, and the options and sizes of a load."""
+    """The input of the solver: a model, a machine, and the options and sizes of a load."""
 
     layout: ExpertLayout
     machine: Machine
@@ -114,17 +114,17 @@ class Task:
 
     @classmethod
     def of(cls, layout: ExpertLayout, machine: Machine, spec: LoadSpec) -> Task:
-        """The question of these options. Raises what `Sizes.of` raises."""
+        """Makes a task from these options. Raises what `Sizes.of` raises."""
         return cls(layout, machine, spec, Sizes.of(layout, spec))
 
     @property
     def is_divided(self) -> bool:
-        """Returns whether layers are divided over devices, or between one and the CPU."""
+        """True if layers are divided among devices, or between one device and the CPU."""
         return self.spec.is_divided(self.machine.devices)
 
     @property
     def cpu_streams(self) -> bool:
-        """Returns whether the store may stream experts through the CPU's slots."""
+        """True if the store may stream experts through the CPU's slots."""
         store = self.spec.store
         return store.overlap if self.machine.devices else store.can_stream
 
@@ -136,16 +136,16 @@ class Task:
 
     @property
     def n_gpu_layers(self) -> int:
-        """Layers that devices compute, as llama.cpp counts; -1: every layer."""
+        """Number of layers that devices compute, as llama.cpp counts them; -1: every layer."""
         given = self.spec.n_gpu_layers
         return given if self.is_divided and given is not None else -1
 
 
 def _plan_each(task: Task) -> tuple[dict[Kind, Plan], dict[Kind, BudgetError]]:
-    """Returns the plan of each kind that fits, and why the others do not."""
+    """Returns the plan of each kind that fits, and the errors of the kinds that do not fit."""
     plans, refused = dict[Kind, Plan](), dict[Kind, BudgetError]()
     for kind, plan in _WAYS.items():
-        # Slots for every expert are the same as whole layers without the CPU.
+        # Whole layers without the CPU would be the same as slots for every expert.
         if kind == "layers" and (task.is_divided or "resident" in plans):
             continue
         if kind == "cpu" and task.is_divided and plans:
@@ -160,7 +160,8 @@ def _plan_each(task: Task) -> tuple[dict[Kind, Plan], dict[Kind, BudgetError]]:
 
 
 def _allowed(task: Task, plans: Mapping[Kind, Plan], refused: Mapping[Kind, BudgetError]) -> list[Kind]:
-    """Returns the kinds of these plans that may be taken. Raises the error of the first one in question if none may."""
+    """Returns the kinds of these plans that the options allow. If there is none, raises the error of a
+    requested kind."""
     spec = task.spec
     no_cpu = spec.refuses_cpu or (task.is_divided and spec.vram_cache != (AUTO,))
     asked = [kind for kind in KINDS_OF[spec.placement] if not (kind == "cpu" and no_cpu)]
@@ -177,7 +178,7 @@ def _allowed(task: Task, plans: Mapping[Kind, Plan], refused: Mapping[Kind, Budg
 def _choose(
     task: Task, plans: Mapping[Kind, Plan], allowed: Sequence[Kind], speeds: Speeds, hits: HitCurve
 ) -> PlacementPlan:
-    """Chooses the fastest of the allowed placements."""
+    """Chooses the fastest of the allowed placements, and explains the choice."""
     predicted = {kind: predict(task.layout, kind, found, speeds, hits) for kind, found in plans.items()}
     ordered = tuple(sorted(predicted.values(), key=lambda placement: placement.request_s))
     chosen = next(placement for placement in ordered if placement.kind in allowed)
@@ -196,8 +197,8 @@ def _choose(
 
 
 def predict(layout: ExpertLayout, kind: Kind, plan: Plan, speeds: Speeds, hits: HitCurve) -> Placement:
-    """The placement of a plan of this kind, with the tokens per second that the cost model predicts, the context half
-    full."""
+    """Returns the placement of a plan of this kind, with the tokens per second that the cost model predicts while the
+    context is half full."""
     model, rest = ModelBytes.of(layout, plan.needs.kv_bytes // 2), plan.slots_layout(layout)
     share = rest.expert_bytes / layout.expert_bytes
     held = plan.n_slots / rest.n_expert_total
@@ -230,15 +231,15 @@ def predict(layout: ExpertLayout, kind: Kind, plan: Plan, speeds: Speeds, hits: 
 
 
 def best_fit(layout: ExpertLayout, found: Iterable[Fit], n_ctx: int = PROMPT_TOKENS) -> Fit:
-    """Returns the fit whose requests cost least (`request_cost`) in a context of `n_ctx` tokens; of those within ABOUT
-    times that cost, the first."""
+    """Returns the first fit that costs at most ABOUT times as much as the cheapest one. The cost (`request_cost`) is
+    for typical requests in a context of `n_ctx` tokens."""
     costs = [(request_cost(layout, *fit, n_ctx), fit) for fit in found]
     least = min(cost for cost, _ in costs)
     return next(fit for cost, fit in costs if cost <= least * ABOUT)
 
 
 def budget_slots(cache: ExpertCache, layout: ExpertLayout, slot_bytes: int, free_bytes: int = 0) -> int:
-    """Slots of a budget, maybe more than there are experts; "auto": in what is free."""
+    """Returns how many slots a budget holds, maybe more than there are experts; "auto": slots in the free bytes."""
     if cache.mode == "fraction":
         return math.floor(cache.fraction * layout.n_expert_total + 1e-9)
     n_bytes = cache.n_bytes if cache.mode == "bytes" else min(free_bytes, cache.n_bytes or free_bytes)
@@ -247,30 +248,30 @@ def budget_slots(cache: ExpertCache, layout: ExpertLayout, slot_bytes: int, free
 
 @dataclass
 class Pool:
-    """A model in one memory, or in the memories of several devices together, with slots for its experts."""
+    """Plans the slots of a model's experts, and the tokens of a pass, in one memory or in several devices' memories."""
 
     layout: ExpertLayout
-    cache: ExpertCache  # the budget
+    cache: ExpertCache  # budget for experts
     memory: Memory
-    sizes: Sizes  # sizes that are not given are chosen here
-    streams: bool = False  # experts without a slot are streamed or staged
+    sizes: Sizes  # missing sizes are chosen here
+    streams: bool = False  # True: experts without a slot are streamed or staged
     option: str = "expert_cache"  # name of the option with the budget
-    staging_bytes: int = 0  # bytes of tensors in which prompts are staged
-    staging_within: bool = True  # a given budget holds these tensors, too
+    staging_bytes: int = 0  # bytes of staging tensors
+    staging_within: bool = True  # True: a given budget includes these tensors
     slot_tokens: int = NO_LIMIT  # most tokens of a pass that is not staged (`plan.allowed_ubatch`)
 
     def __post_init__(self) -> None:
-        """Raises OptionError for a context that cannot be."""
+        """Chooses the context. Raises OptionError for an impossible one."""
         self.sizes = choose_context(self.layout, self.sizes, self.memory.available_bytes, self.cache)
         self.slot_bytes = slot_bytes(self.layout)
         self.reasons = list(self.sizes.reasons)
-        self.pass_reason: tuple[str, ...] = ()  # one sentence about the tokens of a pass, after `fit`
+        self.pass_reason: tuple[str, ...] = ()  # a sentence about the tokens of a pass, which `fit` sets
 
     def fit(self) -> Fit:
-        """Returns the slots and the tokens of a pass.
+        """Returns the number of slots, and the tokens of a pass.
 
-        Raises BudgetError with the minimum when the budget (or, for "auto", the free memory) is too small. It has to
-        hold the experts that one token uses in one layer, and the experts of an image that has to be read in one pass.
+        Raises BudgetError, with the minimum, if the budget (or, for "auto", the free memory) is too small. It must hold
+        the experts that one token uses in one layer, and the experts of an image that must be read in one pass.
         """
         layout = self.layout
         if not layout.is_moe:
@@ -286,14 +287,14 @@ class Pool:
         return fit
 
     def _auto_fit(self) -> Fit:
-        """Slots and tokens of a pass in what is free after everything else and the margin."""
+        """Returns the slots and the tokens of a pass that fit into the memory after everything else and the margin."""
         layout, sizes, memory, size = self.layout, self.sizes, self.memory, self.slot_bytes
         most, found = layout.n_expert_total, list[Fit]()
         if self.cache.n_bytes:
             most = min(most, self.cache.n_bytes // size - self._staging_slots())
         for n_ubatch in self._ubatches(sizes.most_ubatch(layout)):
             if found and found[0] == (layout.n_expert_total, sizes.usual_ubatch):
-                break  # a longer pass has nothing to save
+                break  # a longer pass would save nothing
             needs = sizes.needs(layout, n_ubatch)
             free_bytes = memory.usable_bytes - self.staging_bytes - needs.total_bytes(0)
             n_slots = min(most, max(0, free_bytes) // (size + needs.slot_work_bytes))
@@ -318,7 +319,8 @@ class Pool:
         return fit
 
     def _given_fit(self) -> Fit:
-        """The slots of a given budget, and the most tokens of a pass that fit into the free memory beside them."""
+        """Returns the slots of a given budget, and the best tokens of a pass that fit into the free memory
+        beside them."""
         layout, sizes, size, budget = self.layout, self.sizes, self.slot_bytes, f"{self.option}={str(self.cache)!r}"
         n_total, n_staged = layout.n_expert_total, self._staging_slots()
         n_held = budget_slots(self.cache, layout, size) - n_staged
@@ -345,10 +347,10 @@ class Pool:
         return best_fit(self.layout, found, self.sizes.n_ctx or PROMPT_TOKENS)
 
     def _given_fits(self, n_slots: int, most: int) -> list[Fit]:
-        """Returns the passes to choose from beside a given number of slots, of at most `most` tokens.
+        """Returns the fits with a given number of slots from which to choose, for passes of at most `most` tokens.
 
-        A given number of tokens stays, also where the memory is too small for it. A pass that is longer than usual
-        leaves the margin of the memory free.
+        A given number of tokens is kept, even if the memory is too small for it. A pass that is longer than usual must
+        leave the margin of the memory free.
         """
         sizes, layout, memory = self.sizes, self.layout, self.memory
         ubatches = self._ubatches(most)
@@ -359,23 +361,23 @@ class Pool:
         for n_ubatch in ubatches:
             is_longer = n_ubatch > sizes.usual_ubatch
             if is_longer and n_slots == layout.n_expert_total:
-                continue  # it has nothing to save
+                continue  # it would save nothing
             free_bytes = memory.usable_bytes if is_longer else memory.available_bytes
             if sizes.needs(layout, n_ubatch).total_bytes(n_slots) + beside <= free_bytes:
                 found.append((n_slots, n_ubatch))
         return found or [(n_slots, ubatches[0])]
 
     def _staging_slots(self) -> int:
-        """Slots of the budget that staging tensors take."""
+        """Returns how many slots of the budget staging tensors take."""
         return slots_for(self.staging_bytes, self.slot_bytes) if self.staging_within else 0
 
     def _allowed(self, n_slots: int) -> int:
         return allowed_ubatch(self.layout, n_slots, self.streams, self.slot_tokens)
 
     def _ubatches(self, most: int) -> list[int]:
-        """Returns the tokens of a pass to choose from: the usual number, then larger ones, then smaller ones.
+        """Returns the numbers of tokens in a pass from which to choose: the usual one, then larger, then smaller ones.
 
-        These are powers of two, and every number where the pool may be small.
+        These are powers of two, and every number up to SMALL_UBATCH_TOKENS.
         """
         least, usual = self.sizes.one_pass_tokens, min(self.sizes.usual_ubatch, most)
         powers = (1 << bit for bit in range(most.bit_length()))
@@ -385,8 +387,10 @@ class Pool:
         return [usual, *larger, *smaller]
 
     def _explain(self, fit: Fit, found: Sequence[Fit], why: str) -> None:
-        """Notes the reason for the tokens of a pass, which were chosen among `found`. `why`: of fewer than usual, where
-        the pool is not too small for more."""
+        """Sets the reason for the tokens of a pass, which were chosen among `found`.
+
+        why: the reason for fewer tokens than usual, if the pool is not too small for the usual number.
+        """
         (n_slots, n_ubatch), wanted, layout = fit, self.sizes.usual_ubatch, self.layout
         if n_ubatch == wanted:
             self.pass_reason = (pass_reason(n_ubatch, self._why_usual(n_slots, found)),)
@@ -416,13 +420,13 @@ class Pool:
 
 
 def pass_reason(n_ubatch: int, why: str, wanted: int | None = None) -> str:
-    """Returns a sentence about the tokens of a pass. wanted: the usual number, where it is another."""
+    """Returns a sentence about the tokens of a pass. wanted: the usual number, if it differs."""
     instead = f" instead of {wanted}" if wanted else ""
     return f"a prompt is read {n_ubatch} token{'s' * (n_ubatch > 1)} at a time{instead}: {why}"
 
 
 def _planned(layout: ExpertLayout, sizes: Sizes, memories: Sequence[MemoryPlan], n_ubatch: int, **others: Any) -> Plan:
-    """The plan of these memories. others: its other fields."""
+    """Returns a plan with these memories. others: further fields of the plan."""
     return Plan(
         memories=tuple(memories),
         slot_bytes=slot_bytes(layout),
@@ -442,7 +446,7 @@ def _every_layer(layout: ExpertLayout) -> tuple[int, ...]:
 
 
 def _plan_cpu(task: Task) -> Plan:
-    """The plan of a machine whose CPU computes everything."""
+    """Returns the plan of a machine whose CPU computes everything."""
     layout, memory = task.layout, task.machine.memory
     streams = task.cpu_streams and slot_sizes(layout).streams
     pool = Pool(layout, task.spec.expert_cache, memory, task.sizes, streams)
@@ -458,7 +462,10 @@ def _plan_cpu(task: Task) -> Plan:
 
 
 def too_few(budget: str, n_slots: int, least: int, size: int, where: str = "") -> BudgetError:
-    """The error of a budget that holds fewer experts than a token uses, in slots of `size` bytes. where: " on GPU1"."""
+    """Returns the error for a budget that holds `n_slots` experts, fewer than the `least` that a token uses.
+
+    size: bytes of a slot. where: words such as " on GPU1".
+    """
     return BudgetError(
         f"{budget} holds {n_slots} experts{where}, but a token needs {least} in a layer, which is"
         f" {format_bytes(least * size)}; give at least {format_bytes_up(least * size)!r}."
@@ -466,7 +473,7 @@ def too_few(budget: str, n_slots: int, least: int, size: int, where: str = "") -
 
 
 def cycle_warnings(layout: ExpertLayout, n_slots: int, slot_bytes: int) -> Iterator[str]:
-    """A sentence where so few slots hold less than a token's experts over all layers."""
+    """Yields a sentence if `n_slots` slots hold fewer experts than one token uses in all layers."""
     if n_slots < layout.token_cycle_slots:
         cycle = f"{layout.token_cycle_slots} slots, {format_bytes_up(layout.token_cycle_slots * slot_bytes)}"
         yield (
@@ -489,14 +496,14 @@ def short_of(n_bytes: int, memory: Memory, where: str = "") -> Iterator[str]:
 
 
 def host_bytes(layout: ExpertLayout, n_ubatch: int) -> int:
-    """Returns the RAM that a model takes whose layers are all on a device: token embeddings, pages of tables, logits,
-    what is fixed."""
+    """Returns the bytes of RAM that a model takes if a device computes all layers: token embeddings, pages of tables,
+    logits, and what is fixed."""
     rows = layout.embedding_bytes + row_pages_bytes(layout)
     return rows + 4 * n_ubatch * layout.n_vocab + fixed_bytes(layout)
 
 
 def ram_slots(layout: ExpertLayout, cache: ExpertCache, ram: Memory, slot_bytes: int, n_ubatch: int) -> int:
-    """Slots in RAM beside a device. Raises BudgetError where the budget holds no expert at all."""
+    """Returns the number of slots in RAM while a device computes. Raises BudgetError if the budget holds no expert."""
     free_bytes = ram.available_bytes - ram.margin - host_bytes(layout, n_ubatch)
     n_slots = budget_slots(cache, layout, slot_bytes, free_bytes)
     if n_slots < 1:
@@ -508,10 +515,11 @@ def ram_slots(layout: ExpertLayout, cache: ExpertCache, ram: Memory, slot_bytes:
 
 
 def divide_ram_slots(total: int, n_on_cpu: int, n_below: int, least_on_cpu: int) -> tuple[int, int]:
-    """Returns (slots of layers that the CPU computes, slots that fill slots of devices), together `total` in RAM.
+    """Divides `total` slots in RAM. Returns (slots of layers that the CPU computes, slots that fill slots of devices).
 
     They are in proportion to `n_on_cpu` and `n_below`, and never more than these. The CPU has at least `least_on_cpu`,
-    and devices at least one where `n_below` is not 0."""
+    and devices have at least one unless `n_below` is 0.
+    """
     n_cpu = max(least_on_cpu, round(total * n_on_cpu / (n_on_cpu + n_below)))
     n_cpu = min(n_on_cpu, n_cpu, total - min(1, n_below))
     return n_cpu, min(n_below, total - n_cpu)
@@ -521,15 +529,15 @@ def divide_ram_slots(total: int, n_on_cpu: int, n_below: int, least_on_cpu: int)
 
 
 def _expert_room(task: Task, device: Device) -> tuple[Sizes, int]:
-    """The context of a device that computes every layer, and its bytes for experts within its budget, below 0 where not
-    even everything else fits."""
+    """Returns the sizes for a device that computes every layer, and its bytes for experts within its budget. They are
+    negative if not even everything else fits."""
     budget, layout = task.spec.vram_cache[0], task.layout
     sizes = choose_context(layout, task.device_sizes, device.free_bytes, budget)
     if budget.mode == "auto":
         free = device.free_bytes - sizes.needs(layout, sizes.usual_ubatch).total_bytes(0) - device.margin
         return sizes, min(free, budget.n_bytes or free)
     if budget.mode == "fraction" and budget.fraction >= 1:
-        return sizes, layout.n_expert_total * slot_bytes(layout)  # more than the experts, where types differ in size
+        return sizes, layout.n_expert_total * slot_bytes(layout)  # more than the experts' bytes if types differ
     return sizes, budget.n_bytes or round(budget.fraction * layout.expert_bytes)
 
 
@@ -545,10 +553,11 @@ def _last_layers(layout: ExpertLayout, n_bytes: int) -> tuple[int, ...]:
 
 
 def plan_layers(task: Task) -> Plan:
-    """The plan for computing everything on a device but the experts of the first layers, which the CPU computes from
-    slots in RAM. Experts of as many last layers as fit lie on the device, as every other weight does.
+    """Returns the plan in which a device computes everything except the experts of the first layers. The CPU computes
+    these experts from slots in RAM. The experts of as many last layers as fit lie on the device, as all other weights
+    do.
 
-    Raises BudgetError where the device has too little memory for what is no expert, or RAM too few experts of a token.
+    Raises BudgetError if the device has too little memory, or if RAM holds fewer experts than a token uses.
     """
     (device,), ram, layout, cache = task.machine.devices, task.machine.memory, task.layout, task.spec.expert_cache
     sizes, room_bytes = _expert_room(task, device)
@@ -596,11 +605,11 @@ def plan_layers(task: Task) -> Plan:
 
 
 def device_of_layers(n_layer: int, tensor_split: Sequence[float], n_gpu_layers: int = -1) -> list[int]:
-    """The index of the device that computes each layer, ON_CPU for none (llama-model.cpp, load_tensors).
+    """Returns the index of the device that computes each layer, or ON_CPU (llama-model.cpp, load_tensors).
 
-    Layers go to devices in order, as llama.cpp splits a model: the last `n_gpu_layers` of it, its output counted as
-    one. n_layer: those that llama.cpp counts. n_gpu_layers: -1 is every layer and the output. Raises OptionError for a
-    split that is not one.
+    Layers go to devices in order, as llama.cpp splits a model. Devices have the last `n_gpu_layers` layers, and the
+    output counts as the very last one; -1: every layer and the output. n_layer: number of layers that llama.cpp counts.
+    Raises OptionError for an invalid split.
     """
     split = np.asarray(tensor_split, np.float32)
     if split.size == 0 or not np.isfinite(split).all() or (split < 0).any() or split.sum() == 0:
@@ -616,17 +625,17 @@ def device_of_layers(n_layer: int, tensor_split: Sequence[float], n_gpu_layers: 
 
 
 def count_layers(layout: ExpertLayout) -> int:
-    """Returns the number of layers that llama.cpp counts in `n_gpu_layers`: also layers of multi-token prediction,
-    without the output."""
+    """Returns the number of layers that llama.cpp counts in `n_gpu_layers`. Layers of multi-token prediction count, the
+    output does not."""
     n_layer = layout.metadata.get(f"{layout.arch}.block_count", layout.n_layer)
     return n_layer if isinstance(n_layer, int) else layout.n_layer
 
 
 def share_out(total: int, shares: Sequence[int], most: Sequence[int], least: int) -> list[int]:
-    """Divides `total` slots over several devices in proportion to `shares`.
+    """Divides `total` slots among several devices in proportion to `shares`.
 
-    No device gets more than its `most`; the others get its rest. No device gets fewer than `least`, if it can have this
-    number and there are enough slots.
+    No device gets more than its `most`; the other devices get the rest. No device gets fewer than `least`, if it can
+    have this number and there are enough slots.
     """
     least = min(least, total // max(1, sum(of > 0 for of in most)))
     given = [min(of, least) for of in most]
@@ -641,13 +650,13 @@ def share_out(total: int, shares: Sequence[int], most: Sequence[int], least: int
 
 
 def plan_slots(task: Task) -> Plan:
-    """Returns the plan with slots on the machine's devices, and others below them in RAM.
+    """Returns the plan with slots on the machine's devices, and more slots below them in RAM.
 
-    Weights that every token uses, the context, the buffers of a pass and staging tensors are on the devices, too. Each
+    Devices also have the weights that every token uses, the context, the buffers of a pass and staging tensors. Each
     device has the largest number of staging tensors (STAGING_TENSORS, 1 or none) that fits and pays (`_pays`), and none
-    where every expert has a slot. Where the store's options name a number, this number of staging tensors lies beside
-    the budget in VRAM. Raises BudgetError, stating the minimum, where a budget is too small, OptionError for a split or
-    a number of tensors that cannot be.
+    if every expert has a slot. If the store's options set a number, these staging tensors lie beside the budget in
+    VRAM. Raises BudgetError, with the minimum, if a budget is too small. Raises OptionError for an impossible split or
+    number.
     """
     wanted = task.spec.store.staging
     if wanted is not None and not 0 <= wanted <= STAGING_TENSORS:
@@ -657,10 +666,10 @@ def plan_slots(task: Task) -> Plan:
     refused: BudgetError | None = None
     try:
         without = _SlotsPlanner(task, 0).plan()
-    except BudgetError as error:  # also raised if an image takes a pass of more tokens than have slots
+    except BudgetError as error:  # also raised if an image needs a longer pass than slots allow
         refused = error
     tensors = range(STAGING_TENSORS, 0, -1) if wanted is None else [wanted] * (wanted > 0)
-    for n in tensors if without is None or without.n_ram_slots else ():  # some expert has no slot on a device
+    for n in tensors if without is None or without.n_ram_slots else ():  # only if some expert has no slot on a device
         try:
             staged = _SlotsPlanner(task, n).plan()
         except BudgetError:
@@ -678,11 +687,11 @@ def plan_slots(task: Task) -> Plan:
 
 
 def _pays(layout: ExpertLayout, n: int, staged: Plan, without: Plan | None) -> bool:
-    """Returns whether staging prompts in `n` tensors pays.
+    """Returns True if it pays to stage prompts in `n` tensors.
 
-    Several tensors pay within STAGING_SHARE of the memory for experts. One tensor pays if a typical request then moves
-    fewer bytes than with prompts in short passes, for which slots are exact. If slots hold one token's experts over all
-    layers without staging, they must also hold them with it.
+    Several tensors pay if they take at most STAGING_SHARE of the memory for experts. One tensor pays if a typical
+    request then moves fewer bytes than with prompts in short passes, for which slots are exact. If slots hold one
+    token's experts in all layers without staging, they must also hold them with staging.
     """
     if staged.total_bytes > staged.available_bytes:
         return False
@@ -701,9 +710,9 @@ def _pays(layout: ExpertLayout, n: int, staged: Plan, without: Plan | None) -> b
 
 
 class _SlotsPlanner:
-    """One plan with `n_staging` staging tensors on each device. In lists of parts the CPU's part is the last one.
+    """Makes a plan with `n_staging` staging tensors on each device. In lists of parts, the last part is the CPU's.
 
-    Raises BudgetError, OptionError for a split or budgets that do not fit the devices.
+    Raises BudgetError, and OptionError for a split or budgets that do not fit the devices.
     """
 
     def __init__(self, task: Task, n_staging: int) -> None:
@@ -715,7 +724,7 @@ class _SlotsPlanner:
         self._is_alone = n_devices == len(self._vram) == 1 and not 0 <= n_gpu_layers <= self._n_layer
         self._split = None if self._is_alone else task.spec.tensor_split
         self._check_numbers()
-        self._is_shared = len(self._vram) == 1 and self._vram[0].mode != "auto"  # a budget for all devices together
+        self._is_shared = len(self._vram) == 1 and self._vram[0].mode != "auto"  # one budget for all devices together
         self._staging_bytes = staging_bytes(self._layout, n_staging)  # bytes on each device
         self._slot_tokens = min(slot_tokens(device.name) for device in self._devices)
         total, free = (sum(getattr(d, name) for d in self._devices) for name in ("total_bytes", "free_bytes"))
@@ -729,7 +738,7 @@ class _SlotsPlanner:
             "vram_cache",
             n_devices * self._staging_bytes,
             task.spec.store.staging is None,
-            self._slot_tokens if self._is_alone else NO_LIMIT,  # `_allowed` limits several devices
+            self._slot_tokens if self._is_alone else NO_LIMIT,  # `_allowed` limits passes with several devices
         )
         self._n_slots, self._n_ubatch = self._pool.fit()
         self._needs = self._pool.sizes.needs(self._layout, self._n_ubatch)
@@ -741,7 +750,8 @@ class _SlotsPlanner:
         self._layer_bytes = self._bytes_by_layer()
 
     def _check_numbers(self) -> None:
-        """Raises BudgetError, OptionError where there are not as many budgets or proportions as devices."""
+        """Raises BudgetError or OptionError if the number of budgets or proportions does not fit the number of
+        devices."""
         n_devices, n_vram = len(self._devices), len(self._vram)
         if n_vram not in (1, n_devices):
             raise BudgetError(
@@ -755,7 +765,7 @@ class _SlotsPlanner:
             )
 
     def _joint_budget(self) -> ExpertCache:
-        """The budget of all devices together."""
+        """Returns the budget of all devices together."""
         if len(self._vram) == 1:
             return self._vram[0]
         if any(cache.mode == "auto" for cache in self._vram):
@@ -764,7 +774,8 @@ class _SlotsPlanner:
         return ExpertCache("bytes", n_bytes=sum(given))
 
     def _bytes_by_layer(self) -> list[int]:
-        """Bytes of each layer: its own weights but experts, its part of the KV cache, and of what belongs to none."""
+        """Returns the bytes of each layer: its own weights except experts, its part of the KV cache, and an equal part
+        of the weights that belong to no layer."""
         layout, needs, n_layer = self._layout, self._needs, self._n_layer
         own = [layout.layer_dense_bytes.get(il, 0) for il in range(n_layer)]
         heads = [*layout.hparams.n_head_kv[:n_layer], *([0] * n_layer)][:n_layer]
@@ -776,7 +787,7 @@ class _SlotsPlanner:
         ]
 
     def plan(self) -> Plan:
-        """The plan."""
+        """Makes the plan."""
         layout, size, memory = self._layout, self._size, self._task.machine.memory
         tensor_split, on = (None, [0] * self._n_layer) if self._is_alone else self._device_of_layers()
         order = (*range(len(self._devices)), ON_CPU)
@@ -814,8 +825,8 @@ class _SlotsPlanner:
         )  # fmt: skip
 
     def _device_of_layers(self) -> tuple[tuple[float, ...], list[int]]:
-        """The tensor_split with which llama.cpp does as planned, given or by the memory that devices have for layers,
-        and the device of each layer."""
+        """Returns the tensor_split for llama.cpp, and the device of each layer. Unless it is given, the split follows
+        the memory that devices have for layers."""
         n_gpu_layers, rooms = self._task.n_gpu_layers, list[int]()
         beside = self._needs.compute_bytes + self._staging_bytes
         for d, device in enumerate(self._devices):
@@ -831,7 +842,7 @@ class _SlotsPlanner:
         return split, on
 
     def _slots_bytes(self, d: int, free_bytes: int) -> int:
-        """Bytes that a device has for slots: its own budget, or what is free there."""
+        """Returns the bytes that device `d` has for slots: its own budget, or its free bytes."""
         cache = self._vram[0] if len(self._vram) == 1 else self._vram[d]
         if self._is_shared:
             return free_bytes
@@ -847,14 +858,14 @@ class _SlotsPlanner:
         return sum(self._layer_bytes[il] for il in layers)
 
     def _beside_bytes(self, layers: Sequence[int]) -> int:
-        """Bytes that a device with these layers holds beside slots."""
+        """Returns the bytes that a device with these layers holds in addition to its slots."""
         output = self._output_bytes if self._n_layer - 1 in layers else 0
         staged = self._staging_bytes if self._experts_of(layers) else 0
         return self._bytes_of(layers) + output + self._needs.compute_bytes + staged
 
     def _slots(self, layers: Sequence[Sequence[int]]) -> list[int]:
-        """Slots of each device, with these layers. Of one budget for all, what the memory of one does not hold goes to
-        the others."""
+        """Returns the number of slots of each device, which computes these layers. If all devices share one budget,
+        slots for which a device has no memory go to the others."""
         size, least, most = self._size, self._layout.n_expert_used, [self._experts_of(of) for of in layers]
         left = [d.free_bytes - self._beside_bytes(of) for d, of in zip(self._devices, layers, strict=True)]
         if not self._is_shared:
@@ -866,9 +877,11 @@ class _SlotsPlanner:
         return share_out(total, most, held if sum(held) >= total else most, least)
 
     def _allowed(self, slots: Sequence[int], counts: Sequence[int]) -> Iterator[int]:
-        """Yields the tokens of a pass in each memory with this number of slots, whose layers have `counts` experts.
+        """Yields the most tokens of a pass that each memory allows, with its slots and the experts (`counts`) of its
+        layers.
 
-        Raises BudgetError for fewer slots than a token needs.
+        A memory with a slot for each of these experts sets no limit. Raises BudgetError for fewer slots than a token
+        needs.
         """
         least = self._layout.n_expert_used
         names = [*(device.name for device in self._devices), None]
@@ -886,7 +899,7 @@ class _SlotsPlanner:
     def _ram_slots(self, cpu_layers: Sequence[int], n_on_cpu: int, n_below: int) -> tuple[int, int]:
         """Returns (slots of layers that the CPU computes, slots that fill slots of devices), in proportion to experts.
 
-        Raises BudgetError where there are too few.
+        Raises BudgetError if there are too few slots.
         """
         if n_on_cpu + n_below == 0:
             return 0, 0

@@ -1,7 +1,7 @@
-"""Speeds of this machine with a model's own experts, by which its placements are compared: measured once, and kept.
+"""Measures this machine's speeds with a model's own experts, once, and keeps them to compare the model's placements.
 
-The native library measures the CPU, a device, and the link between them in place. The speeds are kept (`known_facts`)
-for the device, the number of threads and the file system that the model lies on.
+The native library measures the CPU, a device, and the link between them. The speeds are kept (`known_facts`) for the
+device, the number of threads and the file system that the model lies on.
 """
 
 from __future__ import annotations
@@ -33,38 +33,38 @@ from moegguf.native.slot_sizes import matrices_of, pad, slot_sizes
 from moegguf.native.store import StoreOptions
 from moegguf.quantities import MIB, Link, parse_size
 
-SECONDS = 0.06  # time for each figure, in all turns together
-TURNS = 3  # spread over the measurement: other work of the machine comes in bursts, and only makes figures worse
-DENSE_BYTES = 4 * MIB  # matrix that stands for all weights that are no experts
-LEAST_SHARE = 0.05  # types with a smaller share of the weights that are no experts are not measured
-POOL_BYTES = 96 * MIB  # slots that take turns in each memory: more than the caches of devices
-CACHES = 4  # the CPU's slots have at least this number of times the bytes of its last cache, which is faster
+SECONDS = 0.06  # seconds for each figure, in all turns together
+TURNS = 3  # spread over the measurement: other work on the machine comes in bursts, and only makes figures worse
+DENSE_BYTES = 4 * MIB  # bytes of the matrix that stands for all weights outside of experts
+LEAST_SHARE = 0.05  # types with a smaller share of the weights outside of experts are not measured
+POOL_BYTES = 96 * MIB  # bytes of slots in each memory, used in turn: more than the caches of devices
+CACHES = 4  # the CPU's slots have at least this many times the bytes of its last cache
 MOST_SLOTS = 1024
-LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")  # "32768K"
-GRAPH_SHARE = 0.85  # share of the speed of experts' kernels alone that all of a model's kernels reach
+LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")  # a text like "32768K"
+GRAPH_SHARE = 0.85  # a model's kernels together reach this share of the speed of the experts' kernels
 DISK_S = 0.15
-MEASURING_S = 120  # most seconds of a process that only measures
+MEASURING_S = 120  # most seconds of the measuring process
 MOST_BLOCK_BYTES = 8 << 20
-SUPPOSED_LINK = Link(12e9)  # link of a device that could not be measured: half of PCIe 4 x16
-SUPPOSED_MEMORY_BYTES_PER_S = 270e9  # the slowest published card
-MOST_READ_THREADS = 16  # threads that read memory to suppose a speed
-BLOCK_BYTES = 512  # unit of st_blocks
+SUPPOSED_LINK = Link(12e9)  # assumed for a device that could not be measured: half of PCIe 4 x16
+SUPPOSED_MEMORY_BYTES_PER_S = 270e9  # assumed for such a device: the slowest published card
+MOST_READ_THREADS = 16  # most threads that read memory to estimate a speed
+BLOCK_BYTES = 512  # bytes in the unit of st_blocks
 DAMAGED = (KeyError, TypeError, ValueError, AttributeError, OSError, OptionError)
 
 
 class KnownSpeeds:
     """The speeds of devices, and of the CPU with `n_threads` threads, for one model.
 
-    repack: whether the CPU's slots are interleaved.
+    repack: True if experts are interleaved in the CPU's slots.
     """
 
     def __init__(self, layout: ExpertLayout, n_threads: int, repack: bool = True) -> None:
         self._layout, self._n_threads, self._repack = layout, n_threads, repack
 
     def speeds(self, device: Device) -> Speeds:
-        """Speeds as measured before, or now, or supposed where that fails.
+        """Returns the speeds that were measured before, or measures them now; returns supposed speeds if that fails.
 
-        Raises OptionError where the device has no kernel for the model's experts.
+        Raises OptionError if the device has no kernel for the model's experts.
         """
         if known := self.known(device):
             return known
@@ -78,8 +78,8 @@ class KnownSpeeds:
         return found
 
     def speeds_apart(self, device: Device) -> Speeds:
-        """`speeds`, measured in a process of its own: a driver keeps memory of a device for every process that computes
-        there. Raises as `speeds` does."""
+        """Returns `speeds`, measured in a separate process: a driver keeps memory of a device for every process that
+        computes there. Raises what `speeds` raises."""
         if known := self.known(device):
             return known
         arguments = json.dumps([str(self._layout.shards[0].path), vars(device), self._n_threads, self._repack])
@@ -96,14 +96,14 @@ class KnownSpeeds:
         raise OptionError(found["refused"])
 
     def known(self, device: Device) -> Speeds | None:
-        """Speeds as measured before; None: they were not."""
+        """Returns the speeds that were measured before; None if there are none."""
         with suppress(*DAMAGED):
             return _speeds_of(self._fact(device).read(dict) or {})
         return None
 
     def _fact(self, device: Device) -> KnownFact:
         file_system = 0
-        with suppress(OSError):  # only the headers of the model may be here
+        with suppress(OSError):  # perhaps only the headers of the model are on this machine
             file_system = self._layout.shards[0].path.stat().st_dev
         about = [device.name, device.description, device.total_bytes, file_system, self._n_threads, self._repack]
         return KnownFact("placements", self._layout, about)
@@ -129,8 +129,8 @@ class KnownSpeeds:
 def expert_read_speed(
     layout: ExpertLayout, seconds: float, store: StoreOptions = StoreOptions(), mirrors: Sequence[str] = ()
 ) -> DiskSpeed:
-    """Returns the disk's speed for reads as large as this model's matrices, with a store's readers. Where there are
-    mirrors, all copies are read at once, and their speeds added up. Raises ModelNotFoundError."""
+    """Returns the disk's speed for reads as large as this model's matrices, with as many threads as a store has
+    readers. With mirrors, all copies are read at once, and their speeds are added. Raises ModelNotFoundError."""
     block_bytes = min(max(matrix.expert_bytes for matrix in layout.matrices), MOST_BLOCK_BYTES)
     paths = [layout.shards[0].path, *(mirror_paths(mirror, layout.shards)[0] for mirror in mirrors)]
 
@@ -143,17 +143,16 @@ def expert_read_speed(
 
 
 def _speeds_of(facts: dict[str, Any]) -> Speeds:
-    """Makes speeds of the dictionary that `asdict` returned. Raises one of DAMAGED."""
+    """Makes speeds from a dictionary that `asdict` has returned. Raises one of DAMAGED."""
     return Speeds(**facts | {"copies": Link(**facts["copies"])})
 
 
 def measure_speeds(layout: ExpertLayout, device: str, n_threads: int, repack: bool, disk_bytes_per_s: float) -> Speeds:
-    """Measures with copies of an expert of the model's largest layer; device: ggml's name.
+    """Measures the speeds with copies of an expert of the model's largest layer. device: ggml's name.
 
-    Every figure is measured in TURNS, and is the best of them. The measurement takes a few seconds and POOL_BYTES of
-    the device. It takes the largest of POOL_BYTES, CACHES times the CPU's last cache, and a token's experts of one
-    layer from RAM. Raises AllocationError, ExpertIOError, and OptionError if the device has no kernel for these
-    experts.
+    Each figure is measured in TURNS turns, and the best one counts. The measurement takes a few seconds, and POOL_BYTES
+    on the device. In RAM it takes the largest of POOL_BYTES, CACHES times the CPU's last cache, and a token's experts
+    of one layer. Raises AllocationError, ExpertIOError, and OptionError if the device has no kernel for these experts.
     """
     layer = max(layout.layers, key=lambda layer: layer.expert_bytes)
     of_layer, dense, seconds = layout.only([layer.il]), dense_types(layout), SECONDS / TURNS
@@ -174,11 +173,11 @@ def measure_speeds(layout: ExpertLayout, device: str, n_threads: int, repack: bo
         for number in dense:
             _, block, block_bytes = GGML_TYPES[number]
             n_blocks, is_whole = layout.hparams.n_embd // block, layout.hparams.n_embd % block == 0
-            if is_whole:  # a matrix of this type as wide as the model
+            if is_whole:  # rows of this type can be as wide as the model
                 n_rows = max(64, DENSE_BYTES // (n_blocks * block_bytes))
                 shape = (1 << 10, n_blocks * block, n_rows, 0, 0, 0, n_rows * n_blocks * block_bytes)
                 matrix = (abi.Matrix * 1)(abi.Matrix(b"dense", 0, abi.DOWN, number, *shape))
-                with suppress(OptionError):  # no kernel for experts of this type, which it is not
+                with suppress(OptionError):  # the type may have no kernel for experts, but is not used for experts
                     slots = max(2, POOL_BYTES // shape[-1]), max(2, min(MOST_SLOTS, ram_bytes // shape[-1]))
                     found = _measure(matrix, [], 0, 1, slots, *how, seconds / 2)
                     dense_turns.setdefault(number, []).append(found)
@@ -188,7 +187,7 @@ def measure_speeds(layout: ExpertLayout, device: str, n_threads: int, repack: bo
         of_type = best_of(of_turns, token_bytes)
         cpu_ns += dense[number] / of_type.cpu_bytes_per_ns
         device_ns += dense[number] / of_type.device_bytes_per_ns
-    n_dense, share = sum(dense[number] for number in dense_turns), GRAPH_SHARE * 1e9  # bytes per s of bytes per ns
+    n_dense, share = sum(dense[number] for number in dense_turns), GRAPH_SHARE * 1e9  # bytes/ns become bytes/s
     return Speeds(
         device_bytes_per_s=share * speeds.device_bytes_per_ns,
         copies=Link(speeds.copy_bytes_per_ns * 1e9, speeds.copy_ns / 1e9),
@@ -205,8 +204,8 @@ def measure_speeds(layout: ExpertLayout, device: str, n_threads: int, repack: bo
 
 
 def cpu_pool_bytes(usable_bytes: int) -> int:
-    """Returns the bytes of slots with which the CPU is measured, a quarter of the usable ones at most: weights that its
-    last cache does not hold."""
+    """Returns the bytes of the slots with which the CPU is measured: more than its last cache holds, but at most a
+    quarter of the usable bytes."""
     wanted = POOL_BYTES
     with suppress(OSError, ValueError):
         wanted = max(wanted, CACHES * parse_size(LAST_CACHE.read_text()))
@@ -214,9 +213,9 @@ def cpu_pool_bytes(usable_bytes: int) -> int:
 
 
 def best_of(turns: Sequence[Any], token_bytes: int) -> Any:
-    """Returns the best of every figure in some structs moegguf_speeds.
+    """Returns the best of each figure in several structs moegguf_speeds.
 
-    Bandwidth and latency of copies belong together: the best pair copies `token_bytes` soonest.
+    Bandwidth and latency of copies belong together: the best pair copies `token_bytes` in the shortest time.
     """
     best = abi.Speeds()
     for name in ("cpu_bytes_per_ns", "device_bytes_per_ns"):
@@ -229,7 +228,8 @@ def best_of(turns: Sequence[Any], token_bytes: int) -> Any:
 
 
 def dense_types(layout: ExpertLayout) -> dict[int, int]:
-    """{ggml type: bytes of weights that are no experts}, of those that have a part worth measuring."""
+    """Returns {ggml type: bytes of weights outside of experts}, without types that have too few bytes to be
+    measured."""
     of_experts = dict[int, int]()
     for matrix in layout.matrices:
         of_experts[matrix.ggml_type] = of_experts.get(matrix.ggml_type, 0) + matrix.n_expert * matrix.expert_bytes
@@ -242,7 +242,7 @@ def _measure(
     matrices: Any, paths: list[bytes], il: int, n_used: int, slots: tuple[int, int], device: str, n_threads: int,
     repack: bool, seconds: float,
 ) -> Any:  # fmt: skip
-    """Returns struct moegguf_speeds. slots: on the device, and of the CPU."""
+    """Returns a struct moegguf_speeds. slots: number of slots on the device, and of the CPU."""
     pad(matrices, [device])
     used = (c.c_int32 * (il + 1))()
     used[il] = n_used

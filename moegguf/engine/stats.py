@@ -1,4 +1,4 @@
-"""Counters and times of one model, cumulative: `later - earlier` has the counters of a request."""
+"""Counters and times of one model since its load: `later - earlier` has the counters of the time in between."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 PRESENT_VALUES = frozenset({
     "n_slots", "n_experts", "slots_used", "pool_bytes", "staging_bytes", "n_threads", "bytes_per_s", "is_dropped",
 })  # fmt: skip
-PARTS = ("tiers", "drives")  # fields of `Stats` that are figures of their own
+PARTS = ("tiers", "drives")  # fields of `Stats` with several sets of figures
 VRAM, RAM, CPU = "VRAM", "RAM", "CPU"  # names of tiers
 
 
@@ -20,8 +20,11 @@ def _ratio(a: float, b: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Lookups:
-    """Cumulative figures of slots. Bytes are those that came into them. `stall_s`: seconds that computing waited.
-    `slots_used`, `n_slots` and `pool_bytes`, of the slots in use, are present values, all others counters."""
+    """Figures of slots since the load. Bytes are bytes that came into the slots; in `Stats`, bytes read from the file.
+
+    `stall_s`: seconds that computing waited for experts. `slots_used`, the usable `n_slots` and their `pool_bytes` are
+    present values; all other figures count since the load.
+    """
 
     lookups: int = 0
     hits_ready: int = 0
@@ -37,12 +40,12 @@ class Lookups:
 
     @property
     def hits(self) -> int:
-        """Lookups that found their expert there, or on its way."""
+        """Lookups that found their expert in a slot, or on its way to one."""
         return self.hits_ready + self.hits_late
 
     @property
     def hit_rate(self) -> float:
-        """Share of lookups that did."""
+        """Share of lookups that found their expert in a slot, or on its way to one."""
         return _ratio(self.hits, self.lookups)
 
 
@@ -50,9 +53,9 @@ class Lookups:
 class TierStats(Lookups):
     """Figures of one tier. `name` is "VRAM" for slots of a device and "RAM" for slots of the host.
 
-    "CPU" has the slots with which the CPU computes the layers that a device leaves to it. `device` is ggml's name of
-    the device that computes with the slots, or copies from them. A tier below another one counts the lookups that
-    missed there, and `stall_s` is the time in which a matrix was still to be read from the file.
+    "CPU" has the slots from which the CPU computes the layers that a device leaves to it. `device` is ggml's name of
+    the device that computes from the slots, or copies from them. A tier below another one counts the look-ups that
+    missed in that one. Its `stall_s` is the time in which a needed matrix was still being read from the file.
     """
 
     name: str
@@ -60,14 +63,15 @@ class TierStats(Lookups):
 
     @property
     def key(self) -> tuple[str, str]:
-        """The name and the device, which are equal for figures of one tier at different times."""
+        """The name and the device, which identify a tier in figures of different times."""
         return self.name, self.device
 
 
 @dataclass(frozen=True)
 class DriveStats:
-    """Figures of one copy of the model's files: its own (`name` "file"), or a mirror ("mirror 1"). `bytes_per_s`, as
-    measured while it was read, and `is_dropped`, since it failed, are present values."""
+    """Figures of one copy of the model's files: the file itself (`name` "file"), or a mirror ("mirror 1"). Two of them
+    are present values: `bytes_per_s`, the measured speed, and `is_dropped`, which is True after a failure of the copy.
+    """
 
     name: str
     reads: int = 0
@@ -77,25 +81,27 @@ class DriveStats:
 
     @property
     def key(self) -> str:
-        """The name: what the figures of two times are of the same copy by."""
+        """The name, which identifies a copy in figures of different times."""
         return self.name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stats(Lookups):
-    """Cumulative figures of one model, in seconds and bytes.
+    """Figures of one model since its load, in seconds and bytes.
 
     `n_slots`, `slots_used`, `pool_bytes`, `n_experts`, `staging_bytes` and `n_threads` are present values. A lookup is
-    one distinct (layer, expert) in one pass. While every expert is in memory, ids are not read, and the choices of
-    several tokens count as distinct. `hit_rate` is the share of lookups that found their expert there, or on its way.
+    one distinct (layer, expert) in one pass. While every expert is in memory, the router's ids are not read, and the
+    choices of several tokens count as distinct. `hit_rate` is the share of lookups that found their expert in a slot,
+    or on its way to one.
 
-    If layers compute on a device, lookups and slots are its tier's. `tiers` has the figures of each tier, the nearest
-    to the layers first. Prompts are staged there: `bytes_staged` were copied into tensors of `staging_bytes` in
-    `staging_copy_s`. Layers waited `staging_stall_s` for these copies and the reads before them.
+    If layers compute on a device, lookups and slots are the figures of its tier. `tiers` has the figures of each tier;
+    the tier from which layers compute comes first. Prompts are staged on devices: `bytes_staged` were copied into
+    tensors of `staging_bytes` in `staging_copy_s`. Layers waited `staging_stall_s` for these copies and the reads
+    before them.
 
-    `draft_passes` counts evaluations of a sequence with a draft, `drafted_tokens` their tokens, and `accepted_tokens`
-    the tokens among them that were sampled, too. A prefetched expert that was looked up counts as useful if all of it
-    was there, and as late if some of it was still to come.
+    `draft_passes` counts evaluations of a sequence with a draft, and `drafted_tokens` the tokens of the drafts.
+    `accepted_tokens` counts drafted tokens that were then also sampled. A prefetched expert that was looked up counts
+    as useful if all of it was there, and as late if some of it was still missing.
     """
 
     tokens: int = 0
@@ -140,17 +146,17 @@ class Stats(Lookups):
 
     @property
     def in_vram(self) -> bool:
-        """True if layers compute with slots in a device's memory."""
+        """True if layers compute from slots in a device's memory."""
         return bool(self.tiers) and self.tiers[0].name == VRAM
 
     @property
     def below(self) -> TierStats | None:
-        """The tier in RAM below a device's, if there is one."""
+        """The tier in RAM below a device's tier; None if there is none."""
         return next((tier for tier in self.tiers[1:] if tier.name == RAM), None)
 
     @property
     def on_cpu(self) -> TierStats | None:
-        """The slots of layers that a device leaves to the CPU, if there are any."""
+        """The slots of layers that a device leaves to the CPU; None if there are none."""
         return next((tier for tier in self.tiers[1:] if tier.name == CPU), None)
 
     @property
@@ -160,55 +166,55 @@ class Stats(Lookups):
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes read per token evaluated."""
+        """Bytes read per evaluated token."""
         return _ratio(self.bytes_read, self.tokens)
 
     @property
     def bytes_per_accepted_token(self) -> float:
-        """Bytes read per token evaluated that was no refused draft."""
+        """Bytes read per evaluated token, without drafted tokens that were rejected."""
         return _ratio(self.bytes_read, self.tokens - self.drafted_tokens + self.accepted_tokens)
 
     @property
     def draft_acceptance(self) -> float:
-        """Share of drafted tokens that were sampled, too."""
+        """Share of drafted tokens that were then also sampled."""
         return _ratio(self.accepted_tokens, self.drafted_tokens)
 
     @property
     def tokens_per_draft_pass(self) -> float:
-        """Tokens of an answer by a pass with a draft."""
+        """Average number of tokens that an answer gains from a pass with a draft."""
         return 1 + _ratio(self.accepted_tokens, self.draft_passes)
 
     @property
     def stall_per_token_s(self) -> float:
-        """Seconds that the compute thread waited for experts, and a device for the CPU's, per token."""
+        """Seconds per token in which computing waited for experts, on the CPU or on a device."""
         return _ratio(self.stall_s, self.tokens)
 
     @property
     def hook_per_token_s(self) -> float:
-        """Seconds in the routing hook, per token."""
+        """Seconds per token in the routing hook."""
         return _ratio(self.hook_s, self.tokens)
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second of evaluation, prompt tokens included."""
+        """Tokens per second of evaluation, with the tokens of prompts."""
         return _ratio(self.tokens, self.eval_s)
 
     @property
     def staging_overlap(self) -> float:
-        """Share of the time of copies for prompts in which no layer waited: for them, or for reads behind them."""
+        """Share of the time of staging copies in which no layer waited for them, or for the reads before them."""
         return max(0.0, 1 - _ratio(self.staging_stall_s, self.staging_copy_s)) if self.staging_copy_s else 0.0
 
     def link_bound_share(self, link_bytes_per_s: float) -> float:
-        """Time that compute and the missed bytes need at link speed, as a share of the time taken.
+        """Returns the time that computing and the missed bytes need at this link speed, as a share of the time taken.
 
-        1: only the processor and the link limit the speed; more where computing went on while bytes came. Compute is
-        evaluation time without stall; the share is (compute + bytes missed / link_bytes_per_s) / evaluation time.
+        1: only the processor and the link limit the speed. More than 1: computing went on while bytes came. Computing
+        is evaluation time without stall; the share is (compute + bytes missed / link_bytes_per_s) / evaluation time.
         """
         least_s = self.eval_s - self.stall_s + _ratio(self.bytes_missed, link_bytes_per_s)
         return _ratio(least_s, self.eval_s)
 
     def as_dict(self) -> dict[str, Any]:
-        """Counters and derived figures, for JSON."""
+        """Returns the counters and derived figures, for JSON."""
         return asdict(self) | {name: getattr(self, name) for name in _DERIVED}
 
 
@@ -222,8 +228,8 @@ Figures = TypeVar("Figures", "Stats", "TierStats", "DriveStats")
 
 
 def _combined(now: Figures, before: Figures, operator: Callable[[Any, Any], Any]) -> Figures:
-    """Returns `now` with each counter combined with the counter of `before`, also of each tier and copy of the files
-    that is in both."""
+    """Returns `now`, in which each counter is combined with the counter of `before`. Counters of a tier or a copy of
+    the files are combined if both have this tier or copy."""
     pairs = {each.name: (getattr(now, each.name), getattr(before, each.name)) for each in fields(now)}
     fixed = PRESENT_VALUES | {"name", "device", *PARTS}
     changed = {name: operator(*pair) for name, pair in pairs.items() if name not in fixed}

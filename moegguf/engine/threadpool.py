@@ -1,8 +1,9 @@
-"""The compute threads of one context: a ggml thread pool, and how many of its threads compute now.
+"""The compute threads of one context: a ggml thread pool, and the choice of how many of its threads compute.
 
 A build without OpenMP would create and destroy a thread pool for every part of a graph. The hook splits the graph of
-each layer, so a tiny model ran at a tenth of its speed. OpenMP keeps its threads itself. The pool then only has the
-number of threads that sums are divided by (patches/fixed-partitions.patch), so that fewer threads change no bit.
+each layer, so that a tiny model would run at a tenth of its speed. OpenMP keeps its threads itself. The pool then only
+has the number of threads by which sums are divided (patches/fixed-partitions.patch), so that fewer threads change no
+bit.
 """
 
 from __future__ import annotations
@@ -19,17 +20,18 @@ from moegguf.errors import AllocationError
 from moegguf.native import library
 
 PARAMS_BYTES = 1024  # room for a struct ggml_threadpool_params (ggml.h), which only ggml reads: 528 bytes, or more
-PERIOD_S = 0.25  # time between decisions; the system counts processor time in steps of 0.01 s
-IDLE_S = 0.25  # earlier measurements of other processes do not count after this time without a pass
-MEMORY_S = 10.0  # a time per token is compared for so long, and then measured again
-GAIN = 0.95  # another number than the free processors suggest has to be faster by this factor
-LOWER_AT, RAISE_AT = 0.4, 0.25  # share of a processor that others use; between the two nothing changes
+PERIOD_S = 0.25  # seconds between decisions; the system counts processor time in steps of 0.01 s
+IDLE_S = 0.25  # seconds without a pass, after which earlier measurements of other processes do not count
+MEMORY_S = 10.0  # seconds for which a measured time per token is compared, before it is measured again
+GAIN = 0.95  # another number of threads must be faster by this factor than the number of free processors
+LOWER_AT, RAISE_AT = (0.4, 0.25)  # share of a processor in use by others: one thread less above, one more below
 
 
 class Threadpool:
-    """Threads for one context, for single tokens and for batches, attached at construction; close it after the context.
+    """The threads of one context, for single tokens and for batches. The constructor attaches them; close this object
+    after the context.
 
-    Raises AllocationError when the threads cannot be created.
+    Raises AllocationError if the threads cannot be created.
     """
 
     def __init__(self, context: int, n_threads: int, n_threads_batch: int) -> None:
@@ -60,9 +62,10 @@ class Threadpool:
 
 
 class ThreadGovernor:
-    """Chooses the number of threads, up to the number of free processors, while fewer threads are faster.
+    """Chooses the number of threads: the number of free processors, or another one that was measured to be faster.
 
-    It chooses from 1 to `n_max` threads on `n_cpu` processors. It only computes: the caller measures and sets.
+    The number is from 1 to `n_max`, on `n_cpu` processors. This class only computes: the caller measures, and sets the
+    number.
 
     Compute threads wait for each other after every operation. If one of them shares a processor with another process,
     all wait for slices of the scheduler, hundreds of times a token. Fewer threads are then faster, up to a hundred
@@ -73,27 +76,27 @@ class ThreadGovernor:
     def __init__(self, n_cpu: int, n_max: int) -> None:
         self._n_cpu = n_cpu
         self._n_max = n_max
-        self._n_free = n_max  # the number that the processors in use by others suggest
-        self._token_s: dict[int, tuple[float, float]] = {}  # number of threads: seconds per token, when measured
+        self._n_free = n_max  # number of threads that the free processors suggest
+        self._token_s: dict[int, tuple[float, float]] = {}  # number of threads: (seconds per token, time of measuring)
         self.n_threads = n_max
 
     def decide(self, now_s: float, others: float, token_s: float | None) -> int:
-        """The number of threads from now on.
+        """Returns the number of threads to use from now on.
 
         `others`: processors that other processes kept busy since the last call. `token_s`: seconds of computation per
-        decoded token since then; None when none was decoded.
+        decoded token since then; None if no token was decoded.
         """
         free = self._n_cpu - others
         at_least, at_most = math.floor(free + RAISE_AT), math.floor(free + LOWER_AT)
         n_free = max(1, min(max(self._n_free, at_least), at_most, self._n_max))
         if n_free != self._n_free:
             self._n_free = n_free
-            self._token_s.clear()  # measured beside another load
+            self._token_s.clear()  # measured under another load
         if token_s is not None:
             self._token_s[self.n_threads] = token_s, now_s
         known = self._token_s = {n: found for n, found in self._token_s.items() if now_s - found[1] < MEMORY_S}
         self.n_threads = self._n_free
-        if self._n_free in known:  # another number may have been measured to be faster beside the same load
+        if self._n_free in known:  # another number may be known to be faster under this load
             best = min(known, key=lambda n: known[n])
             if known[best][0] < GAIN * known[self._n_free][0]:
                 self.n_threads = best
@@ -101,9 +104,9 @@ class ThreadGovernor:
 
 
 class GovernedThreads:
-    """Sets how many threads a context computes with, as other processes come and go.
+    """Changes the number of threads with which a context computes, as other processes come and go.
 
-    `stall_s`: seconds so far in which the context waited for experts.
+    stall_s: returns the seconds that the context has waited for experts so far.
     """
 
     def __init__(self, context: int, n_max: int, stall_s: Callable[[], float]) -> None:
@@ -118,11 +121,11 @@ class GovernedThreads:
 
     @property
     def n_threads(self) -> int:
-        """Threads that compute now."""
+        """Number of threads that compute now."""
         return self._governor.n_threads
 
     def before_pass(self) -> None:
-        """Decides again, when the last decision is old enough; after idle time, only measures from now on."""
+        """Decides again if the last decision is old enough. After idle time, only begins a new measurement."""
         now_s = time.perf_counter()
         if now_s - self._begun_s < PERIOD_S:
             return

@@ -1,8 +1,9 @@
-"""Tries a model in a process of its own the first time its file is loaded: what llama.cpp aborts on ends only that one.
+"""Tries a model in a separate process the first time that its file is loaded: if llama.cpp aborts, only this process
+ends.
 
-With a projector it reads an image, too. The verdict is kept (`known_facts`), for the bytes of the headers and the
+With a projector it also reads an image. The verdict is kept (`known_facts`) for the bytes of the headers, and for the
 options that change what is computed. The trial ends before the load begins, so that memory is never taken twice.
-MOEGGUF_TRIAL_LOAD=0 skips it; "again" repeats it.
+MOEGGUF_TRIAL_LOAD=0 skips the trial; "again" repeats it.
 """
 
 from __future__ import annotations
@@ -31,26 +32,26 @@ from moegguf.gguf.projector import ProjectorHeader
 from moegguf.settings import read_environment
 
 COMMAND = child_command("moegguf.engine.trial_process")
-# Keywords of `Llama` with which other code of llama.cpp runs; the rest is size or speed.
+# Keywords of `Llama` that make llama.cpp run other code. All other keywords only change sizes or speed.
 OPTIONS = frozenset(
     {"embedding", "flash_attn", "kv_overrides", "lora_path", "lora_scale", "main_gpu", "n_gpu_layers", "offload_kqv",
      "op_offload", "pooling_type", "rope_freq_base", "rope_freq_scale", "rope_scaling_type", "split_mode", "swa_full",
      "tensor_split", "type_k", "type_v", "vocab_only", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow",
      "yarn_ext_factor", "yarn_orig_ctx"}
 )  # fmt: skip
-N_CTX, N_BATCH, N_PASS_EXPERTS = 256, 8, 4  # a pass takes at most as many tokens as N_PASS_EXPERTS
-N_IMAGE_TOKENS = 1024  # more of them are not read by the text model
+N_CTX, N_BATCH, N_PASS_EXPERTS = (256, 8, 4)  # tokens: of the context, of a batch, and with slots for their experts
+N_IMAGE_TOKENS = 1024  # tokens of context for an image; the text model does not read a larger one
 MAX_IMAGE_THREADS = 4
-CPU_S, CPU_BYTES_PER_S = 20, 50 << 20  # computing time: CPU_S, and a second for each 50 MiB of dense weights
-MAX_PATCHES, CPU_PATCH_BYTES_PER_S = 4096, 4 << 30  # computing time of an image: each patch passes the whole projector
-WALL_S, DISK_BYTES_PER_S = 90, 5 << 20  # time with waiting for the disk
-SPARE_BYTES = 1 << 30  # the limit of memory is twice the need, and these bytes
-COMPILE_S = 600  # further time beside a GPU: its driver may compile kernels at their first use, and keeps them
+CPU_S, CPU_BYTES_PER_S = (20, 50 << 20)  # limit of computing time: CPU_S, and a second for each 50 MiB of dense weights
+MAX_PATCHES, CPU_PATCH_BYTES_PER_S = 4096, 4 << 30  # more time for an image: each patch passes the projector
+WALL_S, DISK_BYTES_PER_S = 90, 5 << 20  # limit of all time, with waiting for the disk
+SPARE_BYTES = 1 << 30  # the limit of memory is twice the need, plus these bytes
+COMPILE_S = 600  # more seconds with a GPU: its driver may compile kernels at their first use, and then keeps them
 POLL_S = 0.1
-# Not the file's fault: killed for memory, or by a user.
+# Signals that the file does not cause: the system ends a process for lack of memory, or a user ends it.
 OUTSIDE_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 MARKS = ("ASSERT", "what():", "GGML_ABORT", "fatal error")
-NO_MEMORY = "bad_alloc"  # what() of C++'s exception
+NO_MEMORY = "bad_alloc"  # text of C++'s exception for lack of memory
 AGAIN = "fetch the file again, or set MOEGGUF_TRIAL_LOAD=again to try it once more"
 TOO_LONG = "a trial load did not end within"
 NO_DAMAGE = (
@@ -61,7 +62,7 @@ NO_DAMAGE = (
 
 @dataclass(frozen=True)
 class Request:
-    """The load that the process has to try, and its limits."""
+    """The load that the trial process has to try, and its limits."""
 
     path: str
     options: Mapping[str, Any]  # keywords of `Llama`
@@ -73,7 +74,7 @@ class Request:
 Outcome = tuple[str, bool]
 """Why a process ended, "" when the model passed, and whether it would end so again."""
 
-NO_VERDICT: Outcome = "", False  # the load itself is what remains
+NO_VERDICT: Outcome = "", False  # only the load itself can show the result
 
 
 def try_first(
@@ -82,10 +83,11 @@ def try_first(
     waiting: Callable[[], object],
     projector: ProjectorHeader | None = None,
 ) -> None:
-    """Tries the model, with its `projector`, if that is due; calls `waiting` meanwhile, whose exception ends the trial.
+    """Tries the model, with its `projector`, unless its verdict is known. Calls `waiting` meanwhile; an exception of
+    `waiting` ends the trial.
 
-    Raises ModelFormatError for a model that ended its trial, now or earlier. Raises AllocationError when it took far
-    more memory than it should, and ExpertIOError when its mapped file could not be read.
+    Raises ModelFormatError for a model that ended its trial, now or earlier. Raises AllocationError if the trial took
+    far more memory than it should, and ExpertIOError if the mapped file could not be read.
     """
     mode, tried = read_environment().trial_load, _tried(options)
     if mode == "off":
@@ -107,7 +109,7 @@ def try_first(
 
 
 def _tried(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a trial, those that JSON has."""
+    """Returns the options that matter for a trial, without values that JSON cannot express."""
     chosen = dict[str, Any]()
     for name, value in sorted(options.items()):
         if name in OPTIONS and (value is not None or name == "flash_attn"):
@@ -132,7 +134,7 @@ def _request(layout: ExpertLayout, options: dict[str, Any], projector: Projector
     n_slots = min(N_PASS_EXPERTS * layout.n_expert_used, max(layout.n_expert, layout.n_expert_used))
     n_slots = max(n_slots, layer_slots(layout, n_image))
     pool_bytes = n_slots * slot_bytes(layout) if layout.is_moe else 0
-    # One thread: others would spend the computing that is allowed on waiting for each other. An image is seconds of it.
+    # One thread: several would spend the limited computing time on waiting for each other. An image takes seconds.
     n_threads_batch = min(count_cpus(), MAX_IMAGE_THREADS) if projector is not None else 1
     size: dict[str, Any] = {
         "n_ctx": n_ctx, "n_batch": N_BATCH, "expert_cache": pool_bytes or "auto", "vram_cache": "", "context_store": 0,
@@ -140,7 +142,7 @@ def _request(layout: ExpertLayout, options: dict[str, Any], projector: Projector
         "mmproj": str(projector.path.absolute()) if projector is not None else None,
     }  # fmt: skip
     needs = Sizes(n_ctx, projector=projector).needs(layout, max(N_BATCH, n_image)).total_bytes(n_slots) + beside
-    on_device = bool(options.get("n_gpu_layers"))  # drivers map far more than they use
+    on_device = bool(options.get("n_gpu_layers"))  # drivers map far more memory than they use
     return Request(
         path=str(layout.shards[0].path.absolute()),
         options=size | options,
@@ -151,7 +153,7 @@ def _request(layout: ExpertLayout, options: dict[str, Any], projector: Projector
 
 
 def _verdict(layout: ExpertLayout, options: Mapping[str, Any], projector: ProjectorHeader | None) -> KnownFact:
-    """Returns the known reason why the model failed, "" when it passed."""
+    """Returns the file that keeps the verdict: the reason why the model failed, or "" if it passed."""
     images = header_digest((projector.shard,)) if projector is not None else None
     if adapter := options.get("lora_path"):
         options = {**options, "lora_path": header_digest((read_adapter(adapter).shard,))}
@@ -159,9 +161,9 @@ def _verdict(layout: ExpertLayout, options: Mapping[str, Any], projector: Projec
 
 
 def _run(request: Request, waiting: Callable[[], object]) -> Outcome:
-    """Starts the process and waits for its end. It ends with this one, too: it watches its stdin.
+    """Starts the trial process and waits for its end. The process also ends if this process ends: it watches its stdin.
 
-    Raises AllocationError when it took far more memory than it should, ExpertIOError when the file could not be read.
+    Raises AllocationError if it took far more memory than it should, ExpertIOError if the file could not be read.
     """
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GGML_NO_BACKTRACE"), "1")
     try:
@@ -207,7 +209,7 @@ def _outcome(code: int, answer: bytes, log: str, cpu_s: int) -> Outcome:
         if kind == "known":
             return NO_VERDICT  # the load itself raises this error
         return f"a trial load failed ({reason})" if reason else "", True
-    if code > 0:  # llama.cpp never exits: this was another program than Python, or it did not find this package
+    if code > 0:  # llama.cpp never exits with a code: another program than Python ran, or it did not find this package
         return NO_VERDICT
     if code == -signal.SIGXCPU:
         return f"{TOO_LONG} {cpu_s} s of computing", not has_gpu()
@@ -222,9 +224,9 @@ def _outcome(code: int, answer: bytes, log: str, cpu_s: int) -> Outcome:
 
 
 def describe(error: BaseException) -> dict[str, str]:
-    """The answer of a process that `error` has ended."""
+    """Returns the answer of a trial process in which `error` was raised."""
     text = f"{type(error).__name__}: {error}"[:300]
     if isinstance(error, MemoryError):
         return {"kind": "memory", "reason": text}
-    known = isinstance(error, MoeggufError | OSError | ImportError)  # not the file's fault, or told by the load itself
+    known = isinstance(error, MoeggufError | OSError | ImportError)  # not the file's fault, or raised again by the load
     return {"kind": "known" if known else "bare", "reason": text}

@@ -1,7 +1,7 @@
 """The process of a trial load: `python -m moegguf.engine.trial_process REQUEST`, a trial.Request in JSON.
 
-Does with a model what users do, in short: loads it with room for a few experts, tokenizes, reads a prompt, generates.
-Writes a line of JSON to stdout; ends when its stdin closes.
+Does briefly with a model what users do: loads it with room for a few experts, tokenizes, reads a prompt, generates.
+Writes a line of JSON to stdout, and ends when its stdin closes.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ TEXTS = (
     "\x00\x7f  x" * 9,
 )
 N_NEW = 3
-IMAGE_WIDTH, IMAGE_HEIGHT = 100, 60  # neither a square nor whole patches
+IMAGE_WIDTH, IMAGE_HEIGHT = 100, 60  # not a square, and no whole number of patches
 
 
 def _limit(memory_bytes: int, cpu_s: int) -> None:
-    """Limits this process, and offers it to the system as the first to end when memory runs out."""
+    """Limits the memory and the computing time of this process, and makes it the first that the system ends without
+    memory."""
     limits = [(resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, cpu_s)]
     if memory_bytes:
         limits.append((resource.RLIMIT_DATA, memory_bytes))
     for which, value in limits:
-        with suppress(ValueError, OSError):  # a lower limit holds already
+        with suppress(ValueError, OSError):  # a lower limit is already set
             resource.setrlimit(which, (value, resource.getrlimit(which)[1] if value else 0))
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
@@ -52,7 +53,7 @@ def _try(request: dict[str, Any]) -> None:
 
     options = request["options"]
     with Llama(request["path"], **options) as llm:
-        llm.tokenize(bytes(range(256)), add_bos=False)  # llama.cpp looks up bytes that no token begins with
+        llm.tokenize(bytes(range(256)), add_bos=False)  # llama.cpp also looks up bytes with which no token begins
         for text in TEXTS:
             llm.detokenize(llm.tokenize(text.encode(), add_bos=True, special=True))
             llm.vocabulary.tokens(text)
@@ -66,17 +67,17 @@ def _try(request: dict[str, Any]) -> None:
         llm.eval([0] * (N_BATCH + 1))
         llm.create_completion([0], max_tokens=N_NEW)
         if llm.reads_images:
-            with suppress(MoeggufError):  # the user's first image raises it, too, and the model goes on without images
+            with suppress(MoeggufError):  # the user's first image raises this, too; texts still work
                 read_an_image(llm)
 
 
 def read_an_image(llm: Llama) -> None:
-    """Reads a small image between texts, as far as the context goes. Raises what the projector raises."""
+    """Reads a small image between two texts, as far as they fit into the context. Raises what the projector raises."""
     from moegguf.engine.projector import Image
 
     reader, at = llm.context.open_projector(), 0
     assert reader is not None
-    pixels = bytes(7 * i % 256 for i in range(3 * IMAGE_WIDTH * IMAGE_HEIGHT))  # colours that differ
+    pixels = bytes(7 * i % 256 for i in range(3 * IMAGE_WIDTH * IMAGE_HEIGHT))  # pixels of different colours
     ppm = f"P6 {IMAGE_WIDTH} {IMAGE_HEIGHT} 255\n".encode() + pixels
     prompt = reader.tokenize(["look", "\n"], [Image(ppm, IMAGE_WIDTH, IMAGE_HEIGHT)])
     llm.reset()
@@ -90,7 +91,7 @@ def read_an_image(llm: Llama) -> None:
 
 
 def main() -> None:
-    """Tries the model of the command line."""
+    """Tries the model that the command line names."""
     request = json.loads(sys.argv[1])
     _limit(request["memory_bytes"], request["cpu_s"])
     threading.Thread(target=end_with_parent, daemon=True).start()
@@ -99,7 +100,7 @@ def main() -> None:
     answer = {"kind": "passed", "reason": ""}
     try:
         _try(request)
-    except BaseException as error:  # the answer of a process that ends right after it
+    except BaseException as error:  # the process ends right after its answer
         answer = describe(error)
     os.write(1, json.dumps(answer).encode())
     os._exit(0)  # the end of the process frees everything

@@ -1,4 +1,4 @@
-"""llama-cpp-python's `Llama` with what has nothing to do with experts: downloads, logit_bias, grammars, pickling,
+"""llama-cpp-python's `Llama` with corrections that do not concern experts: downloads, logit_bias, grammars, pickling,
 tokenizing."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moegguf.models.pull import fetch
 from moegguf.native import library
 
 _bindings = library.llama_cpp()
-# `Llama` compares with None, where ctypes gives a null pointer, with which llama.cpp would end the process.
+# `Llama` compares the adapter with None, but ctypes returns a null pointer, with which llama.cpp would abort.
 _bindings.llama_adapter_lora_init.errcheck = lambda adapter, *_: adapter or None
 
 Floats = npt.NDArray[np.float32]
@@ -27,10 +27,11 @@ ADDED_TOKENS = 8  # room for BOS, EOS and a leading space, beside one token per 
 
 
 class BoundedTokenizer(_bindings.LlamaTokenizer):  # type: ignore[name-defined]  # found at run time
-    """llama-cpp-python's, with memory for the text's length instead of the context that the file claims."""
+    """llama-cpp-python's tokenizer, with memory for the text's length instead of the context length that the file
+    claims."""
 
     def tokenize(self, text: bytes, add_bos: bool = True, special: bool = True) -> list[int]:
-        """The tokens of a text. Raises OptionError for one that llama.cpp cannot tokenize."""
+        """Returns the tokens of a text. Raises OptionError for a text that llama.cpp cannot tokenize."""
         size = len(text) + ADDED_TOKENS
         for _ in range(2):
             tokens = (_bindings.llama_token * size)()
@@ -42,15 +43,14 @@ class BoundedTokenizer(_bindings.LlamaTokenizer):  # type: ignore[name-defined] 
 
 
 class GrammarMask:
-    """A GBNF grammar for sampling, by llama.cpp's own sampler, outside of llama.cpp's chain: a logits processor, the
-    last of a request. Where no token may follow, llama.cpp leaves it to its caller to stop: accepting another token
+    """A GBNF grammar for sampling: a logits processor, which must be the last one of a request. It uses llama.cpp's
+    grammar sampler outside of llama.cpp's chain. If no token may follow, the caller must stop: accepting another token
     raises a C++ exception, which ends a Python process.
 
-    `vocab`: llama.cpp's, of `n_vocab` tokens. `grammar`: a
-    `LlamaGrammar`, or its text in GBNF.
+    `vocab`: llama.cpp's vocabulary, of `n_vocab` tokens. `grammar`: a `LlamaGrammar`, or its text in GBNF.
 
-    `exhausted`: no token may follow; the text is complete, or no token of the model continues it. Raises SchemaError
-    for a grammar that llama.cpp cannot read.
+    `exhausted`: True if no token may follow, because the text is complete, or because no token of the model continues
+    it. Raises SchemaError for a grammar that llama.cpp cannot read.
     """
 
     def __init__(self, vocab: Any, n_vocab: int, grammar: Any) -> None:
@@ -66,7 +66,7 @@ class GrammarMask:
         self.exhausted = False
 
     def __call__(self, _ids: npt.NDArray[np.intc], scores: Floats) -> Floats:
-        """The scores, -inf for tokens that may not follow."""
+        """Returns the scores, with -inf for tokens that may not follow; unchanged if no token may follow."""
         self._candidates.copy_logits(scores)
         _bindings.llama_sampler_apply(self._sampler, c.pointer(self._candidates.candidates))
         masked: Floats = self._candidates.candidates_data.logit
@@ -74,7 +74,8 @@ class GrammarMask:
         return scores if self.exhausted else masked
 
     def accept(self, token: int) -> None:
-        """Advances past a sampled token, unless `exhausted`: then it is none of the grammar's."""
+        """Advances the grammar past a sampled token. Does nothing if `exhausted`: the token is then outside of the
+        grammar."""
         if not self.exhausted:
             _bindings.llama_sampler_accept(self._sampler, token)
 
@@ -84,26 +85,26 @@ class GrammarMask:
 
 
 class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at run time
-    """Base of our `Llama`, which keeps the keywords of its constructor in `_keywords`, for pickling, and completes the
-    structs with which model and context are made (`_attach_model`, `_attach_context`)."""
+    """The base class of our `Llama`. It keeps the keywords of the constructor in `_keywords`, for pickling. Subclasses
+    complete the structs from which llama.cpp makes the model and the context (`_attach_model`, `_attach_context`)."""
 
     _keywords: dict[str, Any]
     n_tokens: int
     input_ids: npt.NDArray[np.intc]
     _batch: Any
-    _requires_eval: bool  # whether the last row of logits is of other tokens than the context, or of another request
+    _requires_eval: bool  # True: the last row of logits belongs to other tokens than the context, or to another request
     _grammar: GrammarMask | None = None  # grammar of the request that samples now
     tokenizer_: Any
 
     def __init__(self, model_path: str | os.PathLike[str], *, lora_path: str | None = None, **options: Any) -> None:
         with readable(model_path) as path, readable(lora_path) if lora_path else nullcontext() as adapter:
             super().__init__(path, lora_path=adapter, **options)
-        if type(self.tokenizer_) is _bindings.LlamaTokenizer:  # not one of the user's
+        if type(self.tokenizer_) is _bindings.LlamaTokenizer:  # a user's own tokenizer stays
             self.tokenizer_ = BoundedTokenizer(self)
 
     @property
     def model_params(self) -> c.Structure:
-        """struct llama_model_params."""
+        """The struct llama_model_params. The setter calls `_attach_model` with it."""
         return self._model_params
 
     @model_params.setter
@@ -128,12 +129,12 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
 
     @property
     def metadata(self) -> dict[str, str]:
-        """The key-values of the file as texts."""
+        """The metadata of the file as texts."""
         return self._metadata
 
     @metadata.setter
     def metadata(self, _: Mapping[str, str]) -> None:
-        # llama-cpp-python gives none of them where one is not UTF-8, or where llama.cpp cuts a character of one.
+        # llama-cpp-python returns no metadata if one text is not UTF-8, or if llama.cpp cuts a character of one.
         self._metadata = _metadata(self._model.model)
 
     @classmethod
@@ -147,10 +148,11 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
         cache_dir: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> Self:
-        """Loads a model from the Hugging Face Hub. `options` are the class's. All shards of a split model are fetched.
+        """Loads a model from the Hugging Face Hub, with all shards of a split model. `options`: keywords of the class.
 
-        `filename` and `additional_files`: names or patterns ("*Q4_K_M*"); without a filename the default quantisation.
-        `local_dir_use_symlinks` has no effect. Raises ModelNotFoundError when no model fits, or several do, PullError.
+        `filename` and `additional_files`: names or patterns ("*Q4_K_M*"); without a filename, the default quantisation.
+        `local_dir_use_symlinks` has no effect. Raises ModelNotFoundError if no model fits, or several do, and
+        PullError.
         """
         return cls(fetch(repo_id, filename, additional_files or (), local_dir, cache_dir), **options)
 
@@ -164,7 +166,7 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
         return super()._init_sampler(*arguments, logits_processor=logits_processor, **options)
 
     def sample(self, *arguments: Any, **options: Any) -> int:
-        """The next token, as in llama-cpp-python."""
+        """Returns the next token, as in llama-cpp-python."""
         token: int = super().sample(*arguments, **options)
         if self._grammar is not None:
             self._grammar.accept(token)
@@ -173,8 +175,8 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
     def generate(
         self, *arguments: Any, stopping_criteria: Sequence[Any] | None = None, **options: Any
     ) -> Generator[int, Sequence[int] | None, None]:
-        """Tokens as in llama-cpp-python. Ends where a grammar allows no token, also without an end-of-text token.
-        Raises OptionError without a token to begin with."""
+        """Yields tokens as in llama-cpp-python. Also ends if a grammar allows no further token, without an end-of-text
+        token. Raises OptionError if there is no token to begin with."""
         tokens = arguments[0] if arguments else options.get("tokens", ())
         if not len(tokens) and (options.get("reset", True) or not self.n_tokens):
             raise OptionError("there is nothing to continue: the prompt has no tokens of this model's vocabulary.")
@@ -183,7 +185,7 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
         )
 
     def _with_grammar_end(self, criteria: Sequence[Any] | None, options: Mapping[str, Any]) -> Sequence[Any] | None:
-        """`criteria` with the end of the request's grammar, if it has one."""
+        """Returns `criteria`, and a criterion for the end of the request's grammar if it has one."""
         if options.get("grammar") is None:
             return criteria
 
@@ -201,7 +203,7 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
         **options: Any,
     ) -> Iterator[Any]:
         stopping_criteria = self._with_grammar_end(stopping_criteria, options)
-        if logits_processor is not None and logit_bias:  # the base class loses both: list.extend() is None
+        if logits_processor is not None and logit_bias:  # the base class would lose both: list.extend() is None
             logits_processor = _bindings.LogitsProcessorList([*logits_processor, _bias(logit_bias)])
             logit_bias = None
         return super()._create_completion(
@@ -214,11 +216,11 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
 
     @property
     def _is_stateful(self) -> bool:
-        """True if the model has a recurrent state, which cannot be rolled back by some tokens."""
+        """True if the model has a recurrent state, from which tokens cannot be removed freely."""
         return bool(self._is_recurrent or self._is_hybrid)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The keywords of the constructor: unpickling loads the model again."""
+        """Returns the keywords of the constructor: unpickling loads the model again."""
         return self._keywords
 
     def __copy__(self) -> Self:
@@ -229,7 +231,7 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
 
 
 def _metadata(model: Any) -> dict[str, str]:
-    """Returns the key-values of a model's file as texts, where bytes that are not UTF-8 become U+FFFD."""
+    """Returns the metadata of a model's file as texts, in which U+FFFD replaces bytes that are not UTF-8."""
 
     def text(read: Callable[..., int], i: int) -> str:
         buffer = c.create_string_buffer(max(0, read(model, i, None, 0)) + 1)
@@ -241,7 +243,7 @@ def _metadata(model: Any) -> dict[str, str]:
 
 
 def _bias(logit_bias: Mapping[Any, float]) -> Any:
-    """A logits processor that adds to tokens' scores."""
+    """Returns a logits processor that adds these biases to the scores of tokens."""
     tokens, added = [int(token) for token in logit_bias], np.array([*logit_bias.values()], np.float32)
 
     def add(_ids: npt.NDArray[np.intc], scores: Floats) -> Floats:
@@ -302,7 +304,7 @@ class LlamaCppOptions(TypedDict, total=False):
 
 
 def with_keywords(init: Callable[..., None], base: Callable[..., None]) -> inspect.Signature:
-    """The signature of `init` with the keywords of `base`, and their defaults, in place of its **options."""
+    """Returns the signature of `init`, in which the keywords of `base`, with their defaults, replace **options."""
     own = inspect.signature(init).parameters
     further = inspect.signature(base).parameters.values()
     kinds = inspect.Parameter

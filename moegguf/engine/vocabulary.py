@@ -1,4 +1,4 @@
-"""Text and tokens of one model: the text of each token, read once, tokenization, and the special tokens."""
+"""The text of each token of one model, tokenization, and the special tokens."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class Vocabulary:
-    """The tokens of a model. Valid while the model is open."""
+    """The tokens of a model. This object is valid while the model is open."""
 
     def __init__(self, llm: UpstreamLlama) -> None:
         self._bindings = library.llama_cpp()
-        self._model, self._tokenizer = llm._model, llm.tokenizer_  # not `llm` itself, which holds this object
+        self._model, self._tokenizer = llm._model, llm.tokenizer_  # not `llm` itself: it refers to this object
         self._vocab = llm._model.vocab
         self.n_tokens = int(llm.n_vocab())
         self._end_tokens: list[int] | None = None
@@ -38,25 +38,26 @@ class Vocabulary:
             size = -n
 
     def all_pieces(self) -> list[bytes]:
-        """[n_tokens], the pieces of all tokens, control tokens included; read at each call and not kept."""
+        """Returns the pieces of all tokens, shape [n_tokens], with control tokens. Reads them at each call."""
         return [self.piece(token, special=True) for token in range(self.n_tokens)]
 
     def is_end(self, token: int) -> bool:
-        """Returns whether this is an end-of-generation token."""
+        """Returns True if this token ends generation."""
         return bool(self._bindings.llama_vocab_is_eog(self._vocab, token))
 
     def end_tokens(self) -> list[int]:
-        """All end-of-generation tokens, looked for once."""
+        """Returns all end-of-generation tokens. Only the first call searches for them."""
         if self._end_tokens is None:
             self._end_tokens = [token for token in range(self.n_tokens) if self.is_end(token)]
         return self._end_tokens
 
     def tokens(self, text: str, *, special: bool = True) -> list[int]:
-        """The tokens of a text, without BOS or EOS; with `special` the text of a control token becomes that token."""
+        """Returns the tokens of a text, without BOS or EOS. special: the text of a control token becomes that token."""
         return list(self._tokenizer.tokenize(to_utf8(text), add_bos=False, special=special)) if text else []
 
     def token(self, text: str) -> int | None:
-        """The token of a text, control tokens included; None for a text of more than one."""
+        """Returns the token with this text, which may be a control token; None if the text has several tokens
+        or none."""
         tokens = self.tokens(text)
         return tokens[0] if len(tokens) == 1 else None
 
@@ -68,7 +69,7 @@ class Vocabulary:
 
     @property
     def bos_tokens(self) -> list[int]:
-        """The tokens that every text begins with: BOS, for a model that adds it."""
+        """The tokens with which every text begins: BOS, if the model adds it."""
         bos = self._model.token_bos()
         return [bos] if bos != -1 and self._model.add_bos_token() else []
 
@@ -80,11 +81,12 @@ class Vocabulary:
 
     @property
     def repository_tokens(self) -> tuple[int, int] | None:
-        """The tokens before a repository's and a file's name in fill-in-the-middle; None for a model without them."""
+        """The tokens before a repository's and before a file's name in fill-in-the-middle; None if the model
+        has none."""
         bindings = self._bindings
         marks = (bindings.llama_vocab_fim_rep(self._vocab), bindings.llama_vocab_fim_sep(self._vocab))
         return None if -1 in marks else marks
 
     def token_text(self, token: int) -> str:
-        """A token as the file spells it; "" for -1, a token the model does not have."""
+        """Returns a token's text as the file spells it; "" for -1, which means a token that the model does not have."""
         return str(self._model.token_get_text(token)) if token != -1 else ""

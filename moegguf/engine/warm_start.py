@@ -1,7 +1,8 @@
-"""Warm start: what earlier runs of a model used most is fetched when it is loaded, so that its first tokens hit, too.
+"""Warm start: fetches the experts that earlier runs of a model used most at its load, so that its first tokens hit,
+too.
 
-They go into free slots only, behind everything that a layer waits for: those used most into the tier that layers
-compute on, the next ones into RAM below it.
+These experts only take free slots, and every read for which a layer waits comes first. The most used ones go into the
+tier from which layers compute, and the next ones into RAM below.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from moegguf.controller.shape import MoeShape
 from moegguf.engine.session import Session
 from moegguf.native.events import Int32s
 
-HALF_LIFE_PASSES = 4096  # passes after which a use counts half as much
+HALF_LIFE_PASSES = 4096  # number of passes after which a use counts half as much
 
 
 def start_warm(session: Session, artifacts: Artifacts) -> None:
-    """Asks for the experts used most, as many as the tiers have slots. A pool of every expert fills itself."""
+    """Requests the most used experts, as many as the tiers have slots. A pool with a slot for every expert fills
+    itself."""
     store = session.store
     uses = None if store.info()["resident"] else artifacts.uses(MoeShape.of(session.layout))
     if uses is not None:
@@ -26,9 +28,9 @@ def start_warm(session: Session, artifacts: Artifacts) -> None:
 
 
 def save_uses(session: Session, artifacts: Artifacts) -> None:
-    """Adds the uses since the model was loaded to the uses of earlier runs, and saves them.
+    """Adds the uses of experts since the load to the uses in earlier runs, and saves them.
 
-    The uses of a pool with a slot for every expert are not known.
+    Uses are not known if every expert has a slot.
     """
     store, shape = session.store, MoeShape.of(session.layout)
     passes = store.counters()["passes"]
@@ -41,8 +43,8 @@ def save_uses(session: Session, artifacts: Artifacts) -> None:
 
 
 def most_used(uses: npt.NDArray[np.float32], n: int) -> tuple[Int32s, Int32s]:
-    """Returns (layers, experts) of up to n experts, the most used first, without those that were never used. `uses` is
-    (n_layer, n_expert)."""
+    """Returns (layers, experts) of up to n experts, the most used first, without experts that were never used. uses:
+    number of uses, shape (n_layer, n_expert)."""
     order = np.argsort(uses, axis=None, kind="stable")[::-1][: min(n, int(np.count_nonzero(uses)))]
     il, experts = np.unravel_index(order, uses.shape)
     return il.astype(np.int32), experts.astype(np.int32)

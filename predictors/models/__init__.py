@@ -1,1 +1,1 @@
-"""Questions to the demo model: `quiz_demo.py` counts right answers. `recipes/` holds the training."""
+"""Tests of the demo model: `quiz_demo.py` asks questions and counts right answers. `recipes/` holds the training."""

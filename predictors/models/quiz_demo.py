@@ -38,7 +38,7 @@ class Case:
 
     @property
     def question(self) -> str:
-        """The last message."""
+        """The text of the last message."""
         return str(self.messages[-1]["content"])
 
 
@@ -57,7 +57,7 @@ def starter_cases() -> Iterator[Case]:
     """Yields each starter in each situation."""
     known = questions.answers()
     starters = questions.starters()
-    pages = ("LICENSE", "CODE_OF_CONDUCT.md", "SECURITY.md")  # the documentation changes more often than these
+    pages = ("LICENSE", "CODE_OF_CONDUCT.md", "SECURITY.md")  # rest of the documentation changes more often
     text = "".join((ROOT / page).read_text(encoding="utf-8") for page in pages)
     befores: list[tuple[str, list[Message]]] = [
         ("alone", []),
@@ -90,7 +90,7 @@ def heldout_cases() -> Iterator[Case]:
 
 
 def tool_cases() -> Iterator[Case]:
-    """Yields starters beside made-up tools, and questions that need a tool. The model is too small to call a tool."""
+    """Yields starters with made-up tools, and questions that need a tool. The model is too small to call a tool."""
     rng = random.Random("quiz")
     known = questions.answers()
     for _ in range(N_TOOL_QUESTIONS):

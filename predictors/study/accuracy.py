@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from moegguf.controller.shape import MoeShape
 
-NO_PREDICTION, NOT_DUE = -1, -2  # stand in place of an expert id
+NO_PREDICTION, NOT_DUE = -1, -2  # stand-ins for an expert id
 PADDING = 2  # extra columns that NO_PREDICTION and NOT_DUE index
 WRONG, RIGHT, ABSENT, N_KINDS = 2, 4, 1, 6
 
@@ -60,16 +60,16 @@ class PredictorScore:
     fetch_rates: dict[int, float | None] = field(default_factory=dict)  # {distance: FETCHRATE}; empty without a link
 
     def good_pred(self, distance: int) -> float | None:
-        """Returns GOODPRED; None where either factor is unknown."""
+        """Returns GOODPRED; None if one of its two factors is unknown."""
         rate = self.fetch_rates.get(distance)
         accuracy = self.means[distance].accuracy
         return None if rate is None or accuracy is None else rate * accuracy
 
 
 class LayerLru:
-    """The contents of an LRU cache that holds a share of each layer's experts, at least n_expert_used.
+    """The contents of an LRU cache that holds a share of each layer's experts, at least n_expert_used of them.
 
-    absent (n_row, n_expert): True where the cache lacks the expert.
+    absent (n_row, n_expert): True if the cache lacks the expert.
     """
 
     def __init__(self, shape: MoeShape, share: float) -> None:
@@ -136,7 +136,7 @@ class Tally:
         return self._increments[n_used]
 
     def mean(self, column: int) -> Figures:
-        """Returns the figures of one distance over all layers but the first."""
+        """Returns the figures of one distance, over all layers except the first."""
         first = 1 if self.distances[column] > 0 and len(self.shape.layers) > 1 else 0
         return self.figures(column, np.arange(first, len(self.shape.layers)))
 

@@ -1,10 +1,10 @@
 """The claims of four papers, and their verdicts here: the first table of docs/evidence.md.
 
-A verdict follows from figures that were recorded (`predictors/study/figures.py`), by one rule for every row: a claim
-holds where half of the claimed gain is there. Where the paper does not say how large a gain is, any will do. A figure
-over requests has an interval. A claim holds where all of the interval is at or above the bound, and fails where all of
-it is below; else the claim is undecided. A claim that needs a GPU or other programs cannot be judged. Confidence is
-medium for the simulator at the paper's times, base and batches, low for less.
+A verdict follows from recorded figures (`predictors/study/figures.py`), by one rule for every row: a claim holds if
+half of the claimed gain is reached. If the paper does not state how large a gain is, any gain counts. A figure over
+requests has an interval. A claim holds if all of the interval is at or above the bound, and fails if all of it is
+below. Otherwise the claim is undecided. A claim that needs a GPU or other programs cannot be judged. Confidence is
+medium if the simulator has the paper's times, base and batches, and low otherwise.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from predictors.study.figures import NotCountedError, estimate_of, steps_of, tex
 
 HOLDS, FAILS, UNDECIDED, UNTESTED, OPEN = "holds", "fails", "undecided", "not tested", "cannot be judged"
 VERDICTS = (HOLDS, FAILS, UNDECIDED, UNTESTED, OPEN)
-ANY = 1.0  # times as fast: any gain
+ANY = 1.0  # a speed of at least the base's
 Condition = tuple[str, float | str]
 
 
 def half(claimed: float, without: float = 1.0) -> float:
-    """Returns the bound of a claim: half of the gain over what is there without it."""
+    """Returns the bound of a claim: the value `without` the claimed method, plus half of the claimed gain."""
     return without + (claimed - without) / 2
 
 
@@ -32,13 +32,13 @@ class Claim:
 
     paper: str
     text: str
-    judged: str | tuple[Condition, ...]  # UNTESTED, OPEN, or (question, at least this number or another answer)
+    judged: str | tuple[Condition, ...]  # UNTESTED, OPEN, or (question, least answer: a number or a question)
     figure: str  # `figures` answers the questions in braces
     confidence: str = "medium"
-    only_on: str | None = None  # the one model that is like the paper's in this respect; None: any model is
+    only_on: str | None = None  # the only model that is like the paper's in this respect; None: any model is
 
     def verdict(self, model: str) -> str:
-        """One of VERDICTS, on one model."""
+        """Returns the verdict on one model, one of VERDICTS."""
         if isinstance(self.judged, str):
             return self.judged
         if self.only_on not in (None, model):
@@ -50,7 +50,7 @@ class Claim:
         return next((outcome for outcome in (FAILS, UNDECIDED) if outcome in found), HOLDS)
 
     def resolved(self, model: str) -> str:
-        """The figures on one model as text."""
+        """Returns the figures on one model, as text."""
         try:
             return text_of(self.figure, model)
         except NotCountedError as error:
@@ -58,7 +58,7 @@ class Claim:
 
     @property
     def steps(self) -> set[str]:
-        """The recorded steps that the claim is judged by."""
+        """The recorded steps whose figures decide the claim."""
         asked = () if isinstance(self.judged, str) else self.judged
         found = steps_of(self.figure)
         return found.union(*(steps_of(text) for condition in asked for text in condition if isinstance(text, str)))
@@ -73,17 +73,17 @@ def _outcome(question: str, least: float | str, model: str) -> str:
 
 
 def _claims(paper: str, *claims: tuple[Any, ...]) -> Iterator[Claim]:
-    """The claims of one paper, by the other fields of `Claim`."""
+    """Returns the claims of one paper. Each tuple has the other fields of a `Claim`."""
     return (Claim(paper, *claim) for claim in claims)
 
 
 PROGRAMS = "needs those programs on a GPU"
 BUDGET = "a store's size is its budget here"
 LOW = "low"
-# A departure from the papers' baselines, which every row that it concerns says.
+# A difference from the papers' baselines, which is stated in each row that it concerns.
 SAME_SLOTS = "each baseline has the strategy's slots, where the papers' have one layer's experts or none"
 
-SHARES = (0.125, 0.25, 0.375, 0.5, 0.75)  # ProMoE's sweep has these
+SHARES = (0.125, 0.25, 0.375, 0.5, 0.75)  # shares of experts in ProMoE's sweep
 
 CLAIMS = (
     *_claims(

@@ -16,7 +16,7 @@ from moegguf.trace.simulate import SimOptions
 from predictors.study.controls import ORACLE, FreshGate, Oracle
 from predictors.study.token_scheduler import RoutingPaths, make_paths
 
-DEFAULT_TOKENS = 2500  # figures are precise to about a percent, after a minute or two
+DEFAULT_TOKENS = 2500  # enough for figures that are precise to about a percent, in a minute or two
 
 PredictorNames = Annotated[
     list[str], typer.Option("--predictor", metavar="NAMES", help="Predictors, separated by commas, or all.")
@@ -28,13 +28,13 @@ class Study(TraceAnalysis):
 
     @classmethod
     def load(cls, file: Path, model: str | None, folder: Path | None) -> Self:
-        """Calls `open` with the model of this name. Raises the errors of `open` and `find_model`."""
+        """Calls `open` with the model of this name. Raises what `open` and `find_model` raise."""
         return cls.open(file, find_model(model) if model else None, folder)
 
     known_predictors: ClassVar[tuple[str, ...]] = (*TraceAnalysis.known_predictors, FreshGate.name)
 
     def new_predictor(self, name: str) -> Predictor:
-        """Returns the predictor of this name, also the oracle and the fresh-gate control."""
+        """Returns the predictor of this name; it may also be the oracle or the fresh-gate control."""
         if name == FreshGate.name:
             return FreshGate(self.trace.shape, self.artifacts.routers())
         return Oracle(self.trace) if name == ORACLE else super().new_predictor(name)
@@ -45,14 +45,14 @@ class Study(TraceAnalysis):
 
 
 def sim_options(link: float | None, latency: float, layer_compute: float) -> SimOptions | None:
-    """Returns a replay over the link of these options (GB/s, us, us); None without one."""
+    """Returns the options of a replay over a link with these figures (GB/s, us, us); None without a link."""
     if not link:
         return None
     return SimOptions(link_bytes_per_s=link * 1e9, link_latency_s=latency / 1e6, layer_compute_us=layer_compute)
 
 
 def run(command: Callable[..., None], arguments: Sequence[str] | None = None) -> int:
-    """Runs one command with these arguments, or the process's own; returns its exit code."""
+    """Runs one command with these arguments, or with the arguments of this process; returns its exit code."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.command()(command)
     return run_with_exit_code(lambda: app(arguments, standalone_mode=False))

@@ -72,7 +72,7 @@ class FreshGate(Predictor):
         self._input: tuple[int, Float32s] | None = None
 
     def announce(self, announcement: Announcement) -> None:
-        """The next pass begins."""
+        """Notes that the next pass begins."""
         self._input = None
 
     def observe(self, event: RoutingEvent) -> None:
@@ -103,7 +103,7 @@ def probabilities(routers: Routers, il: int, inputs: Float32s) -> Float32s:
 
 
 def _scores(routers: Routers, router: Router, inputs: Float32s) -> Float32s:
-    """Returns the scores by which experts are chosen (n_expert,), with -inf in groups that were not chosen."""
+    """Returns the scores by which experts are chosen (n_expert,). Experts in groups that were not chosen have -inf."""
     logits = router.matrix @ inputs
     if router.logit_bias is not None:
         logits += router.logit_bias

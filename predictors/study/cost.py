@@ -49,11 +49,11 @@ Random = np.random.Generator
 
 @dataclass(frozen=True)
 class Cost:
-    """Microseconds of a predictor."""
+    """Times of a predictor, in microseconds."""
 
-    layer: float  # median of a layer
-    layer_99: float  # 99th percentile of a layer
-    before: float  # median of the work before a pass
+    layer: float  # median for one layer
+    layer_99: float  # 99th percentile for one layer
+    before: float  # median of the work before each pass
 
     def figures(self) -> dict[str, float]:
         """Returns the figures by name, rounded to 0.1 us."""

@@ -158,7 +158,7 @@ class Bound:
 def synthetic(routing: str, shape: MoeShape, n_tokens: int, n_requests: int) -> Trace:
     """Returns requests whose topics are independent. With the routing "random", every token is independent."""
     made = synthesize("qwen3-30b" if routing == RANDOM else routing, shape, n_tokens, 0, n_requests)
-    made = replace(made, tokens=np.zeros(made.n_tokens, np.int32))  # known, so that passes are announced
+    made = replace(made, tokens=np.zeros(made.n_tokens, np.int32))  # known tokens, so that passes are announced
     if routing != RANDOM:
         return made
     random = np.random.default_rng(0)

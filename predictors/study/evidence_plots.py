@@ -1,4 +1,4 @@
-"""The plots of docs/evidence/, of recorded results. Needs matplotlib (the extra `lab`)."""
+"""Draws the plots of docs/evidence/ from recorded results. Needs matplotlib (the extra `lab`)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tools.models.locality import LOCALITIES
 matplotlib.use("svg")
 from matplotlib import pyplot
 
-PUBLISHED_SKIP = {"ProMoE, DeepSeek-V2-Lite": {1: 0.905, 8: 0.545}}  # figure 8
+PUBLISHED_SKIP = {"ProMoE, DeepSeek-V2-Lite": {1: 0.905, 8: 0.545}}  # the paper's figure 8
 STYLE = {"svg.hashsalt": "moegguf", "svg.fonttype": "none", "font.size": 8, "axes.spines.top": False,
          "axes.spines.right": False}  # fmt: skip
 
 
 def draw(folder: Path) -> None:
-    """Writes every plot, the same bytes from the same results."""
+    """Writes every plot. The same results lead to the same bytes."""
     with pyplot.rc_context(STYLE):
         if read_result(f"{LABORATORY}/hits") and read_result(f"{LABORATORY}/accuracy"):
             _save(_model(), folder / "laboratory-model.svg")

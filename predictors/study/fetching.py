@@ -22,7 +22,7 @@ class FetchCount:
     def __init__(self, shape: MoeShape, link: SimOptions) -> None:
         self._expert_us = (shape.expert_bytes / link.link_bytes_per_s + link.link_latency_s) * 1e6
         self._layer_us = link.layer_pass_us + link.layer_compute_us
-        self._left_us: dict[tuple[int, int], float] = {}  # {(row, expert): transfer time that is left}
+        self._left_us: dict[tuple[int, int], float] = {}  # {(row, expert): transfer time that is left, in us}
         self._n_absent = 0
         self._n_fetched = 0.0
 

@@ -1,7 +1,8 @@
-"""Figures that the pages ask for, out of the recorded results: as text, and as estimates that verdicts are taken by.
+"""Computes the figures that the pages name, from the recorded results: as text, and as estimates for verdicts.
 
-A question is `KIND,STEP,...`, and what follows depends on its kind; STEP:SETTING is one setting of a step that has
-several. A result's name is MODEL/STEP, and lies in predictors/results/ (`predictors/study/regenerate.py`).
+A question for a figure is `KIND,STEP,...`, and what follows depends on its kind. STEP:SETTING is one setting of a step
+that has several. A result's name is MODEL/STEP, and its file lies in predictors/results/
+(`predictors/study/regenerate.py`).
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from predictors.study.intervals import (
 RESULTS = Path(__file__).parents[1] / "results"
 FIGURE = re.compile(r"\{([^}]+)\}")
 NONE = "–"
-WITHIN, RUN = 1.02, 3  # a system has recovered where the mean over RUN requests is within this factor
+WITHIN, RUN = 1.02, 3  # a system has recovered if the mean over RUN requests is within this factor
 
 
 class NotCountedError(KeyError):
-    """A figure is not there, since nothing is recorded of its step."""
+    """A figure is missing, because no result of its step is recorded."""
 
     def __str__(self) -> str:
         model, _, step = self.args[0].partition("/")
@@ -39,14 +40,14 @@ class NotCountedError(KeyError):
 
 
 class NotThereError(NotCountedError):
-    """A figure is not there, since its step has none of this kind for this model."""
+    """A figure is missing, because its step has no figure of this kind for this model."""
 
     def __str__(self) -> str:
         return "this model, or the earlier version that was recorded, has no such figure"
 
 
 def read_result(name: str) -> dict[str, Any] | None:
-    """Returns a recorded result; None where nothing was recorded."""
+    """Returns a recorded result; None if nothing is recorded."""
     path = RESULTS / f"{name}.json"
     return dict(json.loads(path.read_text("utf-8"))) if path.exists() else None
 
@@ -70,7 +71,7 @@ def systems(name: str) -> Mapping[str, Any]:
 
 
 def ratios(base: Mapping[str, Any], other: Mapping[str, Any], of: str = "token_ms") -> list[float]:
-    """Returns the speed of `other` beside `base`, request by request: with tokens, or with prompts."""
+    """Returns how many times as fast as `base` the other system is, for each request. of: the field with the times."""
     return [one / two for one, two in zip(base[of], other[of], strict=True)]
 
 
@@ -111,7 +112,7 @@ def text_of(text: str, model: str) -> str:
 
 
 def estimate_of(question: str, model: str) -> Estimate:
-    """The answer with its interval; of a figure that no requests were drawn for, the figure alone. Raises
+    """Returns the answer with its interval. A figure that is not computed over requests has no interval. Raises
     NotCountedError."""
     kind, name, *keys = _parts(question, model)
     if kind in PAIRED:
@@ -120,12 +121,13 @@ def estimate_of(question: str, model: str) -> Estimate:
 
 
 def speed_of(name: str, system: str, base: str) -> Estimate:
-    """Returns the speed of a system beside another one of a step or of one of its settings. Raises NotCountedError."""
+    """Returns the speed of a system relative to another one, in a step or in one of its settings. Raises
+    NotCountedError."""
     return _speeds(name, [system, base]).estimate
 
 
 def steps_of(text: str) -> set[str]:
-    """The steps that the questions in braces, or the question itself, ask for."""
+    """Returns the names of the steps in the questions in braces, or in the text if it is a question itself."""
     questions = FIGURE.findall(text) or ([text] if "," in text else [])
     return {question.split(",")[1].partition(":")[0] for question in questions}
 
@@ -136,7 +138,7 @@ def _parts(question: str, model: str) -> tuple[str, ...]:
 
 
 def interval(found: Estimate, decimals: int = 2) -> str:
-    """The figure and its interval."""
+    """Returns the figure and its interval as text."""
     value, low, high = (f"{one:.{decimals}f}" for one in (found.value, found.low, found.high))
     return value if found.low == found.high else f"{value} [{low} to {high}]"
 
@@ -166,7 +168,7 @@ def _text(kind: str, name: str, *keys: str) -> str:
 
 
 def _at(name: str, keys: Sequence[str]) -> Any:
-    """The figure at these keys. Raises NotThereError."""
+    """Returns the figure at these keys. Raises NotThereError."""
     found: Any = figures(name)
     try:
         for key in keys:
@@ -185,19 +187,20 @@ def _number(name: str, keys: Sequence[str]) -> float:
 
 @dataclass(frozen=True)
 class Paired:
-    """A statistic of columns over the same requests."""
+    """A statistic over columns of figures, in which each row is one request."""
 
     columns: list[Sequence[float]]
     statistic: Statistic
 
     @property
     def estimate(self) -> Estimate:
-        """The figure and its interval."""
+        """The statistic and its interval."""
         return paired_estimate(self.columns, self.statistic)
 
 
 def _base(name: str, keys: Sequence[str]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The system that is compared with, or the first, and the one asked for. Raises NotCountedError."""
+    """Returns the figures of the base and of the system. The base is keys[1], or the first system. Raises
+    NotCountedError."""
     found = systems(name)
     base = keys[1] if keys[1:] else next(iter(found))
     if base not in found or keys[0] not in found:
@@ -218,29 +221,30 @@ def _wholes(name: str, keys: Sequence[str]) -> Paired:
 
 
 def _by_request(of: Mapping[str, Any], name: str) -> Sequence[float]:
-    """A figure of each request; of all of them together where an earlier version recorded no other."""
+    """Returns a figure for each request. If an earlier version recorded only one figure of all requests, returns this
+    one."""
     return of["by_request"][name] if "by_request" in of else [of[name]]
 
 
 def _of_each(measure: str, statistic: Statistic) -> Callable[[str, Sequence[str]], Paired]:
-    """A statistic of the base's figures of each request and the system's."""
+    """Returns a function that compares a measure of the base with the measure of the system, request by request."""
     return lambda name, keys: Paired([_by_request(of, measure) for of in _base(name, keys)], statistic)
 
 
 def _points(name: str, keys: Sequence[str]) -> Paired:
-    """The system's hits less the base's hits."""
+    """Returns the share of hits of the system less the share of hits of the base."""
     base, own = _base(name, keys)
     return Paired([_by_request(own, "ready"), _by_request(base, "ready")], difference_of_means)
 
 
 def _mean_speed(name: str, keys: Sequence[str]) -> Paired:
-    """The mean over settings."""
+    """Returns the system's speed relative to the base, as mean over settings."""
     pairs = [_speeds(f"{name}:{setting}", keys).columns for setting in figures(name)["settings"]]
     return Paired([column for pair in pairs for column in pair], mean_of_median_ratios)
 
 
 def _tail(name: str, keys: Sequence[str]) -> float:
-    """Returns the 99th percentile of the times of tokens over their mean."""
+    """Returns the 99th percentile of the times of tokens, divided by their mean."""
     own = systems(name)[keys[0]]
     return float(own["percentiles_ms"]["99"] / fmean(own["token_ms"]))
 
@@ -276,12 +280,13 @@ def _recovered(of: Mapping[str, Sequence[float]]) -> int | None:
 
 
 def _loss(name: str, keys: Sequence[str]) -> float:
-    """Returns the time of the first request after a shift over its time with a known kind, as median over kinds."""
+    """Returns the time of the first request after a shift, divided by its time with a known kind: the median over
+    kinds."""
     return median(of["shifted_ms"][0] / of["known_ms"][0] for of in figures(name)["kinds"].values())
 
 
 def _regained(name: str, keys: Sequence[str]) -> float:
-    """Returns the largest number of requests until recovery of all kinds, times -1.
+    """Returns the largest number of requests until recovery among all kinds, times -1.
 
     Raises NotCountedError if a kind did not recover within the counted requests.
     """

@@ -1,4 +1,4 @@
-"""Flags of `moegguf trace` that commands of this folder take, too."""
+"""Flags of `moegguf trace` that the commands of this folder share."""
 
 from pathlib import Path
 from typing import Annotated

@@ -12,12 +12,12 @@ LEVEL = 0.95
 N_DRAWS = 1000
 
 Columns = npt.NDArray[np.float64]
-Statistic = Callable[[Columns], Columns]  # (n_columns, ..., n_requests) becomes (...)
+Statistic = Callable[[Columns], Columns]  # maps (n_columns, ..., n_requests) to (...)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure, and the ends of its interval. Both ends are the figure itself where nothing was drawn."""
+    """A figure, and the ends of its interval. Both ends equal the figure if it has no interval."""
 
     value: float
     low: float
@@ -25,14 +25,14 @@ class Estimate:
 
     @classmethod
     def plain(cls, value: float) -> Estimate:
-        """Returns a figure that has no interval."""
+        """Returns a figure without an interval."""
         return cls(value, value, value)
 
 
 def paired_estimate(columns: Sequence[Sequence[float]], statistic: Statistic, seed: int = 0) -> Estimate:
     """Returns a statistic of several columns over the same requests, with its percentile interval at LEVEL.
 
-    Raises ValueError where a column has another number of requests than the first one.
+    Raises ValueError if a column has another number of requests than the first one.
     """
     if len({len(column) for column in columns}) != 1:
         raise ValueError(f"every column must have the same requests, but they have {[len(c) for c in columns]}")

@@ -88,7 +88,8 @@ def _answer(llm: Llama, prompt: list[int], answer: list[int]) -> dict[str, Any]:
 
 
 def _divide_processors() -> None:
-    """Moves this thread, which computes, to the first processor, and the process's other threads to the other ones."""
+    """Moves this thread, which computes, to the first processor, and all other threads of the process to other
+    processors."""
     first, *others = sorted(os.sched_getaffinity(0) | _machine())
     for task in os.listdir("/proc/self/task"):
         computes = int(task) == os.getpid()
@@ -101,7 +102,7 @@ def _machine() -> set[int]:
 
 @contextmanager
 def serving(worker: Worker) -> Iterator[subprocess.Popen[str]]:
-    """Starts the worker's process. Closes its input and waits for its end at exit."""
+    """Starts the worker's process. At the end of the `with` block, closes its input and waits for its end."""
     command = [sys.executable, "-m", "predictors.study.live", "--worker", json.dumps(vars(worker))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield process
@@ -140,7 +141,7 @@ def measure(bench: Bench, paper: str, systems: Sequence[str]) -> dict[str, Any]:
     shape = bench.reporting.trace.shape
     n_ctx = max(len(of["prompt"]) + len(of["answer"]) for of in requests)
     models = {name: _model(bench, trained=name in LINKS) for name in systems}
-    if "moe-infinity" in systems:  # MoE-Infinity has learned the last requests of the learning part
+    if "moe-infinity" in systems:  # MoE-Infinity's collection has the last requests of the learning part
         write_collections(_folder(models["moe-infinity"]), [bench.learning.trace], N_ENTRIES)
     layer = layer_us(models[systems[0]], requests, n_ctx) / len(shape.layers)
     expert_us = LINKS[paper].expert_us_of(shape) / LINKS[paper].layer_us * layer
@@ -198,7 +199,7 @@ def main(given: Sequence[str] | None = None) -> int:
     args = parser.parse_args(given)
     if args.worker:
         answers = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # lines that libraries print go to stderr
+        os.dup2(2, 1)  # lines that libraries print go to stderr instead
         Worker(**args.worker).serve(sys.stdin, answers)
         return 0
     bench = Bench(LABORATORY, args.work)

@@ -37,7 +37,7 @@ from predictors.study.replay import Replay
 
 @dataclass(frozen=True)
 class Link:
-    """Times of a paper."""
+    """The link and compute times of a paper."""
 
     expert_us: float  # time of one expert on the paper's link
     layer_us: float  # compute time of a layer in a pass
@@ -85,7 +85,7 @@ class System(NamedTuple):
     predictor: str = "none"
     prefetch: PrefetchOptions | None = None
     store: StoreOptions = StoreOptions()
-    next_layer: bool = False  # prefetch the whole next layer instead of predicting
+    next_layer: bool = False  # True: prefetches the whole next layer instead of predicting
 
     def settings(self) -> dict[str, Any]:
         """Returns the parts that identify the system, with only the options that differ from the defaults."""
@@ -101,7 +101,8 @@ def changed(options: Any) -> dict[str, Any]:
 
 
 def strategy(name: str) -> System:
-    """Returns a strategy's parts. moegguf's own strategy is the one for a model without measurements or training."""
+    """Returns the parts of a strategy. For moegguf, these are the parts for a model without measurements or
+    training."""
     found = STRATEGIES[name]
     if found.policy == AUTO:
         return System(UNMEASURED.policy, SKIP, PrefetchOptions(), found.store)
@@ -111,31 +112,31 @@ def strategy(name: str) -> System:
 
 BASES = ("none", "lru", "moegguf")
 BARE = STRATEGIES["none"].store
-# Misses wait behind the whole layer that was requested before them.
+# A miss waits for the whole layer that was requested before it.
 WAITING = replace(BARE, chunked=False, preempt=False, demand_first=False)
 NEXT_LAYER = {
     "whole next layer": System("lru", store=BARE, next_layer=True),
     "whole next layer first": System("lru", store=WAITING, next_layer=True),
 }
-# The papers' baselines: counting, a fixed choice of experts, loading on demand or layer by layer. Each has the slots of
-# the strategy beside it.
+# The papers' baselines: counting, a fixed choice of experts, loading on demand or layer by layer. Each has as many
+# slots as the strategy with which it is compared.
 BASELINES = {
     "moe-infinity": {"counting": System("lfu", store=BARE), "algorithm 1 alone": System("sparsity", store=BARE)},
     "promoe": {"static": System("static", store=BARE)},
     "expertflow": NEXT_LAYER,
-    # A prompt's experts are read once each, as Accelerate does, however few slots there are.
+    # A prompt's experts are read once each, as in Accelerate, even with few slots.
     "duoserve": {"on demand": System("lru", store=StoreOptions(stream=True)), **NEXT_LAYER},
 }
 _PROMOE = strategy("promoe")
 
 
 def _step(variant: str) -> System:
-    """A step of `moegguf bench --against`, before the paper's cache-aware order of experts."""
+    """Returns a step of `moegguf bench --against`, without the paper's cache-aware order of experts."""
     return _PROMOE._replace(store=StoreOptions(**VARIANTS[variant]["store"], sweep=False))
 
 
-# ProMoE's figure 13 from its base on: misses wait behind prefetches until early preemption comes. Of a prompt, the
-# order of reordered inference is the store's sweep; while decoding, the simulator computes a layer at once.
+# The steps of ProMoE's figure 13, from its base on. Misses wait for prefetches until early preemption is added.
+# Reordered inference is the store's sweep for prompts; while decoding, the simulator computes a layer at once.
 ABLATION = {
     "LRU, waiting for all of a layer": System("lru", store=BARE),
     "+ prefetching": _step("step-prefetch"),
@@ -143,8 +144,8 @@ ABLATION = {
     "+ early preemption": _step("step-preemption"),
     "+ reordering": _PROMOE,
 }
-# Papers leave the window of their prefetching open. ExpertFlow and MoE-Infinity predict all layers, and do not say how
-# far their queue reaches. DuoServe-MoE states its window.
+# Windows to try, because papers leave them open. ExpertFlow and MoE-Infinity predict all layers, and do not state how
+# far their queues reach. DuoServe-MoE states its window.
 WINDOWS = {"moe-infinity": (1, 2, 4, EVERY_LAYER), "promoe": (1, 2, 4, 8), "expertflow": (1, 2, 4, EVERY_LAYER)}
 
 
@@ -156,7 +157,7 @@ def ahead(paper: str, window: int) -> System:
 
 
 def systems_of(paper: str, window: int | None = None) -> dict[str, System]:
-    """Returns the systems that a paper's claims are judged by.
+    """Returns the systems whose comparison decides a paper's claims.
 
     Either all of them sweep prompts or none does, as in the paper's strategy, so that the comparison is fair.
 
@@ -177,7 +178,7 @@ class Workload:
     """A study whose trace has requests that warm a cache, followed by the requests that are counted."""
 
     study: Study
-    counted: Sequence[int]  # numbers of the counted requests; if several decode together, only the first one
+    counted: Sequence[int]  # numbers of the counted requests; if several decode together, only the first of them
 
     @classmethod
     def of(cls, study: Study, warm: Trace, n_counted: int | None = None) -> Workload:
@@ -229,14 +230,14 @@ class Workload:
         return cls(replace(study, trace=grouped(trace, passes, names)), firsts[n_warm:])
 
     def systems(self, systems: Mapping[str, System], n_slots: int, link: Link) -> dict[str, dict[str, Any]]:
-        """Figures of systems with the same slots. Raises OptionError."""
+        """Returns the figures of each system, all with the same number of slots. Raises OptionError."""
         return {name: self._figures(self._replay(system, n_slots, link)) for name, system in systems.items()}
 
     def _replay(self, system: System, n_slots: int, link: Link) -> Replay:
         trace = self.study.trace
         options = replace(link.options(trace.shape), prefetch=system.prefetch, store=system.store)
         predictor = self.study.predictor(system.predictor)
-        if system.prefetch is not None:  # a store uses all predictions of a predictor that knows every layer at once
+        if system.prefetch is not None:  # if a predictor knows every layer at once, a store uses all predictions
             predictor.reach = min(predictor.reach, system.prefetch.window)
         replay = Replay(trace, self.study.policy(system.policy), predictor, n_slots, options)
         replay.next_layer = system.next_layer
@@ -274,7 +275,7 @@ class Workload:
         }
 
     def _shares(self, counted: Mapping[str, npt.NDArray[np.int64]], passes: npt.NDArray[np.bool_]) -> dict[str, float]:
-        """Returns figures of some passes. experts: the mean number of experts moved in a pass."""
+        """Returns figures of some passes. experts: the mean number of experts that are moved in a pass."""
         of = {name: int(values[passes].sum()) for name, values in counted.items()}
         n_passes = int(passes.sum())
         moved = of["bytes_missed"] + of["bytes_prefetched"]

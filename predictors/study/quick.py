@@ -36,7 +36,7 @@ from predictors.study.papers import LINKS, routing_digest
 QUESTIONS = Path(__file__).parents[1] / "models" / "demo_heldout.jsonl"
 SHARES = (0.125, 0.25, 0.5, 0.75)
 IN_TIME = PrefetchOptions(watchdog=False)  # every expert that is fetched ahead arrives in time
-LINK = "promoe"  # a token's experts of a layer, and the layer, take this paper's times
+LINK = "promoe"  # paper whose times a token's experts of a layer, and the layer, take
 
 
 def questions() -> list[Prompt]:
@@ -46,14 +46,14 @@ def questions() -> list[Prompt]:
 
 
 def record_demo(path: Path) -> None:
-    """Records the demo's answers, always the likeliest token."""
+    """Records the routing of the demo's answers. Always takes the likeliest token."""
     options = RecordOptions(n_predict=48, inputs=True, temperature=0)
     record(find_model("demo"), questions(), path, options, n_ctx=512, policy="lru", predictor="none", verbose=False)
 
 
 def replayed(analysis: TraceAnalysis) -> dict[str, list[Row]]:
-    """Returns the replays by table: eviction alone, whole strategies at one paper's times, and
-    predictors whose experts arrive in time."""
+    """Returns the replays for each table: eviction alone, whole strategies at one paper's times, and predictors whose
+    experts arrive in time."""
     timed = LINKS[LINK].options(analysis.trace.shape)
     return {
         "policies": analysis.simulate(["all"], ["none"], SHARES),
@@ -63,7 +63,7 @@ def replayed(analysis: TraceAnalysis) -> dict[str, list[Row]]:
 
 
 def lines_of(table: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Returns the rows of a Markdown table, with a column for each budget."""
+    """Returns the rows of a table for Markdown, with a column for each budget."""
     lines: dict[str, dict[str, Any]] = {}
     for row in rows:
         name = _name(table, row)
@@ -86,8 +86,7 @@ def _name(table: str, row: Row) -> str:
 
 
 def plot(tables: Mapping[str, Sequence[Row]], folder: Path) -> None:
-    """Draws hit rates of policies and predictors, and speeds of strategies, by share: as PNG and as
-    SVG."""
+    """Draws hit rates of policies and predictors, and speeds of strategies, by share of experts: as PNG and as SVG."""
     from predictors.study.evidence_plots import STYLE, pyplot
 
     with pyplot.rc_context(STYLE):

@@ -50,20 +50,21 @@ from predictors.study.score import score_named
 from predictors.study.subjects import DEMO, LABORATORY, N_WARM, SUBJECTS, WORK, Bench, chosen_window, recordings
 from predictors.study.synthesize import shape_of
 
-# A change of the code that moves a figure raises it; tests/pure/test_replayed_figures.py replays some exactly.
+# Raise this number if a change of the code moves a figure. tests/pure/test_replayed_figures.py replays some exactly.
 CODE_VERSION = 2
-CARD = "laboratory-model"  # the model's card, which no code of this folder counts
-LIST = re.compile(r"\[[^][{}]*\]")  # a list of numbers becomes one line
+CARD = "laboratory-model"  # the card of the model, which comes from no step here
+LIST = re.compile(r"\[[^][{}]*\]")  # a list of numbers, which is written on one line
 SHARES = (0.125, 0.19, 0.25, 0.4, 0.5, 0.64)
 SHARE = 0.25
-N_COUNTED = 12  # requests of a sweep, and of what is measured in real time
+N_COUNTED = 12  # requests of a sweep, and of a measurement in real time
 N_ENTRIES = 120
 SCORED_TOKENS = 900
 N_GROUPS = 9
-# The papers' own batches, and for ExpertFlow two: a token uses one expert of a layer there and several here.
+# The papers' own batches. ExpertFlow has two more (2 and 4): a token uses several experts of a layer here, but one
+# there.
 BATCHES = {"promoe": (1, 2, 4, 8), "expertflow": (2, 4, 8, 16, 32)}
 SCHEDULED = (4, 8, 16)
-N_SHIFTED = 12  # requests after a change of the kind
+N_SHIFTED = 12  # requests after the kind of text has changed
 SCORED = ("popularity", "previous-token", "token-id", "affinity", "eamc", "skip", "mlp", "routing-path", "expert-mlp")
 MEMORIES = {f"{share:.3g}": (share, 1.0) for share in (0.125, 0.25, 0.375, 0.5, 0.75)}
 PRECISIONS = {
@@ -74,7 +75,7 @@ Take = Callable[[Bench], dict[str, Any]]
 
 
 class Step(NamedTuple):
-    """A step of the study."""
+    """A step of the study, which computes one result."""
 
     take: Take
     settings: Callable[[str], Any]  # the settings that the figures of a subject depend on
@@ -82,7 +83,7 @@ class Step(NamedTuple):
 
 
 def count_reuse(bench: Bench) -> dict[str, Any]:
-    """Counts the reuse of experts: its evenness within a request and over all, and its distances."""
+    """Measures the reuse of experts: how even it is within a request and over all requests, and its distances."""
     found = reuse.reuse(bench.reporting.trace)
     used = (found.counts > 0).mean(axis=(1, 2))
     return {
@@ -110,7 +111,7 @@ def hit_curve(bench: Bench) -> dict[str, Any]:
 
 
 def accuracies(bench: Bench) -> dict[str, Any]:
-    """Scores each predictor at each distance by the papers' measures, and its shuffled control."""
+    """Scores each predictor, and its shuffled control, at each distance by the papers' measures."""
     bench.learn(N_ENTRIES)
     study = bench.reporting.limited(SCORED_TOKENS)
     table = score_named(study, scored(bench.name), LINKS["promoe"].options(study.trace.shape))
@@ -127,7 +128,7 @@ def accuracies(bench: Bench) -> dict[str, Any]:
                 "good": _rounded(one.good_pred(k)),
             }
             for k, of in one.means.items()
-            if k and of.coverage > 0.5 and of.accuracy is not None  # half of the layers at least
+            if k and of.coverage > 0.5 and of.accuracy is not None  # only if most due predictions were made
         }
         for one in table.scores
     }
@@ -393,7 +394,7 @@ def key_of(name: str, step: str) -> dict[str, Any]:
 
 
 def is_current(result: str) -> bool:
-    """Returns True if a recorded result (MODEL/STEP) has the key that it would have now."""
+    """Returns True if a recorded result (MODEL/STEP) has the key that a new one would have now."""
     found = read_result(result)
     name, _, step = result.partition("/")
     return found is not None and (step == CARD or found.get("key") == key_of(name, step))

@@ -40,7 +40,7 @@ from tools.models.locality import LOCALITIES
 DOCS = Path(__file__).parents[2] / "docs"
 TABLE = re.compile(r"(<!-- table: ([\w/-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 EARLIER = "recorded with an earlier version"
-COLUMNS = (DEMO, LABORATORY)  # the claims have a column for each
+COLUMNS = (DEMO, LABORATORY)  # models that have a column in the table of claims
 PLOTS = {paper: NAMES[paper] for paper in LINKS} | {
     "promoe-steps": "ProMoE step by step", "laboratory-model": "Laboratory model"
 }  # fmt: skip
@@ -87,7 +87,7 @@ def systems_table(name: str) -> str:
         tail = " and ".join(f"{of['percentiles_ms'][p]:.0f}" for p in ("90", "99"))
         first = f"{median(of['prompt_ms']):.0f}"
         found = [percent(of["ready"]), percent(of["late"]), spread(of["token_ms"], 1), tail, first, *beside]
-        if "ahead" not in of:  # a result in real time
+        if "ahead" not in of:  # a result that was measured in real time
             return [system, *found, of["prefetch"]]
         return [system, *found, f"{of['experts']:.1f}", _ahead(of["ahead"]), f"{of['stall_ms']:.1f}"]
 
@@ -138,7 +138,7 @@ def scheduler_table(model: str) -> str:
 
 
 def bound_table(model: str) -> str:
-    """The least that any eviction reads for requests that decode together."""
+    """Returns the table of the least bytes that any eviction reads for requests that decode together."""
     rows = [
         [routing, n, f"{of['experts']:.1f}", percent(of["hit_rate"]), f"{of['mb_per_token']:.0f}",
          f"{of['own_mb_per_token']:.0f}", f"{of['own_mb_per_token'] / by_n['1']['own_mb_per_token']:.2f}"]
@@ -349,7 +349,7 @@ WHOLE: dict[str, Callable[[], str]] = {
 
 
 def main() -> int:
-    """Writes what differs; returns the exit status."""
+    """Writes the pages and plots that have changed; returns the exit status."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for page in pages():
         text = page.read_text("utf-8")

@@ -38,7 +38,7 @@ class NextLayer(Controller):
         """Does nothing, since the method does not depend on the tokens."""
 
     def observe(self, event: RoutingEvent) -> None:
-        """Requests all experts of the layer that follows."""
+        """Requests all experts of the next layer."""
         self._store.prefetch(np.full_like(self._experts, self._following[event.il]), self._experts)
 
 

@@ -126,7 +126,7 @@ def main(given: Sequence[str] | None = None) -> int:
             args.output.mkdir(parents=True, exist_ok=True)
             for role, requests in by_role.items():
                 path = args.output / f"{role}.trace"
-                if not path.exists():  # a long recording is made in pieces
+                if not path.exists():  # a long recording may be continued
                     record_role(args.model, requests, path, inputs=True)
     except (ValueError, OSError) as error:
         print(f"requests: {error}", file=sys.stderr)

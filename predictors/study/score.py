@@ -43,7 +43,7 @@ def score_named(
     for name in names:
         step(name)
         table = scoring.score(study.trace, [asked(partial(study.predictor, name))], distances, link=link)
-        # Popularity is computed as a table of tokens, and named so by the store.
+        # The store computes popularity as a table of tokens, and uses that name.
         scores = tuple(replace(one, name=name) for one in table.scores)
         controls = tuple(replace(one, name=name) for one in table.controls)
         tables.append(replace(table, scores=scores, controls=controls))
@@ -75,7 +75,7 @@ def score(
 
 
 def print_score(scores: ScoreTable, used: str) -> None:
-    """A line per predictor and distance."""
+    """Prints a line for each predictor and distance."""
     print_table("Predictors", HEADS, _lines(scores))
     notes = [
         "",

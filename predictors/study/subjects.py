@@ -1,4 +1,4 @@
-"""The models that figures are about, and a folder for each: its traces, its predictors, and what is known of them."""
+"""The models to which figures belong, and a folder for each: its traces, its predictors, and facts about them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ LABORATORY, DEMO, EIGHT = "laboratory", "demo", "eight"
 
 @dataclass(frozen=True)
 class Subject:
-    """A model. title: in tables. recipe: options that its recipe makes it with; None: it is bundled. training: options
-    of each predictor that is trained for it."""
+    """A model. title: its name in tables. recipe: options with which its recipe makes it; None: it is bundled.
+    training: options of each predictor that is trained for it."""
 
     title: str
     recipe: tuple[str, ...] | None
@@ -34,7 +34,8 @@ class Subject:
 
 
 COUNTED: dict[str, tuple[str, ...]] = {"popularity": (), "affinity": (), "token-id": ()}
-# Networks of ProMoE's size, 2 million weights each, are (n_embd + n_expert) x n_hidden; ExpertMLP's are its paper's.
+# Networks of ProMoE's size (2 million weights each) have (n_embd + n_expert) x n_hidden weights. ExpertMLP has the
+# sizes of its paper.
 SUBJECTS = {
     DEMO: Subject(
         "demo", None,
@@ -81,17 +82,17 @@ class Bench:
 
     @cached_property
     def learning(self) -> Study:
-        """The requests that were learned from."""
+        """The requests from which predictors have learned."""
         return self._study("learning")
 
     @cached_property
     def choosing(self) -> Study:
-        """The requests that settings are chosen by."""
+        """The requests on which settings are chosen."""
         return self._study("choosing")
 
     @cached_property
     def reporting(self) -> Study:
-        """The requests that figures are about."""
+        """The requests for which figures are reported."""
         return self._study("reporting")
 
     @cached_property
@@ -124,7 +125,7 @@ class Bench:
         if not all(self.trace(role).exists() for role in ROLES):
             run("predictors.study.requests", "record", str(self.model), "-o", str(self.work))
         note_recording(self.name, routing_digest(self.reporting.trace))
-        few = self.trace("few")  # scoring takes long
+        few = self.trace("few")  # scoring takes long, so it uses few requests
         if not few.exists():
             trace = read(self.trace("choosing"))
             write(few, trace.select(trace.sequences()[:1]))
@@ -159,7 +160,7 @@ def note_recording(name: str, digest: str) -> None:
 
 
 def chosen_window(name: str, paper: str) -> int | None:
-    """Returns how many layers ahead the paper's strategy prefetches, as chosen on the requests for choosing; None where
+    """Returns how many layers ahead the paper's strategy prefetches, as chosen on the requests for choosing; None if
     nothing was chosen."""
     found = read_result(f"{name}/tuned-{paper}")
     return int(found["figures"]["chosen"]) if found else None

@@ -80,7 +80,7 @@ def _choices(
 
 
 def _slow(memory_tokens: float, size: tuple[int, int], rng: np.random.Generator) -> Float32s:
-    """AR(1) processes of variance 1 along the first axis."""
+    """Draws AR(1) processes of variance 1 along the first axis."""
     kept = exp(-1 / memory_tokens)
     values = rng.standard_normal(size, np.float32)
     values[1:] *= sqrt(1 - kept * kept)

@@ -51,7 +51,7 @@ class RoutingPaths:
         return self._paths.get(sequence)
 
     def forget(self, sequence: int) -> None:
-        """The sequence has ended."""
+        """Forgets a sequence, which has ended."""
         self._paths.pop(sequence, None)
 
 
@@ -100,7 +100,7 @@ class PredictedPaths(RoutingPaths):
         self._paths[sequence] = np.stack(rows) if len(rows) == len(self.shape.layers) else None
 
     def forget(self, sequence: int) -> None:
-        """The sequence has ended."""
+        """Forgets a sequence, which has ended."""
         super().forget(sequence)
         self._followers.pop(sequence, None)
 
@@ -226,7 +226,7 @@ def _balanced(similarity: Float32s) -> list[Indices]:
     preferences = np.argsort(-similarity, axis=1, kind="stable")
     ordered = np.take_along_axis(similarity, preferences, axis=1)
     regret = ordered[:, 0] - ordered[:, min(1, n_groups - 1)]
-    least, larger = divmod(n_tokens, n_groups)  # `larger` groups have one token more
+    least, larger = divmod(n_tokens, n_groups)  # this many groups have one more token
     groups: list[list[int]] = [[] for _ in range(n_groups)]
     for token in np.argsort(-regret, kind="stable").tolist():
         for group in preferences[token].tolist():

@@ -43,7 +43,7 @@ class Trained(Artifacts):
     """The files of one folder only, and the routers of one model."""
 
     def folders(self) -> Iterator[Path]:
-        """The folder."""
+        """Yields the only folder."""
         assert self.folder is not None
         yield self.folder
 
@@ -63,7 +63,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def options(predictor: str, settings: Sequence[str]) -> Any:
-    """The predictor's `Options` with these settings, each of the type of its default; None for one that has none."""
+    """Returns the predictor's `Options` with these settings, each converted to the type of its default; None if it has
+    no options."""
     kind = None if predictor in COUNTED else TRAINERS[predictor].Options
     defaults = {} if kind is None else asdict(kind())
     changed = dict(setting.partition("=")[::2] for setting in settings)
@@ -73,7 +74,7 @@ def options(predictor: str, settings: Sequence[str]) -> Any:
 
 
 def parse_setting(default: Any, text: str) -> Any:
-    """The text as a value of the default's type; a tuple's items are separated by commas."""
+    """Returns the text as a value of the default's type. Commas separate the items of a tuple."""
     if isinstance(default, tuple):
         return tuple(type(default[0])(part) for part in text.split(","))
     return type(default)(text)
@@ -89,7 +90,7 @@ def split(args: argparse.Namespace) -> tuple[Trace, Trace]:
 
 
 def train(args: argparse.Namespace, training: Trace) -> Weights:
-    """Trains; returns the arrays with facts about the training."""
+    """Trains the predictor; returns its arrays, and facts about the training."""
     chosen = options(args.predictor, args.set)
     count = COUNTED.get(args.predictor)
     start = time.monotonic()

@@ -1,7 +1,7 @@
-"""Made-up tools beside a question, so that definitions of tools in the prompt do not confuse the model.
+"""Made-up tools in the prompt of a question, so that definitions of tools do not confuse the model.
 
 The model is too small to copy names and values out of its prompt. After 200 conversations with calls it knew the form
-of a call, but none of 44 calls was right. The model therefore learns to say that it is too small, and to answer the
+of a call, but none of 44 calls was right. The model therefore learns to answer that it is too small, and to answer the
 questions that it knows when tools are defined.
 """
 
