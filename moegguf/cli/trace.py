@@ -323,7 +323,9 @@ def _check(chosen: Mapping[str, Any], strategies: list[str], policies: list[str]
     if chosen["output"] not in FORMATS:
         raise OptionError(f"-o takes {', '.join(FORMATS)}, but not {chosen['output']!r:.40}.")
     if chosen["save"] and any(map(names_file, (*policies, *predictors))):
-        raise OptionError("--save is for names, from which `auto` chooses: leave it out, or FILE.py:CLASS.")
+        raise OptionError(
+            "--save measures what `auto` chooses from, which are names; leave out --save, or FILE.py:CLASS."
+        )
     if chosen["vram_cache"] is not None:
         if chosen["save"] or strategies:
             raise OptionError("--save and --strategy are about slots in RAM alone: leave out --vram-cache.")
@@ -331,11 +333,11 @@ def _check(chosen: Mapping[str, Any], strategies: list[str], policies: list[str]
     of_gpus = {"--device-link": bool(chosen["device_link"]), "--tensor-split": chosen["tensor_split"] is not None}
     of_gpus["--policy vram=NAME,ram=NAME"] = any("=" in name for name in policies)
     for flag in (flag for flag, is_given in of_gpus.items() if is_given):
-        raise OptionError(f"{flag} is about GPUs, whose share of the experts is missing: --vram-cache.")
+        raise OptionError(f"{flag} is about GPUs, but no share of the experts is given for them; give --vram-cache.")
     if chosen["save"] and strategies:
         raise OptionError("--save is for policies and predictors, from which `auto` chooses, not for --strategy.")
     if strategies and (len(policies) > 1 or len(predictors) > 1):
-        raise OptionError("beside --strategy, --policy and --predictor take one name each, which replaces its own.")
+        raise OptionError("with --strategy, --policy and --predictor each replace one part of it; give each one name.")
 
 
 def _device_budgets(analysis: TraceAnalysis, chosen: Mapping[str, Any]) -> dict[float, tuple[DeviceSlots, ...]]:

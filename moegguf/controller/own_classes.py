@@ -39,7 +39,7 @@ def load_class(name: str, kind: str, base: type[T]) -> type[T]:
         raise OptionError(f"a {kind} of a file is FILE.py:CLASS, but {name!r:.200} names no class; add it.")
     file = Path(path).expanduser()
     if not file.is_file():
-        raise OptionError(f"the {kind} {name!r:.200} lies in no file: {path!r:.200} is not there; correct the path.")
+        raise OptionError(f"there is no file {path!r:.200} for the {kind} {name!r:.200}; correct the path.")
     found = getattr(_load_module(file.resolve(), os.stat(file).st_mtime_ns, kind), class_name, None)
     if not inspect.isclass(found):
         raise OptionError(f"{path} has no class {class_name!r:.60} for a {kind}; correct the name.")

@@ -348,7 +348,7 @@ class Llama(UpstreamLlama):
         """
         texts, base = [input] if isinstance(input, str) else input, super().embed
         if not all(self.tokenize(to_utf8(text)) for text in texts):
-            raise OptionError("a text is empty, and this model begins none with a token of its own; leave it out.")
+            raise OptionError("a text is empty, and this model adds no token at its beginning; leave the text out.")
         if isinstance(input, str) or self.pooling_type() != library.llama_cpp().LLAMA_POOLING_TYPE_NONE:
             return self.context.evaluate(lambda: base(input, normalize, truncate, return_count))
         # If there is one vector for each token, the base class reads the vectors of a second text from a wrong place.

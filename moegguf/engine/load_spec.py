@@ -127,7 +127,7 @@ class LoadSpec:
         if self.placement == "layers":
             names = ", ".join(device.name for device in devices) or "the GPU"
             raise OptionError(
-                f"placement 'layers' is for one GPU with one budget and every layer, but these are to compute: {names}"
+                f"placement 'layers' is for one GPU with one budget and every layer, but here these compute: {names}"
                 f" (n_gpu_layers {self.n_gpu_layers}, tensor_split {self.tensor_split}); take placement 'slots', or"
                 f" choose one GPU (split_mode {NO_SPLIT}, main_gpu) and leave these options out."
             )

@@ -106,7 +106,7 @@ def _in_ram(session: Session, cache: ExpertCache) -> dict[Slots, int]:
     if n_cpu + n_ram == 0:
         raise BudgetError(
             f"{option}: the model was loaded with every expert in VRAM, so it has no slots in RAM; change vram_cache,"
-            " or load it again with less of that."
+            " or load the model again with a smaller one."
         )
     total = _asked(session, cache, n_cpu + n_ram)
     if cpu is None:
@@ -116,7 +116,7 @@ def _in_ram(session: Session, cache: ExpertCache) -> dict[Slots, int]:
         return {(Tier.RAM, None): total}
     least = min(n_cpu, least)
     n_layers = len(store.devices[cpu].layers)
-    which = f"{option}, of which {n_layers} layers on the CPU have some,"
+    which = f"{option}, shared by {n_layers} layers on the CPU,"
     _checked(plan, total, least + min(1, n_ram), which)
     n_cpu, below = divide_ram_slots(total, n_cpu, n_ram, least)
     return {(Tier.COMPUTE, cpu): n_cpu} | ({(Tier.RAM, None): below} if n_ram else {})

@@ -171,7 +171,9 @@ def _allowed(task: Task, plans: Mapping[Kind, Plan], refused: Mapping[Kind, Budg
     if task.is_divided:
         raise short[-1]
     if spec.refuses_cpu:
-        raise BudgetError(f"{short[0]} n_gpu_layers leaves no layer to the CPU: without it, that may compute.")
+        raise BudgetError(
+            f"{short[0]} n_gpu_layers leaves no layer to the CPU; leave the option out, so that the CPU may compute."
+        )
     raise short[0]
 
 
@@ -614,7 +616,7 @@ def device_of_layers(n_layer: int, tensor_split: Sequence[float], n_gpu_layers: 
     split = np.asarray(tensor_split, np.float32)
     if split.size == 0 or not np.isfinite(split).all() or (split < 0).any() or split.sum() == 0:
         raise OptionError(
-            f"tensor_split is {list(tensor_split)}, but has a proportion for each device, none below 0 and some above."
+            f"tensor_split is {list(tensor_split)}, but must have a number for each device, 0 or more, and one above 0."
         )
     bounds = np.cumsum(split, dtype=np.float32)
     bounds /= bounds[-1]

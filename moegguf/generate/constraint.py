@@ -89,8 +89,8 @@ def constraint_for(
     lark = "\n".join([*start, *rules]) + "\n"
     if len(lark) > MAX_GRAMMAR_BYTES:
         raise SchemaError(
-            f"the JSON schemas, or the grammar, of a request have up to {MAX_GRAMMAR_BYTES} bytes as rules;"
-            " send fewer, or smaller."
+            "the JSON schemas or the grammar of a request become rules, which may take"
+            f" {MAX_GRAMMAR_BYTES} bytes; send fewer or smaller ones."
         )
     return Constraint(lark, begun)
 

@@ -99,7 +99,7 @@ class Engine:
     ) -> None:
         if isinstance(model, Llama) and (options or kv_tokens is not None):
             names = ", ".join([*options, *["kv_tokens"] * (kv_tokens is not None)])
-            raise OptionError(f"the model is loaded, which {names} would change; give these to Llama.")
+            raise OptionError(f"{names} are options of loading, but the model is loaded already; give them to Llama.")
         options = {"verbose": False, "flash_attn": None, "n_seq_max": parallel, "kv_tokens": kv_tokens} | options
         self._is_own = not isinstance(model, Llama)
         self._llm = model if isinstance(model, Llama) else Llama(model, **options)

@@ -301,7 +301,9 @@ class _Renderer:
             )
         texts = marked.pieces(text)
         if texts is None:
-            raise TemplateError("the chat template leaves out an image; the model needs another one.")
+            raise TemplateError(
+                "the chat template leaves out an image; give the model a template with a place for images."
+            )
         texts[-1] = texts[-1] or "\n"  # the answer begins after a text, not after an image
         images = projector.tokenize(texts, marked.images)
         n_bos = len(images.tokens) - len(_without_second_bos(self._first, images.tokens))

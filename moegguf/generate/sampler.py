@@ -122,7 +122,7 @@ class Matcher:
         if self._matcher.try_consume_tokens(begun) < len(begun):
             raise SchemaError(
                 "the message to continue does not begin as the requested format demands:"
-                f" {constraint.begun[:50]!r}; change one."
+                f" {constraint.begun[:50]!r}; change the message or the format."
             )
         self._check()
         self.mask()

@@ -60,7 +60,7 @@ def _save(llm: Llama, kv: KvSequence, path: Path, owner: str, name: str, most_by
     about = json.dumps({"name": name, "adapter": owner_part(kv.owner)[1], "tokens": kv.tokens}).encode()
     n_bytes = _HEADER.size + len(about) + len(state)
     if n_bytes > most_bytes:
-        raise StorageError(f"the slot has {n_bytes:,} bytes, but saved ones may take {most_bytes:,} more; remove some.")
+        raise StorageError(f"the slot has {n_bytes:,} bytes, but {most_bytes:,} are left for saved slots; remove some.")
     digest = xxhash.xxh3_128(about)
     digest.update(state)
     parts = (_HEADER.pack(MAGIC, digest.digest(), len(about)), about, state)

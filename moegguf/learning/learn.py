@@ -122,7 +122,7 @@ class Learning:
         self.artifacts = artifacts
         self.judged = trace.select(judging)
         if not self.judged.decode().n_tokens:
-            raise OptionError("what is learned is judged on answers, but the trace has none; use --max-tokens above 0.")
+            raise OptionError("learning is judged on answers, but the trace has none; give --max-tokens above 0.")
         self.training = trace.select(set(requests) - set(judging))
         self._options = {**BRIEF, **(options or {})}
         self._lru: float | None = None

@@ -142,7 +142,7 @@ class Catalog:
             parameters["mirror"] = [str(Path(path).expanduser().absolute()) for path in mirrors]
             if not self.paths and parameters["mirror"] != (base.parameters.get("mirror") if base else None):
                 raise OptionError(
-                    "a mirror is the path of a file, which could be any file of the server; start it with"
+                    "a mirror is a path, and a request may not name any file of the server; start the server with"
                     " --mirror, or create the name on the server's machine."
                 )
         if base is not None and is_other_kind(base.path):  # no list would show a name for this file

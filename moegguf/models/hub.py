@@ -347,7 +347,7 @@ def fetch_files(
 
 
 def _fetch(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event) -> None:
-    what = f"{file.path}, of which {format_bytes(file.missing_bytes)} are missing,"
+    what = f"{file.path} ({format_bytes(file.missing_bytes)} are missing)"
     with hub_errors(file.repo, file.path), disk_errors(f"{what} cannot be written to {str(file.folder)!r}"):
         (_fetch_chunked if file.size_bytes > PLAIN_LIMIT_BYTES else _fetch_plain)(file, on_bytes, stopped)
 

@@ -42,8 +42,8 @@ def pull(name: str, catalog: Catalog, report: Report, cancelled: threading.Event
         raise ModelNotFoundError(
             f"{parsed.canonical!r} cannot be pulled"
             + (f"; did you mean {near}?" if near else ": it is not in the library.")
-            + " Of other models of Hugging Face write hf.co/user/repository, or hf.co/user/repository:Q4_K_M for one"
-            " quantisation."
+            + " Other models on Hugging Face have names such as hf.co/user/repository, or"
+            " hf.co/user/repository:Q4_K_M for one quantisation."
         )
     if not hub_offline():
         entry = _fetch(parsed, report, cancelled or threading.Event())

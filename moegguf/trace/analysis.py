@@ -127,7 +127,7 @@ def _prefetching(options: SimOptions, timed: bool, predictors: Sequence[str]) ->
     """Returns the options for replays with these predictors. If nothing is `timed`, prefetches always arrive in time.
     Raises OptionError for prefetching without a predictor."""
     if options.prefetch and set(predictors) == {"none"}:
-        raise OptionError("--prefetch needs a predictor: --predictor.")
+        raise OptionError("--prefetch needs a predictor; give --predictor NAME.")
     return options if timed else _in_time(options)
 
 
@@ -173,7 +173,9 @@ class TraceAnalysis:
         there is only one request."""
         one_by_one = list(itertools.chain(*_by_kind(self.trace)))
         if len(one_by_one) < 2:
-            raise OptionError("the policy is chosen by other requests than are reported; record a trace of several.")
+            raise OptionError(
+                "the policy is chosen on some requests and judged on others, but the trace has one; record several."
+            )
         first, second = (replace(self, trace=self.trace.select(sorted(one_by_one[start::2]))) for start in (0, 1))
         return first, second
 

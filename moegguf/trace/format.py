@@ -93,7 +93,9 @@ class FileHeader(BaseModel, strict=True):
         if any(not 0 < block.n_pass <= block.n_tokens or block.inputs > self.inputs for block in self.blocks):
             raise ValueError("blocks have at least a pass, and a token per pass, and inputs only where recorded")
         if (self.n_pass, self.n_tokens) != _sizes(self.blocks):
-            raise ValueError(f"n_pass and n_tokens are {self.n_pass} and {self.n_tokens}, but not those of its blocks")
+            raise ValueError(
+                f"n_pass and n_tokens are {self.n_pass} and {self.n_tokens}, but the blocks have other sums"
+            )
         if self.inputs and self.shape.n_embd == 0:
             raise ValueError("n_embd is 0, but inputs were recorded")
         return self

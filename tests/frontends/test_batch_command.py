@@ -67,7 +67,7 @@ def test_batch_without_a_server_answers_a_file_and_reports_failures(here: Comman
     assert again.returncode == 1 and "nothing to do" in again.stderr
     assert (tmp_path / "requests.answers.jsonl").read_bytes() == before and not partial.exists()
     other = here("batch", path, "-m", "other", **ALONE)
-    assert other.returncode == 1 and "is not the answers to these requests" in other.stderr
+    assert other.returncode == 1 and "does not hold the answers to these requests" in other.stderr
 
 
 def test_batch_by_a_server_gives_the_texts_of_a_local_batch(here: Command, server: Server, tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def test_a_missing_class_ends_a_command_before_the_load(here: Command, command: 
     for flag in ("--policy", "--predictor"):
         done = here(*command, flag, "missing.py:Mine")
         assert (done.returncode, done.stdout) == (1, "")
-        assert done.stderr.endswith("lies in no file: 'missing.py' is not there; correct the path.\n")
+        assert "error: there is no file 'missing.py' for the " in done.stderr
 
 
 def test_the_quick_study_writes_tables_plots_and_a_manifest(recorded: Path, tmp_path: Path) -> None:

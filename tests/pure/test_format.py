@@ -143,7 +143,7 @@ def test_read_rejects_files_that_are_not_traces(tmp_path: Path, data: bytes) -> 
     [
         ({"format": "other"}, "format: Input should be 'moegguf-trace'"),
         ({"version": 1}, "version: Input should be 2, but is 1"),
-        ({"n_pass": 5}, "n_pass and n_tokens are 5 and 8, but not those of its blocks"),
+        ({"n_pass": 5}, "n_pass and n_tokens are 5 and 8, but the blocks have other sums"),
         ({"labels": {"x": "y"}}, "labels"),
         ({"settings": {"a": True}}, "settings.a"),
         ({"blocks": [[6, 8, 1, 0]]}, "blocks have at least"),

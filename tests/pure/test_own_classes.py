@@ -109,7 +109,7 @@ def test_changed_class_file_is_read_again_and_may_import_its_neighbours(file: Pa
 @pytest.mark.parametrize(
     ("kind", "name", "words"),
     [
-        ("policy", "FOLDER/missing.py:X", "lies in no file"),
+        ("policy", "FOLDER/missing.py:X", "there is no file"),
         ("policy", "FOLDER:X.py", "names no class"),
         ("policy", "FILE", "names no class"),
         ("policy", "FILE:", "names no class"),
@@ -125,7 +125,7 @@ def test_changed_class_file_is_read_again_and_may_import_its_neighbours(file: Pa
         ("predictor", "FILE:WithoutReach", r"has no reach; call super\(\).__init__\(shape, reach\)"),
         ("policy", "BROKEN:X", "it raised SyntaxError"),
         ("policy", "EXITS:X", "it raised SystemExit"),
-        ("policy", "CLOSED:X", "lies in no file"),
+        ("policy", "CLOSED:X", "there is no file"),
     ],
 )
 def test_own_class_that_breaks_a_rule_is_refused_with_that_rule(

@@ -404,7 +404,9 @@ def finished_counts(path: Path, requests: Requests) -> Counts | None:
             counts.add(entry)
         if numbers == [line.number for line in requests.lines]:
             return counts
-    raise BatchFileError(f"{path} exists, and is not the answers to these requests; remove it, or name another.")
+    raise BatchFileError(
+        f"{path} exists, but does not hold the answers to these requests; remove it, or name another file."
+    )
 
 
 def write_all(handle: int, data: bytes) -> None:
