@@ -137,7 +137,7 @@ def test_halves_split_requests_without_overlap_and_with_equal_kinds(analysis: St
     assert parts[0] | parts[1] == set(analysis.trace.sequences()) and not parts[0] & parts[1]
     kinds = [{analysis.trace.header.labels[sequence] for sequence in part} for part in parts]
     assert kinds[0] == kinds[1]
-    with pytest.raises(OptionError, match="record a trace of several"):
+    with pytest.raises(OptionError, match="record several"):
         replace(analysis, trace=analysis.trace.select([0])).halves()
 
 

@@ -56,7 +56,7 @@ async def test_batch_output_has_one_entry_per_line_in_openais_format(tmp_path: P
         counts = finished_counts(tmp_path / "answers", requests)
         assert finished_counts(tmp_path / "others", requests) is None
         (tmp_path / "answers").write_bytes(jsonl(found[:4]))
-        with pytest.raises(BatchFileError, match="not the answers"):
+        with pytest.raises(BatchFileError, match="does not hold the answers"):
             finished_counts(tmp_path / "answers", requests)
     assert (counts.completed, counts.failed, counts.output_tokens, counts.cached_tokens) == (2, 3, 6, 2)
 
