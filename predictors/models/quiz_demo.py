@@ -38,7 +38,7 @@ class Case:
 
     @property
     def question(self) -> str:
-        """The last message."""
+        """Returns the text of the last message, which is the question."""
         return str(self.messages[-1]["content"])
 
 
@@ -90,7 +90,7 @@ def heldout_cases() -> Iterator[Case]:
 
 
 def tool_cases() -> Iterator[Case]:
-    """Yields starters beside made-up tools, and questions that need a tool. The model is too small to call a tool."""
+    """Yields starters with made-up tools, and questions that need a tool. The model is too small to call a tool."""
     rng = random.Random("quiz")
     known = questions.answers()
     for _ in range(N_TOOL_QUESTIONS):

@@ -49,7 +49,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class PredictorScore:
-    """A predictor's figures."""
+    """The figures of one predictor, by distance and by layer."""
 
     name: str
     means: dict[int, Figures]  # {distance: mean over layers}
@@ -60,7 +60,7 @@ class PredictorScore:
     fetch_rates: dict[int, float | None] = field(default_factory=dict)  # {distance: FETCHRATE}; empty without a link
 
     def good_pred(self, distance: int) -> float | None:
-        """Returns GOODPRED; None where either factor is unknown."""
+        """Returns GOODPRED at a distance; None if the accuracy or the fetch rate is unknown."""
         rate = self.fetch_rates.get(distance)
         accuracy = self.means[distance].accuracy
         return None if rate is None or accuracy is None else rate * accuracy
@@ -173,5 +173,5 @@ def ratio(part: float, whole: float) -> float | None:
 
 
 def ratios(parts: Ids, wholes: Ids) -> tuple[float | None, ...]:
-    """Returns the `ratio` of each pair."""
+    """Returns part / whole of each pair; None where a whole is 0."""
     return tuple(ratio(part, whole) for part, whole in zip(parts.tolist(), wholes.tolist(), strict=True))

@@ -17,7 +17,7 @@ from predictors.study.figures import NotCountedError, estimate_of, steps_of, tex
 
 HOLDS, FAILS, UNDECIDED, UNTESTED, OPEN = "holds", "fails", "undecided", "not tested", "cannot be judged"
 VERDICTS = (HOLDS, FAILS, UNDECIDED, UNTESTED, OPEN)
-ANY = 1.0  # times as fast: any gain
+ANY = 1.0  # bound of a speed-up where any gain will do
 Condition = tuple[str, float | str]
 
 
@@ -38,7 +38,7 @@ class Claim:
     only_on: str | None = None  # the one model that is like the paper's in this respect; None: any model is
 
     def verdict(self, model: str) -> str:
-        """One of VERDICTS, on one model."""
+        """Returns the verdict (one of VERDICTS) on one model."""
         if isinstance(self.judged, str):
             return self.judged
         if self.only_on not in (None, model):
@@ -50,7 +50,7 @@ class Claim:
         return next((outcome for outcome in (FAILS, UNDECIDED) if outcome in found), HOLDS)
 
     def resolved(self, model: str) -> str:
-        """The figures on one model as text."""
+        """Returns the figures on one model as text."""
         try:
             return text_of(self.figure, model)
         except NotCountedError as error:
@@ -58,7 +58,7 @@ class Claim:
 
     @property
     def steps(self) -> set[str]:
-        """The recorded steps that the claim is judged by."""
+        """Returns the names of the recorded steps whose figures decide the claim."""
         asked = () if isinstance(self.judged, str) else self.judged
         found = steps_of(self.figure)
         return found.union(*(steps_of(text) for condition in asked for text in condition if isinstance(text, str)))
@@ -73,7 +73,7 @@ def _outcome(question: str, least: float | str, model: str) -> str:
 
 
 def _claims(paper: str, *claims: tuple[Any, ...]) -> Iterator[Claim]:
-    """The claims of one paper, by the other fields of `Claim`."""
+    """Yields the claims of one paper from the other fields of `Claim`."""
     return (Claim(paper, *claim) for claim in claims)
 
 

@@ -72,7 +72,7 @@ class FreshGate(Predictor):
         self._input: tuple[int, Float32s] | None = None
 
     def announce(self, announcement: Announcement) -> None:
-        """The next pass begins."""
+        """Begins the next pass."""
         self._input = None
 
     def observe(self, event: RoutingEvent) -> None:

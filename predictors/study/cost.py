@@ -49,7 +49,7 @@ Random = np.random.Generator
 
 @dataclass(frozen=True)
 class Cost:
-    """Microseconds of a predictor."""
+    """The measured times of a predictor, in microseconds."""
 
     layer: float  # median of a layer
     layer_99: float  # 99th percentile of a layer

@@ -16,12 +16,12 @@ DOCUMENTED = re.compile(r'run demo "([^"]+)"|demo", .{0,40}"role": "user", "cont
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file with one on each line."""
+    """Returns the JSON objects of a file with one object on each line."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def read_conversations(path: Path = TAUGHT) -> list[list[Message]]:
-    """One conversation per question; a line holds either `ask` and `answer`, or `messages`."""
+    """Returns one conversation per question. A line of the file has either `ask` and `answer`, or `messages`."""
     conversations = []
     for entry in lines(path):
         if "messages" in entry:
@@ -59,7 +59,7 @@ class Heldout:
 
 
 def heldout() -> list[Heldout]:
-    """The wordings that training never draws, in any case or punctuation."""
+    """Returns the held-out wordings, which training never draws in any case or punctuation."""
     known = answers()
     seen = {_bare(form) for question in known for form in (question, *wordings(question))}
     return [
@@ -71,5 +71,5 @@ def heldout() -> list[Heldout]:
 
 
 def _bare(question: str) -> str:
-    """A question without case, punctuation and apostrophes."""
+    """Returns a question in one case, without punctuation and apostrophes."""
     return " ".join(re.sub(r"[^\w\s]", "", question.lower()).split())
