@@ -1,4 +1,4 @@
-"""The plots of docs/evidence/, of recorded results. Needs matplotlib (the extra `lab`)."""
+"""Draws the plots of docs/evidence/ from recorded results. Needs matplotlib (the extra `lab`)."""
 
 from __future__ import annotations
 

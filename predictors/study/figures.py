@@ -136,7 +136,7 @@ def _parts(question: str, model: str) -> tuple[str, ...]:
 
 
 def interval(found: Estimate, decimals: int = 2) -> str:
-    """The figure and its interval."""
+    """Returns the figure and its interval as text."""
     value, low, high = (f"{one:.{decimals}f}" for one in (found.value, found.low, found.high))
     return value if found.low == found.high else f"{value} [{low} to {high}]"
 
@@ -166,7 +166,7 @@ def _text(kind: str, name: str, *keys: str) -> str:
 
 
 def _at(name: str, keys: Sequence[str]) -> Any:
-    """The figure at these keys. Raises NotThereError."""
+    """Returns the figure at these keys. Raises NotThereError."""
     found: Any = figures(name)
     try:
         for key in keys:
@@ -192,7 +192,7 @@ class Paired:
 
     @property
     def estimate(self) -> Estimate:
-        """The figure and its interval."""
+        """Returns the figure and its interval."""
         return paired_estimate(self.columns, self.statistic)
 
 
@@ -234,7 +234,7 @@ def _points(name: str, keys: Sequence[str]) -> Paired:
 
 
 def _mean_speed(name: str, keys: Sequence[str]) -> Paired:
-    """The mean over settings."""
+    """Returns the mean over settings."""
     pairs = [_speeds(f"{name}:{setting}", keys).columns for setting in figures(name)["settings"]]
     return Paired([column for pair in pairs for column in pair], mean_of_median_ratios)
 

@@ -78,7 +78,7 @@ def schedule(
 
 
 def print_schedule(found: Mapping[int, Sequence[OrderEffect]], used: str) -> None:
-    """A line per number of requests in a batch and per order of them."""
+    """Prints a line for each batch size and each order of the requests."""
     names = ["batch", "order", "experts", "saved", "us/step"]
     for share in next((effect.replays for effects in found.values() for effect in effects), {}):
         names += [f"hits {share:.0%}", "MB/token"]

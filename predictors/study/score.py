@@ -75,7 +75,7 @@ def score(
 
 
 def print_score(scores: ScoreTable, used: str) -> None:
-    """A line per predictor and distance."""
+    """Prints a line for each predictor and distance."""
     print_table("Predictors", HEADS, _lines(scores))
     notes = [
         "",

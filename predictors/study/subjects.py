@@ -62,17 +62,17 @@ class Bench:
 
     @property
     def subject(self) -> Subject:
-        """The subject of this name."""
+        """Returns the subject of this name."""
         return SUBJECTS[self.name]
 
     @cached_property
     def model(self) -> Path:
-        """The model's file."""
+        """Returns the path of the model's file."""
         return find_model(DEMO) if self.subject.recipe is None else self.work / "lab.gguf"
 
     @property
     def predictors(self) -> Path:
-        """The folder of trained predictors and collections."""
+        """Returns the folder of trained predictors and collections."""
         return self.work / "predictors"
 
     def trace(self, role: str) -> Path:
@@ -81,22 +81,22 @@ class Bench:
 
     @cached_property
     def learning(self) -> Study:
-        """The requests that were learned from."""
+        """Returns the requests that the predictors have learned from."""
         return self._study("learning")
 
     @cached_property
     def choosing(self) -> Study:
-        """The requests that settings are chosen by."""
+        """Returns the requests with which settings are chosen."""
         return self._study("choosing")
 
     @cached_property
     def reporting(self) -> Study:
-        """The requests that figures are about."""
+        """Returns the requests for which figures are reported."""
         return self._study("reporting")
 
     @cached_property
     def workload(self) -> Workload:
-        """All requests for reporting, after some requests that only warm the cache."""
+        """Returns all requests for reporting, after some requests that only warm the cache."""
         return self._after_choosing(None)
 
     def some(self, n_counted: int) -> Workload:

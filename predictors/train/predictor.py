@@ -73,7 +73,7 @@ def options(predictor: str, settings: Sequence[str]) -> Any:
 
 
 def parse_setting(default: Any, text: str) -> Any:
-    """The text as a value of the default's type; a tuple's items are separated by commas."""
+    """Returns the text as a value of the default's type. Commas separate the items of a tuple."""
     if isinstance(default, tuple):
         return tuple(type(default[0])(part) for part in text.split(","))
     return type(default)(text)
