@@ -78,7 +78,7 @@ def prepare(work: Path, start: Path | None) -> Sources:
 
 
 def stages(sources: Sources, args: argparse.Namespace) -> list[train.Stage]:
-    """The corpus alone, then mostly conversations, with weights rounded as in Q4_0, then both in equal parts."""
+    """Returns the stages: corpus, then mostly conversations with weights rounded as in Q4_0, then both equally."""
     texts = data.Lengths(sources.corpus.train, PRETRAIN_STEPS)
     chat = Chat(sources.tokenizer, read_conversations(), sources.corpus.train)
     settling = replace(chat, steps=SETTLING_STEPS)
@@ -92,7 +92,7 @@ def stages(sources: Sources, args: argparse.Namespace) -> list[train.Stage]:
 def measure(
     model: DemoModel, sources: Sources, progress: dict[str, train.Progress], path: Path, earlier: list[str]
 ) -> card.Figures:
-    """The figures of the card, from the trained model and from the finished file."""
+    """Returns the figures of the card, measured on the trained model and on the finished file."""
     shape, conversations = model.shape, read_conversations()
     losses, load = evaluate.torch_losses(model, sources.corpus)
     return card.Figures(

@@ -11,7 +11,7 @@ import moegguf
 
 
 def page() -> Iterator[str]:
-    """The lines of the page: each public name with its signature, its documentation, and its own public methods."""
+    """Yields the lines of the page: each public name with its signature, its docstring and its public methods."""
     yield from ("<!-- made by `python -m tools.api_page > docs/api.md` -->", "# Python API", "")
     yield "What `moegguf` exports, with the documentation that `help()` shows. [python](python.md) has examples."
     for name in sorted(each for each in moegguf.__all__ if not each.startswith("_")):
@@ -25,7 +25,7 @@ def page() -> Iterator[str]:
 
 
 def _entry(name: str, value: Any) -> Iterator[str]:
-    """Yields a block with the signature and the documentation. A class has its constructor's documentation, too."""
+    """Yields the code block of a name: signature and docstring. A class also has the docstring of its `__init__`."""
     signature = "" if inspect.isclass(value) and issubclass(value, Exception) else _signature(value)
     texts = [inspect.getdoc(value)]
     if inspect.isclass(value) and "__init__" in vars(value) and not hasattr(value, "__dataclass_fields__"):
@@ -36,7 +36,7 @@ def _entry(name: str, value: Any) -> Iterator[str]:
 
 
 def _signature(value: Any) -> str:
-    """The signature, whose annotations are texts, without their quotes."""
+    """Returns the signature of a function or class, without the quotes around annotations that are strings."""
     return re.sub(r"(: |-> )'([^']*)'", r"\1\2", str(inspect.signature(value)))
 
 

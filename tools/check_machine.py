@@ -1,9 +1,9 @@
 """Lists what this machine lacks for a build, before anything is downloaded.
 
 Usage: python tools/check_machine.py            exit status 1 and one sentence per missing thing
-       python tools/check_machine.py --requirements X  prints those of the build ("build") or of an extra
+       python tools/check_machine.py --requirements X  prints the requirements of the build ("build") or of an extra
        python tools/check_machine.py --chromium        installs Chromium from Debian's packages where root may do so
-Runs on any Python 3, so that one that is too old gets an error message too.
+Runs on any Python 3, so that an old Python prints a helpful error, too.
 """
 
 import os
@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 
-CHROMIUM = ("chromium-headless-shell", "chromium")  # packages of Debian and their commands, the smaller one first
+CHROMIUM = ("chromium-headless-shell", "chromium")  # Debian packages, named like their commands, smaller one first
 
 
 def missing():
@@ -41,7 +41,7 @@ def print_requirements(name):
 
 
 def install_chromium():
-    """Installs the first of the packages that apt-get installs; prints a note where there is none."""
+    """Installs Chromium with apt-get if there is no Chromium or Chrome; prints a note if that is not possible."""
     if any(map(shutil.which, [*CHROMIUM, "chromium-browser", "google-chrome"])):
         return
     if os.geteuid() == 0 and shutil.which("apt-get"):

@@ -2,15 +2,15 @@
 
     python tools/fault_check.py                 # all of tools/faults.toml; minutes, as each C++ fault is a build
     python tools/fault_check.py pin engine/     # faults whose name or file has one of these words
-    python tools/fault_check.py --anchors       # only whether each fault's place is still found
+    python tools/fault_check.py --anchors       # only checks that each fault's old text still occurs once
 
-A fault is a file, a text that is there once, another text for its place, and tests. One of the tests must fail. When
-the code has changed and a text is not found exactly once, find the line that now does what the fault's name leaves out.
-Write its text there. The name counts; the text only finds the place. Texts are kept short, so that they outlive changes
-around them. A fault without a place is removed, with the reason in the commit.
+A fault names a file, an old text that occurs once in this file, a new text that replaces it, and tests. One of the
+tests must fail. If a change of the code moved or removed an old text, find the line that the fault's name is about, and
+write a part of this line into tools/faults.toml. Old texts are short, so that they survive changes around them. A fault
+whose line no longer exists is removed, and the commit says why.
 
-Files are changed in place, and restored also after Ctrl-C. The C++ is built into build/native (`make` once before), and
-tests use the library from there. The exit status is 1 if a fault was not caught, or has no place.
+Files are changed in place, and restored also after Ctrl-C. The C++ is built into build/native (run `make` once before),
+and the tests use the library from there. The exit status is 1 if a fault was not caught, or if its text was not found.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build/native"
-LONGEST_TEST_S = 150  # a test that hangs has caught the fault, too
+LONGEST_TEST_S = 150  # time limit of one test; a test that hangs has caught the fault
 LONGEST_RUN_S = 600
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault that replaces `old` by `new` in `file`. `tests` are arguments of pytest; the first failure ends it."""
+    """A fault that replaces `old` by `new` in `file`, and the arguments of pytest for the tests that must catch it."""
 
     name: str
     file: str
@@ -47,11 +47,11 @@ class Fault:
 
     @property
     def is_native(self) -> bool:
-        """True if a library has to be built."""
+        """True if the faulty file is not Python, so that the native library has to be built."""
         return self.path.suffix != ".py"
 
     def lost(self) -> str | None:
-        """Returns the reason why the fault has no place, or None."""
+        """Returns an error text if `old` does not occur exactly once in the file, else None."""
         if not self.path.exists():
             return f"{self.file} does not exist"
         n = self.path.read_text(encoding="utf-8").count(self.old)
@@ -59,7 +59,7 @@ class Fault:
 
 
 def read_faults() -> list[Fault]:
-    """Returns the faults of the list, in order. A fault without tests has the tests of its group."""
+    """Returns the faults of tools/faults.toml, in order. A fault without tests has the tests of its group."""
     groups = tomllib.loads((ROOT / "tools/faults.toml").read_text(encoding="utf-8"))["group"]
     rows = [{"file": group["file"], "tests": group["tests"], **fault} for group in groups for fault in group["fault"]]
     return [Fault(row["name"], row["file"], row["old"], row["new"], tuple(row["tests"])) for row in rows]
@@ -67,7 +67,7 @@ def read_faults() -> list[Fault]:
 
 @contextmanager
 def put_in(fault: Fault) -> Iterator[None]:
-    """Puts the fault into its file until the end of the `with`."""
+    """Writes the fault into its file, and restores the file at the end of the `with` block."""
     text = fault.path.read_text(encoding="utf-8")
     fault.path.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
     try:
@@ -77,15 +77,17 @@ def put_in(fault: Fault) -> Iterator[None]:
 
 
 def build() -> str:
-    """Builds the store's library; why that fails, or nothing."""
+    """Builds the store's library. Returns the output of a failed build, else ""."""
     ninja = [str(Path(sys.executable).with_name("ninja")), "-C", str(BUILD), "libmoegguf.so", "libmoegguf-testing.so"]
     found = subprocess.run(ninja, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return found.stdout if found.returncode else ""
 
 
 def failing(tests: Sequence[str], is_native: bool) -> str:
-    """The first test that fails, or how they end otherwise; nothing where all pass. Native: with the library that was
-    built here, and as the first example fails."""
+    """Runs pytest until the first failure. Returns the failed test or another reason, and "" if all tests pass.
+
+    For a native fault, the tests use the library of `build`, and Hypothesis does not shrink a failing example.
+    """
     environment = {**os.environ, "MOEGGUF_LONGEST_TEST_S": str(LONGEST_TEST_S), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
     if is_native:
@@ -101,14 +103,14 @@ def failing(tests: Sequence[str], is_native: bool) -> str:
         return "the tests hang"
     if found.returncode == 0:
         return ""
-    if found.returncode in (2, 3, 4, 5):  # pytest itself: no such test, or none
+    if found.returncode in (2, 3, 4, 5):  # pytest itself failed: a usage error, or no such test
         raise RuntimeError(f"{' '.join(command)}\n{found.stdout}")
     failed = [line.split(" ")[1] for line in found.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     return failed[0] if failed else f"exit status {found.returncode}, or a test that hangs"
 
 
 def check(fault: Fault) -> str:
-    """The test that catches the fault; nothing where none does."""
+    """Runs the tests with the fault in place. Returns the test that catches the fault, or "" if none does."""
     with put_in(fault):
         if fault.is_native and (why := build()):
             raise RuntimeError(f"{fault.name}: {why}")
@@ -116,7 +118,10 @@ def check(fault: Fault) -> str:
 
 
 def check_all(faults: Sequence[Fault], is_native: bool) -> int:
-    """Prints which test catches each fault; how many are not caught. Raises SystemExit where tests fail without any."""
+    """Prints which test catches each fault. Returns the number of faults that no test catches.
+
+    Raises SystemExit if a test fails without a fault.
+    """
     try:
         why = (is_native and build()) or failing(sorted({test for fault in faults for test in fault.tests}), is_native)
         if why:

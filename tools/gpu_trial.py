@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Measure moegguf on a GPU against llama.cpp itself, in steps that fit into calls of limited length.
+"""Measure moegguf and plain llama.cpp on a GPU, in steps that fit into calls of limited time.
 
-The library is built for the card, and the tests of identity run on it. Models of real shapes with published locality
-are made. Then llama.cpp (everything on the card; the best of several -ncmoe; -cmoe) and moegguf are measured. Memory
-limits imitate cards of 8 and 16 GB. All of it takes 25 minutes beside the build. Every outcome is kept; a call goes on
-where the last one stopped. A step that fails ends the call with its reason, and the next call tries it again.
+The trial builds the library for the card, and tests there that logits are identical. It writes models of real shapes
+with published locality. Then it measures moegguf and llama.cpp: everything on the card, several values of -ncmoe, and
+-cmoe. Memory limits imitate cards of 8 and 16 GB. All steps but the build take 25 minutes together. Outcomes are saved,
+and each call continues where the last one stopped. A step that fails ends the call, and the next call runs it again.
 
-python tools/gpu_trial.py --pack FOLDER         # for a machine without a network: copy FOLDER there, and
-python3 FOLDER/gpu_trial.py --work trial   # call this there until it says that everything is done
-python tools/gpu_trial.py --work trial     # the same on this machine, from these sources
-python tools/gpu_trial.py --work trial --only model/,measure/    # whatever the tests say
-python tools/gpu_trial.py --work small --backend software     # tiny models on software Vulkan: shows that it works
+python tools/gpu_trial.py --pack FOLDER    # for a machine without a network: copy FOLDER there, and
+python3 FOLDER/gpu_trial.py --work trial   # repeat this call there until it prints that everything is done
+python tools/gpu_trial.py --work trial     # the same trial on this machine, from these sources
+python tools/gpu_trial.py --work trial --only model/,measure/    # no tests
+python tools/gpu_trial.py --work small --backend software        # rehearsal: tiny models on software Vulkan
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tools.gpu.table import table
 from tools.vulkan_tests import software_drivers
 
 DEVICES = {"cuda": "CUDA0", "software": "Vulkan0"}
-AGAIN = 75  # EX_TEMPFAIL: call again
+AGAIN = 75  # exit status EX_TEMPFAIL: there are more steps, call again
 MEASURE_S, TEST_S, MODEL_S, SHORT_S = 180.0, 300.0, 180.0, 30.0
 IDENTITY = {
     "resizes": "test_budgets_changed_while_decoding_keep_the_logits",
@@ -62,10 +62,10 @@ class Trial:
     rig: Rig
     device: str
     backend: Backend
-    library: Path | None  # an existing build
+    library: Path | None  # folder of an existing build; None: the trial builds one
 
     def steps(self) -> Iterator[Step]:
-        """All steps, in order."""
+        """Yields all steps of the trial, in order."""
         yield Step("facts", self._facts, SHORT_S)
         if self.library is None:
             yield Step("build", self._build, SHORT_S)
@@ -132,7 +132,10 @@ class Trial:
         return {}
 
     def _result(self, name: str, arguments: list[str], left_s: float, environment: dict[str, str]) -> Outcome:
-        """Returns the result that a process prints, or that its memory was refused. Raises StepError."""
+        """Runs Python and returns the result that it prints, or a REFUSED outcome if memory did not suffice.
+
+        Raises StepError for any other failure.
+        """
         done = self._python(name, arguments, left_s, environment)
         outcome = read_parts(done.stdout)
         if done.returncode or not outcome:
@@ -146,7 +149,7 @@ class Trial:
     def _python(
         self, name: str, arguments: list[str], timeout_s: float, environment: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Runs Python on the sources; its stderr is kept below log/."""
+        """Runs Python with these arguments in the source folder. Its stderr is saved below log/."""
         own = of_processes(self.library or library_of(self.backend), self.work / "home")
         log = self.work / "log" / (re.sub(r"[^\w.-]+", "_", name) + ".txt")
         log.parent.mkdir(exist_ok=True)
@@ -166,7 +169,7 @@ class Trial:
 
 
 def backend_named(name: str) -> Backend:
-    """CUDA for the first card's architecture, or software Vulkan. Raises SystemExit where there is none."""
+    """Returns the build for software Vulkan, or for CUDA and the first card. Raises SystemExit if that is missing."""
     if name == "software":
         driver = next(software_drivers(), None)
         if driver is None:
@@ -183,14 +186,14 @@ def backend_named(name: str) -> Backend:
 
 
 def write_results(folder: Path, state: State) -> None:
-    """Everything that was measured, as JSON and as a table."""
+    """Writes all outcomes to results.json, and the table to results.md."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "results.json").write_text(json.dumps(state.outcomes, indent=1))
     (folder / "results.md").write_text(table(state.outcomes))
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Returns the parsed options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pack", type=Path, metavar="FOLDER", help="make a folder for a machine without a network")
     parser.add_argument("--work", type=Path, metavar="FOLDER", help="for builds, models, outcomes: some 30 GB")
@@ -208,7 +211,7 @@ def arguments() -> argparse.Namespace:
 
 
 def trial(args: argparse.Namespace, say: Callable[[str], None]) -> int:
-    """Runs steps; returns 0 when all are done, AGAIN when there are more, 1 when one failed."""
+    """Runs the trial's steps. Returns 0 if all are done, AGAIN if more are left, and 1 if a step failed."""
     work = args.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     rig = FULL if args.backend == "cuda" else small()
@@ -218,7 +221,7 @@ def trial(args: argparse.Namespace, say: Callable[[str], None]) -> int:
     state.forget(args.again)
 
     def say_and_write(text: str) -> None:
-        write_results(args.results or work, state)  # a call may be ended at any time
+        write_results(args.results or work, state)  # written often, because the call may be killed at any time
         say(text)
 
     chosen = tuple(filter(None, args.only.split(",")))
@@ -235,7 +238,7 @@ def trial(args: argparse.Namespace, say: Callable[[str], None]) -> int:
 
 
 def main() -> int:
-    """Run the command line."""
+    """Runs the command line; returns the exit status."""
     args = arguments()
     if args.pack is not None:
         try:

@@ -2,12 +2,13 @@
 
     python -m tools.load_test --clients 64 --seconds 60 [--url http://127.0.0.1:11434] [--model demo] [--json]
 
-A single client sends every question first. Then N clients send them repeatedly, streamed. Each answer must equal the
-single client's answer for the same seed. If the model is not batch-invariant, one answer of thousands may differ with
---parallel: it is printed. --dialects sends the questions in the forms of several APIs. `make soak` does so beside
-kills, disconnects and changes of the budget. The exit status is 1 when an answer differs, a connection breaks, or
-memory of the server and its workers grows by more than --most-growth MB in the second half. Memory is flat over 2,000
-requests:
+A single client sends every question first. Then N clients send the questions repeatedly and read streamed answers. Each
+answer must equal the single client's answer for the same seed. If the model is not batch-invariant, one answer in
+thousands may differ on a server with --parallel: it is printed. --dialects sends the questions in the forms of several
+APIs. `make soak` runs this test together with kills, disconnects and changes of the budget.
+
+The exit status is 1 if an answer differs, a connection breaks, or memory of the server and its workers grows by more
+than --most-growth MB in the second half. Memory should stay constant over 2,000 requests:
 
     python -m tools.load_test --requests 2000 --seconds 3600 --max-tokens 8
 """
@@ -35,10 +36,10 @@ QUESTIONS = (
     "What does moegguf do?", "Who are you?", "How do I set the memory budget?", "What is an expert?",
     "What is a hit?", "Could you explain what a slot is?", "Does it change the output?", "What is the capital of Rome?",
 )  # fmt: skip
-TIMEOUT_S = 600.0  # time for one answer, queue included
-MEMORY_SAMPLES = 20  # over a run
-WORKER_ENDED = "worker process has ended"  # part of the error of an answer that had begun
-MOST_GROWTH_MB = 16  # growth of memory in the second half of a run, when every buffer has been used
+TIMEOUT_S = 600.0  # HTTP timeout, which must cover the time in the server's queue
+MEMORY_SAMPLES = 20  # memory readings during a timed run
+WORKER_ENDED = "worker process has ended"  # part of the error text if a worker dies during an answer
+MOST_GROWTH_MB = 16  # default limit of memory growth in the second half of a run
 
 
 Json = dict[str, Any]
@@ -48,7 +49,7 @@ Part = tuple[str, str, int | None]
 
 @dataclass(frozen=True)
 class Question:
-    """A question with a seed, so that the answer is always the same. `dialect`: one of DIALECTS."""
+    """A question with a fixed seed, so that the answer is always the same. `dialect` is a key of DIALECTS."""
 
     text: str
     seed: int
@@ -56,13 +57,13 @@ class Question:
     dialect: str = "openai"
 
     def body(self, model: str) -> Json:
-        """The body of the request."""
+        """Returns the JSON body of the request."""
         return {"model": model, "stream": True, **DIALECTS[self.dialect].fields(self)}
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """An API that answers in a stream. `fields`: of the body; `read`: the part of the answer in one object."""
+    """A streaming API: `fields` makes the fields of a request's body, and `read` reads one object of the stream."""
 
     path: str
     fields: Callable[[Question], Json]
@@ -119,7 +120,7 @@ DIALECTS: Mapping[str, Dialect] = {
 
 @dataclass
 class Answer:
-    """One answer; `at_s`: when each part arrived, in seconds after the request."""
+    """One answer. `at_s` holds the arrival time of each part, in seconds after the request."""
 
     text: str = ""
     finish_reason: str = ""
@@ -128,24 +129,24 @@ class Answer:
 
     @property
     def content(self) -> tuple[str, str, int]:
-        """The parts that must not depend on timing."""
+        """Returns text, finish reason and number of tokens, which must not depend on timing."""
         return self.text, self.finish_reason, self.n_tokens
 
 
 @dataclass
 class Outcome:
-    """The result of a run. Times in seconds; memory in bytes, of the server and all its workers."""
+    """The counts and measurements of a run. Memory is in bytes, for the server and for all its workers together."""
 
     clients: int
     seconds: float = 0.0
     answers: int = 0
     wrong: int = 0
-    first_wrong: str = ""  # the first wrong answer, and the right one
+    first_wrong: str = ""  # text with the first wrong answer and the expected one
     busy: int = 0
     busy_without_retry_after: int = 0
     cancelled: int = 0  # answers that the client cancelled
     lost: int = 0  # answers that ended with their worker's process
-    kills: int = 0  # workers that the caller has killed
+    kills: int = 0  # number of workers that the caller has killed
     resets: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     n_tokens: int = 0
@@ -156,19 +157,22 @@ class Outcome:
 
     @property
     def growth_bytes(self) -> int:
-        """Growth of memory from the middle of the run to its end; 0 with fewer than three samples."""
+        """Returns the growth of memory from the middle of the run to its end; 0 with fewer than three samples."""
         sizes = [sum(each.values()) for each in self.memory_bytes]
         return sizes[-1] - sizes[len(sizes) // 2] if len(sizes) > 2 else 0
 
     @property
     def passed(self) -> bool:
-        """True if there were answers, each was right, none was lost but by a kill, and memory did not grow."""
+        """True if there were answers and no faults, and memory grew by at most `most_growth_mb`.
+
+        A lost answer is a fault unless the caller has killed workers. A cancelled answer is no fault.
+        """
         faults = self.wrong or self.resets or self.errors or self.busy_without_retry_after
         faults = faults or (self.lost and not self.kills)
         return self.answers > 0 and not faults and self.growth_bytes <= self.most_growth_mb * 1e6
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns all figures, with percentiles in place of the single times."""
+        """Returns all figures as a dict, with percentiles instead of the lists of times."""
         figures = asdict(self)
         del figures["first_s"], figures["between_s"]
         return {
@@ -199,7 +203,7 @@ class BusyServer(Exception):  # noqa: N818 (a state of the server, not a fault)
 async def request_answer(
     client: httpx.AsyncClient, model: str, question: Question, most_parts: int | None = None
 ) -> Answer:
-    """Requests one streamed answer. Disconnects after more than `most_parts` parts, and returns the parts so far.
+    """Requests one streamed answer. Disconnects after `most_parts` + 1 parts, and returns the answer so far.
 
     Raises BusyServer, RuntimeError for any other error of the server, and httpx's errors.
     """
@@ -232,9 +236,9 @@ async def request_answer(
 
 
 class Run:
-    """A run of N concurrent clients, for a time or a number of requests.
+    """A run of N concurrent clients, limited by time or by the number of requests.
 
-    cancels: the share of requests whose client disconnects after a few parts of the answer.
+    `cancels` is the share of requests in which the client disconnects after a few parts of the answer.
     """
 
     def __init__(
@@ -249,7 +253,7 @@ class Run:
         self.expected: dict[Question, tuple[str, str, int]] = {}
 
     async def record_expected(self) -> None:
-        """Records the answers to a single client. Raises RuntimeError for one that differs between two requests."""
+        """Records the answer to each question, sent by a single client twice. Raises RuntimeError if the two differ."""
         for question in self.questions:
             first, second = [(await request_answer(self.client, self.model, question)).content for _ in range(2)]
             if first != second:
@@ -257,7 +261,7 @@ class Run:
             self.expected[question] = first
 
     async def run_clients(self, seconds: float, requests: int | None = None) -> Outcome:
-        """Runs all clients at once, for `seconds` or until `requests` were sent."""
+        """Runs all clients at once, until `seconds` have passed or `requests` requests were sent."""
         start = time.perf_counter()
         self._end_s = start + seconds
         self._n_left = requests
@@ -284,7 +288,7 @@ class Run:
         except BusyServer as busy:
             outcome.busy += 1
             outcome.busy_without_retry_after += not busy.has_retry_after
-        except httpx.HTTPError:  # refused, reset, cut off
+        except httpx.HTTPError:  # the connection was refused, reset or cut off
             outcome.resets += 1
         except RuntimeError as error:
             if WORKER_ENDED in str(error):
@@ -306,7 +310,7 @@ class Run:
 
 
 def processes_of(port: int) -> list[psutil.Process]:
-    """The server that listens on a port of this machine, and its workers; empty when it runs on another machine."""
+    """Returns the process that listens on a local port, then its child processes; [] if no local process listens."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in process.net_connections()):
@@ -315,7 +319,7 @@ def processes_of(port: int) -> list[psutil.Process]:
 
 
 def memory_of(processes: Sequence[psutil.Process]) -> dict[str, int]:
-    """Resident bytes of the server, and of its workers together."""
+    """Returns the resident bytes of the server (the first process) and of all workers together."""
     sizes = [0, 0]
     for number, process in enumerate(processes):
         with suppress(psutil.Error):
@@ -324,20 +328,20 @@ def memory_of(processes: Sequence[psutil.Process]) -> dict[str, int]:
 
 
 async def watch_memory(run: Run, port: int, every_s: float) -> None:
-    """Records the memory now and every `every_s`, until cancelled."""
+    """Records the server's memory every `every_s` seconds, until cancelled or until no local process listens."""
     while processes := processes_of(port):
         run.outcome.memory_bytes.append(memory_of(processes))
         await asyncio.sleep(every_s)
 
 
 def questions_of(dialects: Sequence[str], first_seed: int, max_tokens: int) -> list[Question]:
-    """Every question in each of the dialects."""
+    """Returns each of QUESTIONS in each dialect. The first question has seed `first_seed`, the next one 1 more."""
     numbered = list(enumerate(QUESTIONS, first_seed))
     return [Question(text, seed, max_tokens, dialect) for seed, text in numbered for dialect in dialects]
 
 
 async def measure(options: argparse.Namespace) -> Outcome:
-    """The whole test with the options of the command line."""
+    """Runs the whole test with the options of the command line."""
     questions = questions_of(options.dialects, options.seed, options.max_tokens)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=options.clients)
     async with httpx.AsyncClient(base_url=options.url, timeout=TIMEOUT_S, limits=limits, trust_env=False) as client:
@@ -356,7 +360,7 @@ async def measure(options: argparse.Namespace) -> Outcome:
 
 
 def lines(outcome: Outcome) -> Iterator[str]:
-    """The outcome as text."""
+    """Yields the lines of the printed report."""
     figures = outcome.as_dict()
     yield f"clients          {outcome.clients} for {outcome.seconds:.1f} s"
     yield f"answers          {outcome.answers} checked, {outcome.wrong} wrong; {figures['tokens_per_s']:.0f} tokens/s"

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write a random Mixture-of-Experts GGUF of any shape; streamed, so that only the disk limits its size.
+"""Write a Mixture-of-Experts GGUF of any shape with random weights. Only the disk limits the size of the file.
 
 python tools/make_model.py --preset qwen1.5-moe-a2.7b --quant q4_0 -o model.gguf
 python tools/make_model.py --preset tiny-mix --quant q4_k_m --split 3 -o tiny.gguf

@@ -3,11 +3,11 @@
     python -m tools.mutate_headers MODEL.gguf... --count 1000 --seed 1 [--keep FOLDER]
     python -m tools.mutate_headers MMPROJ.gguf... --text-model MODEL.gguf --count 1000 --seed 1
 
-Every mutant is loaded, tokenizes, reads a prompt and generates some tokens, with the trial load off, so that the
-checks of the header are seen alone. A mutant of a projector reads images beside the good --text-model. A mutant that
-ends badly is run again with the trial load on, as users run it.
-The tool exits with 1 when one of these ends badly too: by a signal, after --limit seconds, or with an error that is
-none of moegguf's.
+Every mutant is loaded, tokenizes, reads a prompt and generates some tokens. The trial load (a first load in a child
+process) is off, so that only the checks of the header protect the program. A mutant of a projector reads images
+together with the good --text-model. A mutant that ends badly is run again with the trial load on, as users run it.
+The exit status is 1 if a mutant also ends badly then: by a signal, after --limit seconds, or with an error that is not
+moegguf's own.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from tools.mutants import mutate, read_header, write_file
 
 MEMORY_BYTES = 6 << 30
 TEXTS = (b"Hello world, this is a test of 12345 tokens.\n", "Grüße 你好 🙂\0".encode(), b"<|im_start|>\xff\xfe  x" * 8)
-IMAGE_SIZES = ((64, 64), (100, 30), (8, 200))  # width, height
+IMAGE_SIZES = ((64, 64), (100, 30), (8, 200))  # width and height of the test images, in pixels
 GOOD = ("ok", "typed")
 
 
 def use(path: Path, text_model: Path | None) -> None:
-    """Uses a model, or a projector beside `text_model`, as a user does, in short."""
+    """Loads and uses the mutant: as a projector of `text_model`, or, if that is None, as a text model."""
     if text_model is None:
         use_model(path)
     else:
@@ -50,7 +50,7 @@ def use(path: Path, text_model: Path | None) -> None:
 
 
 def use_projector(path: Path, text_model: Path) -> None:
-    """Asks about some images."""
+    """Loads the projector and generates a short answer about each of IMAGE_SIZES. Raises the error of an answer."""
     with Engine(text_model, parallel=1, mmproj=path, n_ctx=2048, n_threads=1, expert_cache="100%") as engine:
         for width, height in IMAGE_SIZES:
             message = {"role": "user", "content": with_images("what is it?", [png(width, height)])}
@@ -61,7 +61,7 @@ def use_projector(path: Path, text_model: Path) -> None:
 
 
 def png(width: int, height: int) -> bytes:
-    """A PNG file of that size, in grey levels."""
+    """Returns a grey PNG image of this size, as the bytes of a file."""
     header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
     rows = b"".join(b"\0" + bytes((x * y) % 256 for x in range(width)) for y in range(height))
     chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
@@ -71,7 +71,7 @@ def png(width: int, height: int) -> bytes:
 
 
 def use_model(path: Path) -> None:
-    """Uses a model as a user does, in short."""
+    """Loads the model, tokenizes and detokenizes texts, reads a prompt and generates six tokens."""
     with Llama(path, n_ctx=256, n_threads=1, expert_cache="100%", verbose=False) as llm:
         for text in TEXTS:
             tokens = llm.vocabulary.tokens(text.decode(errors="replace"))
@@ -81,7 +81,7 @@ def use_model(path: Path) -> None:
 
 
 def _child(path: Path, text_model: Path | None, out: Path, trial: bool) -> None:
-    """Runs in a fork of its own, and writes how it ended; never returns."""
+    """Uses the mutant in a forked process, writes the class and details of the result to `out`, and exits."""
     os.environ["MOEGGUF_TRIAL_LOAD"] = "1" if trial else "0"
     log = os.open(out.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
@@ -93,14 +93,17 @@ def _child(path: Path, text_model: Path | None, out: Path, trial: bool) -> None:
         result = ["ok", ""]
     except MoeggufError as error:
         result = ["typed", f"{type(error).__name__}: {error}"]
-    except BaseException as error:  # the tool counts these
+    except BaseException as error:  # an error that is not moegguf's own: counted as "bare"
         result = ["bare", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"]
     out.write_text(json.dumps(result))
     os._exit(0)
 
 
 def run(path: Path, text_model: Path | None, folder: Path, limit_s: float, trial: bool) -> tuple[str, str]:
-    """(class, details) of one mutant: ok, typed, bare, a signal's name, or hang."""
+    """Uses one mutant in a child process. Returns (class, details) of the result.
+
+    The class is ok, typed (an error of moegguf), bare (another error), hang, or the name of the signal.
+    """
     out = folder / "result.json"
     out.unlink(missing_ok=True)
     pid = os.fork()
@@ -125,7 +128,7 @@ def run(path: Path, text_model: Path | None, folder: Path, limit_s: float, trial
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
+    """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", type=Path, help="good models of one file each, small ones")
     parser.add_argument("--text-model", type=Path, help="the good model that the files, all projectors, belong to")

@@ -18,26 +18,29 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools import vendor
 
 HEADER_FIELDS = ("Subject", "Why", "Until", "Touches")
-MAX_ADDED_LINES = 195  # over all patches: a version bump must only move call sites and a kernel's loop
+MAX_ADDED_LINES = 195  # limit for all patches together, so that a new llama.cpp version needs little work
 
 
 def header_of(patch: Path) -> str:
-    """The text before the first diff."""
+    """Returns the text of a patch before its first diff."""
     return patch.read_text().split("\n--- ", 1)[0]
 
 
 def touched_by(patch: Path) -> list[str]:
-    """Files that the patch changes, relative to llama.cpp."""
+    """Returns the paths of the files that the patch changes, relative to llama.cpp."""
     return re.findall(r"^\+\+\+ b/(\S+)$", patch.read_text(), re.MULTILINE)
 
 
 def added_lines(patch: Path) -> int:
-    """Lines that the patch adds."""
+    """Returns the number of lines that the patch adds."""
     return sum(line.startswith("+") and not line.startswith("+++") for line in patch.read_text().splitlines())
 
 
 def problems_of_headers() -> Iterator[str]:
-    """One sentence per patch that is not listed, is missing, or lacks a part of its header."""
+    """Yields an error text for each patch that is not listed, is missing or has an incomplete header.
+
+    One more error text is yielded if the patches add too many lines.
+    """
     listed = vendor.series()
     present = sorted(vendor.PATCHES.glob("*.patch"))
     readme = (vendor.PATCHES / "README.md").read_text()
@@ -63,7 +66,7 @@ def problems_of_headers() -> Iterator[str]:
 
 
 def problems_of_application() -> Iterator[str]:
-    """One sentence when a patch does not apply, without fuzz, in order, to the pristine source."""
+    """Yields an error text if the patches do not apply in order, without fuzz, to the pristine source."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "llama.cpp"
         vendor.unpack(vendor.fetch(vendor.read_pin()), tree)
@@ -96,7 +99,7 @@ def diff_in(patch: Path, file: str) -> str:
 
 
 def diff(folder: Path, file: str) -> str:
-    """The unified diff of `file` from `folder`/a to `folder`/b."""
+    """Returns the unified diff of `file` from `folder`/a to `folder`/b."""
     command = ["diff", "--unified", f"--label=a/{file}", f"--label=b/{file}", f"a/{file}", f"b/{file}"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout
 

@@ -29,12 +29,12 @@ from tools.width_check import Ggml, silence
 
 N_IN, N_OUT, N_EXPERT, N_USED = 2048, 768, 128, 8
 KERNELS = {"llama.cpp": "upstream", "AVX-512": "", "AVX2": "avx2"}
-PASSES = {"prompt": (512, 1), "decode": (1, 30)}  # tokens, and passes of a turn
+PASSES = {"prompt": (512, 1), "decode": (1, 30)}  # {kind of pass: (tokens per pass, passes per turn)}
 TYPES = ("q8_0", "q5_0", "q5_1", "q4_1", "q2_K", "q3_K", "q4_0", "q4_K", "q5_K", "q6_K", "iq4_nl", "mxfp4")
 
 
 def turns(ggml: Ggml, ggml_type: int, is_interleaved: bool, n_tokens: int, n_passes: int) -> Iterator[float]:
-    """Yields the seconds of processor time of a pass, again and again."""
+    """Yields the processor seconds per pass, averaged over a turn of `n_passes`, once for each turn without end."""
     random = np.random.default_rng(1)
     one = ggml.quantized(ggml_type, random.standard_normal((N_OUT, N_IN)))
     graph = ggml.graph(ggml.interleaved if is_interleaved else None)
@@ -54,7 +54,7 @@ def turns(ggml: Ggml, ggml_type: int, is_interleaved: bool, n_tokens: int, n_pas
 
 
 def work(name: str, is_interleaved: bool) -> None:
-    """Reads the name of a kind of pass from each line of the input, and prints the time of one turn of it."""
+    """Reads a key of PASSES from each line of stdin, runs one turn, and prints the processor seconds per pass."""
     silence()
     ggml = Ggml(1)
     started = {
@@ -66,7 +66,7 @@ def work(name: str, is_interleaved: bool) -> None:
 
 
 class Worker:
-    """A process that computes with some kernels."""
+    """A child process that runs turns with one of KERNELS."""
 
     def __init__(self, kernels: str, name: str, is_interleaved: bool) -> None:
         command = [sys.executable, __file__, name, "--work", *["--interleaved"][: int(is_interleaved)]]
@@ -76,7 +76,7 @@ class Worker:
         )  # fmt: skip
 
     def turn(self, kind: str) -> float:
-        """Returns the seconds of processor time of a pass of this kind."""
+        """Runs one turn in the process. Returns the processor seconds per pass."""
         assert self._process.stdin
         assert self._process.stdout
         self._process.stdin.write(f"{kind}\n")
@@ -89,12 +89,12 @@ class Worker:
 
 
 def compare(name: str, n_rounds: int, is_interleaved: bool) -> str:
-    """A row of the table."""
+    """Measures one type and returns its row of the Markdown table."""
     workers = {kernels: Worker(value, name, is_interleaved) for kernels, value in KERNELS.items()}
     cells = [name]
     for kind in PASSES:
         for worker in workers.values():
-            worker.turn(kind)  # loads
+            worker.turn(kind)  # first turn, not counted: it reads the weights
         times = [{kernels: worker.turn(kind) for kernels, worker in workers.items()} for _ in range(n_rounds)]
         for kernels in ("AVX-512", "AVX2"):
             ratios = [seconds["llama.cpp"] / seconds[kernels] for seconds in times]

@@ -22,18 +22,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 FOLDER = {"thread": "tsan", "address": "asan", "undefined": "ubsan"}
-# Leaks are looked for in our code by the fault tests; what an interpreter keeps until it ends is no leak.
+# Leak detection is off, because the interpreter never frees some memory. The fault tests look for leaks of the store.
 OPTIONS = {
     "TSAN_OPTIONS": f"suppressions={ROOT}/tests/native/tsan.supp halt_on_error=0 exitcode=66 report_signal_unsafe=0",
     "ASAN_OPTIONS": "detect_leaks=0 halt_on_error=1 abort_on_error=1",
     "UBSAN_OPTIONS": "print_stacktrace=1 halt_on_error=1",
 }
-LONGEST_TEST_S = "1200"  # ten times a test's time without a sanitizer: a process takes half a minute to begin
+LONGEST_TEST_S = "1200"  # seconds; ten times the limit without a sanitizer
 NATIVE_ROOM = ["tests/native", "--deselect", "tests/native/test_other_devices.py::test_rpc_slots_hold_the_files_bytes"]
 
 
 def build(sanitizer: str) -> Path:
-    """The folder with the instrumented libraries."""
+    """Builds the store with the sanitizer. Returns the folder with the instrumented libraries."""
     folder = ROOT / "build" / FOLDER[sanitizer]
     configure = [
         "cmake", "-S", str(ROOT / "moegguf/native"), "-B", str(folder), "-G", "Ninja",
@@ -46,8 +46,10 @@ def build(sanitizer: str) -> Path:
 
 
 def preload(sanitizer: str) -> str:
-    """The sanitizer's runtime, which has to come before the interpreter's own allocations, and the C++ library, whose
-    exceptions it wants to find when it starts."""
+    """Returns the value of LD_PRELOAD: the paths of the sanitizer's runtime and the C++ library.
+
+    The runtime must be loaded before Python allocates, and it looks up the C++ library's exceptions when it starts.
+    """
     names = [f"lib{FOLDER[sanitizer]}.so", "libstdc++.so"]
     compiler = os.environ.get("CXX", "c++")
     found = [
@@ -59,7 +61,7 @@ def preload(sanitizer: str) -> str:
 
 @contextmanager
 def busy(n_processes: int) -> Iterator[None]:
-    """Starts processes that never sleep, so that threads are preempted more often. Kills them at exit."""
+    """Runs processes that never sleep during the `with` block, so that threads are preempted more often."""
     command = [sys.executable, "-c", "while True: pass"]
     processes = [subprocess.Popen(command) for _ in range(n_processes)]
     try:
@@ -71,7 +73,7 @@ def busy(n_processes: int) -> Iterator[None]:
 
 
 def run(sanitizer: str, library: Path, arguments: list[str]) -> tuple[int, list[Path]]:
-    """Runs pytest. Returns the exit status of pytest or the sanitizer, and the sanitizer's reports."""
+    """Runs pytest. Returns the exit status of pytest or the sanitizer, and the paths of the sanitizer's reports."""
     prefix = library.parent / "reports" / time.strftime("%Y-%m-%dT%H-%M-%S")
     prefix.parent.mkdir(exist_ok=True)
     options = {name: f"{value} log_path={prefix}" for name, value in OPTIONS.items()}
@@ -85,7 +87,7 @@ def run(sanitizer: str, library: Path, arguments: list[str]) -> tuple[int, list[
 
 
 def main() -> int:
-    """Run the command line; returns the first run's exit status that is not 0: pytest's, or 66 for a race."""
+    """Runs the command line. Returns the first exit status of a run that is not 0: pytest's, or 66 for a race."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sanitizer", choices=FOLDER)
     parser.add_argument("--runs", type=int, default=1, metavar="N", help="run the tests N times")

@@ -26,22 +26,22 @@ COLUMNS = 96
 LINES = 36
 TIMEOUT_S = 120
 SETTLED_S = 2
-NOBODY = "127.0.0.1:1"  # no server answers there
+NOBODY = "127.0.0.1:1"  # an address without a server
 SHELL = "$ "
 CHAT = ">>> "
 STEPS = (
     (SHELL, "moegguf run demo --expert-cache 90%"),
     (CHAT, "What does moegguf do?"),
     (CHAT, "Who are you?"),
-    (CHAT, "/regen"),  # the experts of the first answer are in memory
+    (CHAT, "/regen"),  # the experts of the previous answer are in memory
     (CHAT, "/experts"),
     (CHAT, "/bye"),
 )
-FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # fonts of a server: a picture must not need a server
+FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # links to fonts on a server, which are removed
 
 
 def record() -> pyte.Screen:
-    """The screen after the last command. Raises TimeoutError."""
+    """Runs STEPS in a shell and returns the terminal's screen after the last command. Raises TimeoutError."""
     screen = pyte.Screen(COLUMNS, LINES)
     stream = pyte.ByteStream(screen)
     with tempfile.TemporaryDirectory() as home:
@@ -54,7 +54,7 @@ def record() -> pyte.Screen:
         screen.write_process_input = shell.send  # type: ignore[method-assign]  # pyte's hook: replies to the program
 
         def wait_for(prompt: str) -> None:
-            """Waits until the cursor is behind the prompt and no more output arrives."""
+            """Waits until the cursor is after the prompt and output has stopped. Raises TimeoutError."""
             end_s = time.monotonic() + TIMEOUT_S
             while time.monotonic() < end_s:
                 try:
@@ -74,7 +74,7 @@ def record() -> pyte.Screen:
 
 
 def drawn(screen: pyte.Screen) -> str:
-    """The screen as SVG, without its empty last lines."""
+    """Returns the screen as SVG, without the empty lines at its end."""
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), legacy_windows=False)
     last = max(row for row, line in enumerate(screen.display) if line.strip() not in ("", SHELL.strip()))
     for row in range(last + 1):

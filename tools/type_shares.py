@@ -34,12 +34,12 @@ class Shape:
     arch: str
     n_embd: int
     n_layer: int
-    n_dense: int  # first layers without experts
+    n_dense: int  # number of first layers, which have no experts
     n_head: int
     n_head_kv: int
     d_head: int
     n_expert: int
-    n_ff: int  # an expert's width
+    n_ff: int  # width of an expert
     n_ff_shared: int  # width of the shared expert in each layer with experts; 0: none
     n_ff_dense: int
     n_vocab: int
@@ -92,13 +92,13 @@ SHAPES = {
     ),
 }
 
-# A published header: how many of the tensors gate, up and down have which type, and the type that most of the rest has.
+# A published header: {type: number of tensors} for gate, up and down, and the type of most other tensors.
 Header = tuple[dict[str, int], dict[str, int], dict[str, int], str]
 
 
 @dataclass(frozen=True, eq=False)
 class File:
-    """A file, and the header that was published of it, or the quantiser's preset."""
+    """A GGUF file. `made` is its published header, or the name of the quantiser's preset that computes its types."""
 
     name: str
     shape: str
@@ -179,7 +179,7 @@ class ModelOf(c.Structure):
 
 
 class Quantiser:
-    """The rules of the pinned llama.cpp, which its library exports for its own tests."""
+    """Calls the quantisation rules of the pinned llama.cpp, which its library exports for its own tests."""
 
     def __init__(self) -> None:
         self._llama = library.llama_cpp()
@@ -187,7 +187,7 @@ class Quantiser:
         self.ggml = Ggml(1)
 
     def types(self, shape: Shape, ftype: int) -> list[int]:
-        """The ggml type of each tensor of a model."""
+        """Returns the ggml type that the quantiser's preset `ftype` chooses for each tensor of a model."""
         described = ModelOf(
             shape.arch.encode(), shape.n_embd, shape.n_ff, shape.n_layer, shape.n_head, shape.n_head_kv,
             shape.n_expert, shape.d_head, shape.d_head,
@@ -232,7 +232,7 @@ def count(quantiser: Quantiser, file: File) -> Counter[str]:
 
 
 def listed(shape: Shape, header: Header) -> Iterator[str]:
-    """The type of each tensor as a header has it."""
+    """Yields the type of each tensor, in the order of `shape.tensors`, from a published header."""
     *of_experts, rest = header
     left = {
         matrix: Counter(counts).elements() for matrix, counts in zip(("gate", "up", "down"), of_experts, strict=True)

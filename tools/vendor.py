@@ -36,7 +36,7 @@ TESTED = (
 WANTED = BUILT + TESTED
 WANTED_BINDINGS = ("llama_cpp/", "LICENSE.md")
 
-# pip does not read uv's variables: the one to set, and those that stand for it.
+# {variable of pip: variables of uv with the same meaning}. pip does not read uv's variables.
 UV_VARIABLES = {
     "PIP_INDEX_URL": ("UV_DEFAULT_INDEX", "UV_INDEX_URL"),
     "PIP_EXTRA_INDEX_URL": ("UV_INDEX", "UV_EXTRA_INDEX_URL"),
@@ -62,7 +62,7 @@ def series() -> list[Path]:
 
 
 def sha256(path: Path) -> str:
-    """The file's SHA-256 in hex digits."""
+    """Returns the SHA-256 of a file in hex digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -104,7 +104,7 @@ def download(pin: dict[str, str], path: Path) -> None:
 
 
 def pip_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """uv's variables for indexes as pip's, where pip's own are not set."""
+    """Returns pip's variables for package indexes with uv's values. Omits variables of pip that are already set."""
     found = {}
     for name, others in UV_VARIABLES.items():
         value = next((environment[other] for other in others if environment.get(other)), "")
@@ -115,7 +115,7 @@ def pip_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_named(url: str) -> bool:
-    """Returns whether an index is given as `name=url`."""
+    """Returns True if an index is written as `name=url`."""
     return "=" in url.partition("://")[0]
 
 
@@ -129,7 +129,7 @@ def extract(sdist: Path, folder: str, wanted: tuple[str, ...], target: Path) -> 
     paths = tuple(folder + path for path in wanted)
     with tarfile.open(sdist) as archive:
         for member in archive:
-            _, _, path = member.name.partition("/")  # below the folder that is named for the release
+            _, _, path = member.name.partition("/")  # path without the first folder, which is named after the release
             if path.startswith(paths) and (member.isfile() or member.isdir()):
                 member.name = path.removeprefix(folder)
                 archive.extract(member, target, filter="data")
@@ -146,7 +146,7 @@ def apply(patch: Path, tree: Path) -> None:
 
 
 def wanted_state(pin: dict[str, str]) -> str:
-    """The stamp of a finished tree: the pin's digest, what is unpacked, and the digest of every patch."""
+    """Returns the text of the stamp file: the pinned digest, the unpacked paths, and the digest of every patch."""
     patches = (f"{patch.name} {sha256(patch)}" for patch in series())
     return "\n".join([pin["sha256"], " ".join(WANTED + WANTED_BINDINGS), *patches])
 

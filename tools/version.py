@@ -1,8 +1,8 @@
-"""The version, which is written in several files: prints it, checks it, or takes it from a tag.
+"""Prints, checks or sets the version, which is written in several files.
 
-python -m tools.version               # prints it; fails where two files differ
-python -m tools.version --is v0.2.0   # fails unless it is the tag's, and CHANGELOG.md has a section of it
-python -m tools.version --set v0.2.0  # writes it into the files: the first step of a release
+python -m tools.version               # prints the version; fails if two files differ
+python -m tools.version --is v0.2.0   # fails unless the files have the tag's version and CHANGELOG.md a section of it
+python -m tools.version --set v0.2.0  # writes the tag's version into the files: the first step of a release
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TAG = re.compile(r"v(\d+\.\d+\.\d+(?:(?:a|b|rc)\d+)?)")
-PLACES = (  # files, and what stands before the version there
+PLACES = (  # (file, regular expression of the text before the version)
     ("pyproject.toml", r'^version = "'),
     ("pyproject.toml", r'"moegguf-(?:cuda13|cuda12|vulkan)=='),
     ("moegguf/package.py", r'^__version__ = "'),
@@ -23,7 +23,7 @@ PLACES = (  # files, and what stands before the version there
 
 
 def version_of(tag: str) -> str:
-    """Returns the version of a tag. Raises ValueError for a tag that is no release's."""
+    """Returns the version of a tag. Raises ValueError for a tag that is not v1.2.3 or v1.2.3rc1."""
     found = TAG.fullmatch(tag.removeprefix("refs/tags/"))
     if found is None:
         raise ValueError(f"the tag of a release is v1.2.3, or v1.2.3rc1, but is {tag!r}; use another tag")
@@ -31,7 +31,7 @@ def version_of(tag: str) -> str:
 
 
 def read_version(root: Path = ROOT) -> str:
-    """Returns the version. Raises ValueError where two places have different ones."""
+    """Returns the version. Raises ValueError if two places have different versions."""
     found = {
         (name, version)
         for name, before in PLACES
@@ -62,7 +62,7 @@ def check_tag(tag: str, root: Path = ROOT) -> str:
 
 
 def is_released(version: str, root: Path = ROOT) -> bool:
-    """Returns whether CHANGELOG.md has a section of the version, with its day."""
+    """Returns True if CHANGELOG.md has a section with the version and a date."""
     heading = rf"^## {re.escape(version)} \(\d{{4}}-\d\d-\d\d\)$"
     return re.search(heading, (root / "CHANGELOG.md").read_text(), re.MULTILINE) is not None
 

@@ -7,8 +7,8 @@ driver compiles each kernel at its first use. That takes 15 to 35 processor seco
 pass and each quantisation. Kernels are kept in build/vulkan/shaders, and later runs need half a second.
 
 python tools/vulkan_tests.py
-python tools/vulkan_tests.py --devices 0,0 -- -k second     # that device twice, as two GPUs
-python tools/vulkan_tests.py -- -k "q4_0 or many or three"  # some of them, in minutes also at first
+python tools/vulkan_tests.py --devices 0,0 -- -k second     # the software device twice, as two GPUs
+python tools/vulkan_tests.py -- -k "q4_0 or many or three"  # some tests, which take minutes even in the first run
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from tools.gpu.build import ROOT, build, library_of, vulkan
 DRIVERS = Path("/usr/share/vulkan/icd.d")
 PACKAGES = "mesa-vulkan-drivers libvulkan-dev glslc spirv-headers"
 PREFIXES = ("/usr", "/usr/local")
-LONGEST_TEST_S = 1800  # includes the compilation of kernels
+LONGEST_TEST_S = 1800  # time limit of one test, including the compilation of kernels
 
 
 def software_drivers() -> Iterator[Path]:
-    """The descriptions of Mesa's software driver."""
+    """Yields the JSON files that describe Mesa's software Vulkan driver."""
     yield from sorted(DRIVERS.glob("lvp_icd*.json"))
 
 
@@ -51,7 +51,7 @@ def missing() -> Iterator[str]:
 
 
 def test(driver: Path, devices: str, arguments: list[str]) -> int:
-    """pytest's exit status, with the library's devices numbered as in `devices`."""
+    """Runs the GPU tests with the driver's devices numbered `devices`. Returns the exit status of pytest."""
     backend = vulkan(driver, devices)
     environment = os.environ | backend.environment | {"MOEGGUF_LIBRARY": str(library_of(backend))}
     environment["MOEGGUF_LONGEST_TEST_S"] = str(LONGEST_TEST_S)
@@ -60,7 +60,7 @@ def test(driver: Path, devices: str, arguments: list[str]) -> int:
 
 
 def main() -> int:
-    """Run the command line; returns pytest's exit status, or 0 where something is missing."""
+    """Runs the command line. Returns the exit status of pytest, or 0 if something is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", default="0,0", help="numbers of the driver's devices; one twice is two GPUs")
     parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")

@@ -38,8 +38,8 @@ F32, F16, I32 = 0, 1, 26
 N_TYPES = 43
 N_SEQUENCES = 4
 N_CELLS = 512
-N_STATES = 3  # sequences with a state each
-N_BACK = 3  # states that some operations return: after the last token, and after those before it
+N_STATES = 3  # number of sequences with recurrent states
+N_BACK = 3  # number of states that some operations return, after each of the last N_BACK tokens
 
 # Operations that move or repeat values, and compute nothing.
 MOVES = {
@@ -219,7 +219,7 @@ class Ggml:
 
 
 class Graph:
-    """Inputs with their values, and operations on them, computed once. Freed with `close`."""
+    """A ggml graph: inputs with their values, and operations on them. `close` frees it."""
 
     def __init__(self, base: Any, backend: Any, device: Any, plain: c.c_void_p, of_weights: c.c_void_p) -> None:
         self._base = base
@@ -231,7 +231,7 @@ class Graph:
         self._allocated: list[c.c_void_p] = []
 
     def input(self, ggml_type: int, shape: Sequence[int], values: bytes, is_weight: bool = False) -> c.c_void_p:
-        """A tensor [shape] with these bytes."""
+        """Adds an input tensor [shape] with these bytes, and returns it."""
         dims = (c.c_int64 * len(shape))(*reversed(shape))
         tensor = Ggml._pointer(self._base.ggml_new_tensor, self._contexts[is_weight], ggml_type, len(shape), dims)
         self._values.append((tensor, values))
@@ -285,7 +285,7 @@ class Graph:
         return compute
 
     def compute(self, node: c.c_void_p, shape: Sequence[int], dtype: type = np.float32) -> Array:
-        """The node's values [shape], of contiguous memory."""
+        """Computes a node with contiguous memory and returns its values [shape]."""
         self.prepare(node)()
         out: Array = np.empty(shape, dtype)
         self._base.ggml_backend_tensor_get(node, out.ctypes.data_as(c.c_void_p), c.c_size_t(0), c.c_size_t(out.nbytes))
@@ -300,7 +300,7 @@ class Graph:
 
 
 def product(ggml: Ggml, ggml_type: int, x: Array, n_out: int, buffer_type: c.c_void_p | None) -> Compute | None:
-    """MUL_MAT of rows of x [n, n_in] with random weights [n_out, n_in]; None where the buffer type has no layout."""
+    """Returns MUL_MAT of rows of x [n, n_in] and random weights [n_out, n_in]; None if the CPU does not support it."""
     values = np.random.default_rng(1).standard_normal((n_out, x.shape[1]))
     weights = ggml.quantized(ggml_type, values)
 
@@ -319,7 +319,10 @@ def product(ggml: Ggml, ggml_type: int, x: Array, n_out: int, buffer_type: c.c_v
 
 
 def expert_product(ggml: Ggml, ggml_type: int, x: Array, n_out: int, buffer_type: c.c_void_p | None) -> Compute | None:
-    """MUL_MAT_ID of rows of x [n, n_in], each with two of eight experts [n_out, n_in]: one half shares an expert."""
+    """Returns MUL_MAT_ID of rows of x [n, n_in], each with two of eight random experts [n_out, n_in].
+
+    Every second row uses expert 7. Returns None if the CPU does not support the operation.
+    """
     n_expert = 8
     n_used = 2
     rng = np.random.default_rng(2)
@@ -359,7 +362,7 @@ def products(ggml: Ggml, n_in: int, n_out: int, n_rows: int, left_out: Collectio
 
 
 def attention(ggml: Ggml, is_flash: bool, n_rows: int) -> Compute:
-    """Attention of rows q [n, n_head, d], each with the cells of its own sequence up to its own position."""
+    """Returns attention of query rows [n, n_head, d]. A row sees its sequence's cells up to its own position."""
     rng = np.random.default_rng(3)
     d, n_head, n_head_kv = 64, 4, 2
     q = rng.standard_normal((n_rows, n_head, d)).astype(np.float32)
@@ -397,7 +400,7 @@ def simple(
     shape: Sequence[int],
     dtype: type = np.float32,
 ) -> Compute:
-    """An operation on rows of each input [n, ...] that gives [n, shape]."""
+    """Returns a function that applies the operation of `build` to rows of each input [n, ...]: [n, shape]."""
 
     def compute(rows: Sequence[int]) -> Array:
         graph = ggml.graph()
@@ -413,23 +416,23 @@ UNARY = ("abs", "exp", "relu", "sgn", "sigmoid", "silu", "softplus", "sqr", "sqr
 
 
 def one_input(name: str, graph: Graph, x: c.c_void_p) -> c.c_void_p:
-    """The operation of that name on x."""
+    """Returns the node ggml_<name>(x)."""
     return graph.op(name, x)
 
 
 def two_inputs(name: str, graph: Graph, x: c.c_void_p, y: c.c_void_p) -> c.c_void_p:
-    """The operation of that name on x and y."""
+    """Returns the node ggml_<name>(x, y)."""
     return graph.op(name, x, y)
 
 
 def weighted_sum(graph: Graph, experts: c.c_void_p, weights: c.c_void_p) -> c.c_void_p:
-    """Experts' outputs [n, n_used, n_embd] times their weights [n, n_used, 1], added up."""
+    """Returns the sum of experts' outputs [n, n_used, n_embd] times their weights [n, n_used, 1]."""
     scaled = graph.op("mul", experts, weights)
     return graph.op("cont", graph.op("sum_rows", graph.op("cont", graph.op("permute", scaled, 1, 0, 2, 3))))
 
 
 def others(ggml: Ggml, n: int, n_rows: int) -> Iterator[Case]:
-    """Attention, norms, rope, softmax, top-k, gates and weighted sums."""
+    """Yields cases of attention, norms, rope, softmax, top-k, gates and weighted sums."""
     for is_flash in (True, False):
         yield Case(f"{'flash' if is_flash else 'plain'} attention", attention(ggml, is_flash, n_rows))
     rng = np.random.default_rng(4)
@@ -469,7 +472,7 @@ def others(ggml: Ggml, n: int, n_rows: int) -> Iterator[Case]:
 
 
 def streams(ggml: Ggml, n: int, n_rows: int) -> Iterator[Case]:
-    """Residual streams that are mixed, and the scores of sparse attention."""
+    """Yields cases that mix residual streams, and the scores of sparse attention."""
     rng = np.random.default_rng(5)
     n_streams = 4
     n_mixed = (2 + n_streams) * n_streams
@@ -508,7 +511,7 @@ def streams(ggml: Ggml, n: int, n_rows: int) -> Iterator[Case]:
 def outputs_and_states(
     graph: Graph, node: c.c_void_p, outputs: tuple[int, ...], states: tuple[int, ...]
 ) -> tuple[Array, Array]:
-    """Computes a node with outputs [outputs] and, after them, states [states]."""
+    """Computes a node whose memory holds outputs, then states. Returns both arrays and frees the graph."""
     n_outputs = int(np.prod(outputs))
     values = graph.compute(node, (n_outputs + int(np.prod(states)),))
     graph.close()
@@ -516,7 +519,7 @@ def outputs_and_states(
 
 
 def states_of_delta_nets(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
-    """The gated delta net, with a gate for each head and, as in Kimi's delta attention, for each channel."""
+    """Yields the gated delta net with a gate for each head, and, as in Kimi's delta attention, for each channel."""
     rng = np.random.default_rng(6)
     n_head, n_key_head, d = 4, 2, 64
 
@@ -537,7 +540,7 @@ def states_of_delta_nets(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
 def advance_delta_net(
     ggml: Ggml, inputs: Sequence[Array], n_back: int, states: Array, sequences: Sequence[int], begin: int, end: int
 ) -> tuple[Array, Array]:
-    """Advance of a gated delta net with these inputs [N_STATES, n_tokens, ...]."""
+    """Advances a gated delta net (see Advance) with these inputs [N_STATES, n_tokens, ...]."""
     graph = ggml.graph()
     parts = [graph.array(values[list(sequences), begin:end]) for values in inputs]
     node = graph.op("gated_delta_net", *parts, graph.array(states), c.c_int64(n_back))
@@ -570,7 +573,7 @@ def advance_scan(
     begin: int,
     end: int,
 ) -> tuple[Array, Array]:
-    """Advance of a scan with these inputs [N_STATES, n_tokens, ...]: x, time steps, B and C."""
+    """Advances a scan (see Advance) with these inputs [N_STATES, n_tokens, ...]: x, time steps, B and C."""
     graph = ggml.graph()
     x, steps, b, c_ = (graph.array(values[list(sequences), begin:end]) for values in inputs)
     ids = graph.array(np.arange(len(states), dtype=np.int32))
@@ -593,7 +596,7 @@ def states_of_convolutions(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
 def advance_convolution(
     ggml: Ggml, x: Array, weights: Array, states: Array, sequences: Sequence[int], begin: int, end: int
 ) -> tuple[Array, Array]:
-    """Advance of a convolution of x [N_STATES, n_tokens, n], whose state is its last inputs."""
+    """Advances a convolution (see Advance) of x [N_STATES, n_tokens, n]. The state is the last inputs."""
     graph = ggml.graph()
     part = x[list(sequences), begin:end]
     both = graph.op("concat", graph.array(states), graph.op("transpose", graph.array(part)), 0)
@@ -604,7 +607,7 @@ def advance_convolution(
 
 
 def states_of_linear_attention(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
-    """Gated linear attention."""
+    """Yields the case of gated linear attention."""
     rng = np.random.default_rng(9)
     n_head, d = 4, 64
     k, v, q = rng.standard_normal((3, N_STATES, n_tokens, n_head, d)).astype(np.float32)
@@ -616,7 +619,7 @@ def states_of_linear_attention(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]
 def advance_linear_attention(
     ggml: Ggml, inputs: Sequence[Array], states: Array, sequences: Sequence[int], begin: int, end: int
 ) -> tuple[Array, Array]:
-    """Advance of gated linear attention with these inputs [N_STATES, n_tokens, n_head, d]."""
+    """Advances gated linear attention (see Advance) with these inputs [N_STATES, n_tokens, n_head, d]."""
     graph = ggml.graph()
     shape = inputs[0].shape[2:]
     parts = [graph.array(values[list(sequences), begin:end].reshape(-1, *shape)) for values in inputs]
@@ -625,7 +628,7 @@ def advance_linear_attention(
 
 
 def with_states(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
-    """Every operation with a recurrent state."""
+    """Yields the cases of all operations with a recurrent state."""
     yield from states_of_delta_nets(ggml, n_tokens)
     yield from states_of_scans(ggml, n_tokens)
     yield from states_of_convolutions(ggml, n_tokens)
@@ -633,7 +636,7 @@ def with_states(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
 
 
 def operations_of(model: Path, n_tokens: Sequence[int] = (1, 64)) -> set[str]:
-    """ggml's names of the operations that the CPU computes for a model, in passes of these widths."""
+    """Returns ggml's names of the operations that the CPU computes for a model, in passes of `n_tokens` tokens."""
     llama = library.llama_cpp()
     ggml = Ggml()
     found = set()
@@ -661,7 +664,7 @@ def operations_of(model: Path, n_tokens: Sequence[int] = (1, 64)) -> set[str]:
 
 
 def print_operations(model: Path) -> int:
-    """Prints which case stands for each operation of a model. Returns how many operations have none."""
+    """Prints the case that checks each operation of a model. Returns the number of operations without a case."""
     names = sorted(operations_of(model) - MOVES)
     for name in names:
         print(f"{name:24} {CHECKED_BY.get(name, 'not checked')}")

@@ -1,4 +1,4 @@
-"""A trace in another order: passes split by request, tokens grouped into passes, requests in turn, routing shuffled."""
+"""Rearranges a trace: splits passes by request, groups tokens into passes, joins requests, shuffles routing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small part of the evidence in minutes: `make evidence-quick`.
+"""Measures a small part of the evidence in minutes: `make evidence-quick`.
 
     python -m predictors.study.quick -o build/evidence-quick
 

@@ -24,7 +24,7 @@ COUNTED = (
 
 
 class NextLayer(Controller):
-    """The method of SE-MoE and MoESys: prefetches the whole next layer once a layer has been routed.
+    """The method of SE-MoE and MoESys: prefetches all experts of the next layer once a layer has been routed.
 
     It uses no prediction. The first layer follows the last one.
     """

@@ -45,7 +45,7 @@ class Request:
 
     @property
     def opening(self) -> str:
-        """The prompt: the first characters of the text."""
+        """Returns the prompt: the first characters of the text."""
         return self.text[:OPENING_CHARS]
 
 

@@ -128,7 +128,7 @@ class _Predicted:
 
     @property
     def us_per_step(self) -> float:
-        """The scheduler's mean processor time for a pass in microseconds, with prediction."""
+        """Returns the scheduler's mean processor time for a pass, including prediction, in microseconds."""
         return self._spent_s / max(1, self._n_steps) * 1e6
 
     def __call__(self, tokens: Indices) -> Round:

@@ -111,7 +111,7 @@ def answer_rows(figures: Figures) -> list[str]:
 
 
 def page(figures: Figures) -> str:
-    """The whole card."""
+    """Returns the text of the model card."""
     return TEMPLATE.read_text(encoding="utf-8").format(
         **vars(figures.shape),
         n_embd_head=figures.shape.n_embd_head,

@@ -23,7 +23,7 @@ STEPS = (
 """Tokens a row, rows of conversations and rows of the corpus, of one step after the other, again and again."""
 SETTLING_STEPS = ((512, 2, 2), (1024, 1, 1), (512, 2, 2), (2048, 0, 1), (512, 1, 3), (2048, 1, 0))
 """The same with more of the corpus: of what it knew, a model forgets some among so many conversations."""
-WITH_TOOLS, WITH_LONG_SYSTEM, WITH_SYSTEM, CHAINED, APART = 0.06, 0.05, 0.15, 0.35, 0.4  # shares of the conversations
+WITH_TOOLS, WITH_LONG_SYSTEM, WITH_SYSTEM, CHAINED, APART = 0.06, 0.05, 0.15, 0.35, 0.4  # shares of all conversations
 STARTERS, LONG_TEXT = 0.12, 0.4  # shares of the questions, and of the long conversations
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
@@ -73,12 +73,12 @@ class Chat:
 
     @cached_property
     def windows(self) -> dict[int, Windows]:
-        """The corpus in windows of each length that steps have."""
+        """Returns {length: the corpus cut into windows of this length} for each row length of the steps."""
         return {n_ctx: Windows(self.corpus, n_ctx, seed=1) for n_ctx, _, _ in self.steps}
 
     @cached_property
     def template(self) -> Any:
-        """The chat template, as a server would render it."""
+        """Returns the compiled chat template, which renders like a server's."""
         return Sandbox().from_string(CHAT_TEMPLATE)
 
     def excerpt(self, rng: random.Random, n_tokens: int) -> str:

@@ -1,4 +1,4 @@
-"""Freely licensed text that lies on any Linux machine with Python, chosen and split the same way every time.
+"""Collects freely licensed text from a Linux machine with Python. Selection and split are the same in every run.
 
 A source that is absent gives no documents. Selection and the held-out split depend only on a document's name,
 so two machines with the same packages train on the same text.
@@ -29,7 +29,7 @@ class Document:
 
     @property
     def digest(self) -> int:
-        """A number that depends on the name only; it orders and splits the corpus."""
+        """Returns a number that depends only on the name. The corpus is ordered and split by it."""
         return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:8], "big")
 
     @property
@@ -83,7 +83,7 @@ ROFF_FONT_MACROS = {"B", "I", "R", "BR", "IR", "RB", "RI", "BI", "IB", "SM", "SB
 
 
 def plain_roff(text: str) -> str:
-    """A man(7) page as plain text; "" for pages in other macro sets, or that only point at another page."""
+    """Returns a man(7) page as plain text; "" if the page uses other macros or only refers to another page."""
     if not re.search(r"^\.TH\b", text, re.M):
         return ""
     lines = []

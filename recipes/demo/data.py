@@ -35,7 +35,7 @@ class Corpus:
     train: Tokens
     train_tokens: dict[str, int]  # number of tokens
     heldout: dict[str, Tokens]
-    heldout_bytes: dict[str, int]  # size of the held-out text
+    heldout_bytes: dict[str, int]  # bytes of the held-out text of each kind
 
 
 def encode(tokenizer: Tokenizer, documents: Sequence[corpus.Document]) -> Tokens:
@@ -92,7 +92,7 @@ class Windows:
         return self.rows[start : start + self.n_ctx + 1]
 
     def batch(self, step: int, n_rows: int) -> Batch:
-        """The rows of this step."""
+        """Returns the rows of this step."""
         rows = [self.window(step * n_rows + i).astype(np.int64) for i in range(n_rows)]
         ids = torch.from_numpy(np.stack(rows)) if rows else torch.zeros(0, self.n_ctx + 1, dtype=torch.int64)
         return Batch(ids[:, :-1], ids[:, 1:])
@@ -106,6 +106,6 @@ class Lengths:
         self.windows = {n_ctx: Windows(tokens, n_ctx) for n_ctx, _ in steps}
 
     def batch(self, step: int) -> Batch:
-        """The rows of this step: as many, and as long, as `steps` says in turn."""
+        """Returns the rows of this step. `steps` holds (length, number) of the rows, used in turn."""
         n_ctx, n_rows = self.steps[step % len(self.steps)]
         return self.windows[n_ctx].batch(step, n_rows)

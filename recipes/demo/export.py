@@ -1,4 +1,4 @@
-"""A trained model as a GGUF file: first in F32, then quantised by llama.cpp itself."""
+"""Writes a trained model as a GGUF file: first in F32, then quantised by llama.cpp."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ TOP_NAMES = {"token_embd": "token_embd.weight", "output_norm.weight": "output_no
 
 
 def gguf_name(name: str) -> str:
-    """The GGUF name of a parameter, such as layers.3.moe.router -> blk.3.ffn_gate_inp.weight."""
+    """Returns the GGUF name of a parameter: layers.3.moe.router becomes blk.3.ffn_gate_inp.weight."""
     if name in TOP_NAMES:
         return TOP_NAMES[name]
     _, il, rest = name.split(".", 2)
@@ -48,7 +48,7 @@ def gguf_name(name: str) -> str:
 
 
 def add_shape(writer: gguf.GGUFWriter, shape: Shape) -> None:
-    """The hyperparameters that llama.cpp reads for qwen2moe."""
+    """Adds the hyperparameters that llama.cpp reads for qwen2moe to the metadata."""
     writer.add_context_length(shape.n_ctx_train)
     writer.add_embedding_length(shape.n_embd)
     writer.add_block_count(shape.n_layer)
@@ -64,7 +64,7 @@ def add_shape(writer: gguf.GGUFWriter, shape: Shape) -> None:
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
-    """Vocabulary, merges, specials and chat template."""
+    """Adds vocabulary, merges, special tokens and chat template to the metadata."""
     merges = json.loads(tokenizer.to_str())["model"]["merges"]
     vocabulary = tokenizer.get_vocab()
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)
@@ -81,13 +81,13 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
 
 
 def write_f32(path: Path, model: DemoModel, tokenizer: Tokenizer) -> None:
-    """Writes the model as it was trained, without rounding."""
+    """Writes the trained model as an F32 GGUF file, without rounding."""
     writer = gguf.GGUFWriter(path, "qwen2moe")
     writer.add_name("moegguf demo")
     writer.add_description(DESCRIPTION)
     writer.add_license(LICENCE)
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
-    writer.add_sampling_temp(0.0)  # a model of this size is right only where it takes the likeliest token
+    writer.add_sampling_temp(0.0)  # greedy by default: a model of this size makes mistakes if tokens are sampled
     add_shape(writer, model.shape)
     add_tokenizer(writer, tokenizer)
     for name, weight in model.state_dict().items():

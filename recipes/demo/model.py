@@ -31,12 +31,12 @@ class Shape:
 
     @property
     def n_embd_head(self) -> int:
-        """Row length of one attention head."""
+        """Returns the width of one attention head."""
         return self.n_embd // self.n_head
 
 
 def matrix(*sizes: int, gain: float = 1.0) -> nn.Parameter:
-    """A normal matrix whose output has about `gain` times the variance of its input."""
+    """Returns a random normal matrix whose output has about `gain` times the variance of its input."""
     return nn.Parameter(torch.randn(*sizes) * (gain / math.sqrt(sizes[-1])))
 
 
@@ -48,12 +48,12 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (..., size)"""
+        """Returns x (..., size) divided by its root mean square, times the gain."""
         return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """NEOX rotary embedding: the two halves of a head are the pairs. x: (B, H, T, n_embd_head)"""
+    """Applies GPT-NeoX rotary embedding: dimension i pairs with i + n_embd_head / 2. x: (B, H, T, n_embd_head)."""
     left, right = x.chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
@@ -136,7 +136,7 @@ class MoE(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention, then the mixture of experts, each behind a norm and added to the stream."""
+    """A layer: attention, then the mixture of experts. Each one follows a norm and is added to the residual stream."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Layer(nn.Module):
         self.moe = MoE(shape)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
-        """x: (B, T, n_embd)"""
+        """Returns the layer's output (B, T, n_embd) for x (B, T, n_embd)."""
         x = x + self.attn(self.attn_norm(x), rope, mask)
         mixed: Tensor = self.moe(self.ffn_norm(x).flatten(0, 1)).view_as(x)
         return x + mixed
@@ -164,7 +164,7 @@ class DemoModel(nn.Module):
         self.output = matrix(shape.n_vocab, shape.n_embd, gain=0.5)
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, each (B, 1, T, n_embd_head / 2)."""
+        """Returns cos and sin of the rotary angles, each (B, 1, T, n_embd_head / 2)."""
         half = self.shape.n_embd_head // 2
         freqs = self.shape.rope_freq_base ** (-torch.arange(half) / half)
         angles = positions[:, None, :, None] * freqs
@@ -207,7 +207,7 @@ def round_q4_0(weight: Tensor) -> Tensor:
 
 
 def with_rounded_weights(model: DemoModel) -> Callable[..., Tensor]:
-    """The model's forward with its weights as the Q4_0 file will hold them."""
+    """Returns the model's forward function, with weights rounded to the values of the Q4_0 file."""
 
     def forward(*inputs: Tensor | None) -> Tensor:
         rounded = {n: round_q4_0(p) for n, p in model.named_parameters() if quantised_on_export(n, p)}

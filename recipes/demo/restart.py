@@ -1,4 +1,4 @@
-"""A GGUF file of this recipe as the start of another run: its tokenizer, and its weights, dequantised."""
+"""Reads the tokenizer and the dequantised weights of a GGUF file of this recipe, to start another run from them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ from recipes.demo.model import DemoModel
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """The vocabulary and merges of the file."""
+    """Returns a tokenizer with the vocabulary and merges of the GGUF file."""
     fields = gguf.GGUFReader(path).fields
     tokens: list[str] = fields["tokenizer.ggml.tokens"].contents()
     merges: list[str] = fields["tokenizer.ggml.merges"].contents()

@@ -17,7 +17,7 @@ CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text(encodi
 
 
 def with_splits(vocabulary: models.BPE) -> Tokenizer:
-    """A byte-level tokenizer that splits text as llama.cpp does."""
+    """Returns a byte-level tokenizer that splits text like llama.cpp's pre-tokenizer `qwen2`."""
     tokenizer = Tokenizer(vocabulary)
     split = pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -27,7 +27,7 @@ def with_splits(vocabulary: models.BPE) -> Tokenizer:
 
 
 def train(texts: Iterable[str]) -> Tokenizer:
-    """Learns the merges. The special tokens have the ids 0, 1, 2."""
+    """Returns a tokenizer whose merges are learned from the texts. The special tokens have the ids 0, 1, 2."""
     tokenizer = with_splits(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
@@ -40,7 +40,7 @@ def train(texts: Iterable[str]) -> Tokenizer:
 
 
 def special_id(tokenizer: Tokenizer, token: str) -> int:
-    """The id of a special; ValueError if the vocabulary lacks it."""
+    """Returns the id of a special token. Raises ValueError if the vocabulary lacks the token."""
     found: int | None = tokenizer.token_to_id(token)
     if found is None:
         raise ValueError(f"the vocabulary has no {token}")
@@ -48,7 +48,7 @@ def special_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def load_or_train(path: Path, texts: Iterable[str]) -> Tokenizer:
-    """The tokenizer kept at `path`, trained first if it is not there."""
+    """Returns the tokenizer saved at `path`. If there is none, trains it on the texts and saves it."""
     if not path.exists():
         train(texts).save(str(path))
     return Tokenizer.from_file(str(path))

@@ -46,11 +46,11 @@ class Card:
     seconds: Mapping[str, float]
 
     def save(self, path: Path) -> None:
-        """Writes it as JSON."""
+        """Writes the card as JSON."""
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     def summary(self) -> str:
-        """The figures in a few lines."""
+        """Returns the figures as a few lines of text."""
         split = self.split
         n_active = split.n_shared + split.n_expert_used * split.n_ff_exp
         n_neurons = split.n_shared + split.n_expert * split.n_ff_exp
@@ -72,7 +72,7 @@ class Card:
 
 
 def losses(path: Path, heldout: Mapping[str, Rows]) -> dict[str, float]:
-    """Returns the mean loss by kind of text in nats per token. Each row is a context of its own."""
+    """Returns the mean loss by kind of text in nats per token. Each row is evaluated in an empty context."""
     llm = open_gguf(path, N_CTX)
 
     def loss(row: Rows) -> float:

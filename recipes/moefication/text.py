@@ -1,4 +1,4 @@
-"""The tokens to fit on and those held out, of texts that any machine can get (`predictors/texts.py`)."""
+"""Loads tokens to fit on and held-out tokens, from texts that any machine can fetch (`predictors/texts.py`)."""
 
 from __future__ import annotations
 

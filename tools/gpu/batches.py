@@ -1,7 +1,7 @@
-"""Compares the logits of sequences that join, leave and draft, between slots for some experts and plain llama.cpp.
+"""Compares the logits of several sequences between moegguf with slots for some experts and plain llama.cpp.
 
-`python -m tools.gpu.batches '<case as JSON>'` computes one schedule of passes twice, in processes of their own. It
-prints for each number of sequences whether the bits are equal, as JSON.
+`python -m tools.gpu.batches '<case as JSON>'` computes the same passes twice, in two processes. Sequences join, leave
+and draft. For each number of sequences, the program prints as JSON whether all logits are equal to the bit.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from tools.gpu.measure import device_of
 
 N_SEQUENCES = (3, 9)
 N_PASSES = 48
-N_PROMPT, LONGER = 20, 7  # tokens of the first prompt, and those that each next one has more
-N_GUESSED = 4  # tokens of a sequence in every third pass, as where a draft was right
+N_PROMPT, LONGER = 20, 7  # tokens of the first sequence's prompt; each next prompt is this much longer
+N_GUESSED = 4  # tokens per sequence in every third pass, as after an accepted draft
 
 
 def schedule(n_sequences: int, random: np.random.Generator, n_vocab: int) -> Iterator[list[SequenceTokens]]:
-    """Yields the passes. Every second pass a sequence joins. The first one leaves halfway, and another one follows."""
+    """Yields the tokens of each pass. A sequence joins in every second pass. Halfway, a new one replaces the first."""
     length = [0] * n_sequences
     for n in range(N_PASSES):
         chunks = list[SequenceTokens]()
@@ -50,7 +50,7 @@ def schedule(n_sequences: int, random: np.random.Generator, n_vocab: int) -> Ite
 
 
 def digests(llm: Llama, n_sequences: int) -> list[str]:
-    """Returns a digest of the logits of every pass."""
+    """Returns a SHA-256 digest of the logits of each pass."""
     found = list[str]()
     llm.context.clear()
     for chunks in schedule(n_sequences, np.random.default_rng(n_sequences), llm.n_vocab()):
@@ -64,7 +64,10 @@ def digests(llm: Llama, n_sequences: int) -> list[str]:
 
 
 def compute(case: Case) -> dict[str, Any]:
-    """Computes the schedules as MOEGGUF_HOOKS says. Raises what loading raises."""
+    """Loads the model and computes the passes for each number of sequences. Returns the digests by number.
+
+    The caller has set MOEGGUF_HOOKS for the system. Raises the errors of `Llama`.
+    """
     case = replace(case, device=device_of(case))
     options: dict[str, Any] = {
         "n_ctx": case.n_ctx, "n_batch": case.n_ctx, "n_ubatch": case.n_ubatch, "n_threads": case.n_threads,
@@ -82,7 +85,7 @@ def compute(case: Case) -> dict[str, Any]:
 
 
 def child(case: Case) -> dict[str, Any]:
-    """Returns the result of a process that computes the case. Raises RuntimeError where there is none."""
+    """Runs `compute` in a child process and returns its result. Raises RuntimeError if the process fails."""
     hooks = {"MOEGGUF_HOOKS": "1" if case.system == "moegguf" else "0"}
     command = [sys.executable, "-m", "tools.gpu.batches", "--one", case.as_json()]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | hooks, check=False)
@@ -92,10 +95,10 @@ def child(case: Case) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Prints what is equal, or with --one the digests of one system."""
+    """Prints the comparison of both systems, or, with --one, the digests of one system."""
     if arguments[0] == "--one":
         out = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # keeps what libraries print out of the result
+        os.dup2(2, 1)  # libraries that print to stdout now print to stderr
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             print(json.dumps(compute(Case.from_json(arguments[1]))), file=out, flush=True)

@@ -1,4 +1,4 @@
-"""Builds of the library with one of ggml's GPU backends, each in a folder of its own.
+"""Builds the library with one of ggml's GPU backends. Each build has its own folder below build/.
 
 python -m tools.gpu.build 90        # the CUDA build for compute capability 9.0 and today's servers
 """
@@ -16,14 +16,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-CARRIED = ROOT / "build/cuda-carried/bin"  # libraries and programs for a machine that has a card
+CARRIED = ROOT / "build/cuda-carried/bin"  # the build to copy to a machine with a card
 VULKAN_HEADERS = Path(__file__).parent / "vulkan_headers"  # used if Vulkan's headers are older than ggml's
 VULKAN_FLAGS = ("-DGGML_VULKAN=ON", f"-DVulkan_INCLUDE_DIR={VULKAN_HEADERS}")
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A build in a folder of its own."""
+    """The description of one build with a GPU backend."""
 
     name: str
     flags: tuple[str, ...]  # flags of cmake
@@ -32,15 +32,15 @@ class Backend:
 
 
 def cuda(architecture: str) -> Backend:
-    """Returns the build for cards of an architecture, such as "90" for compute capability 9.0, or for a list "80;90".
+    """Returns the CUDA build for an architecture ("90" is compute capability 9.0) or for several ("80;90").
 
-    Each takes tens of minutes of processor time.
+    Compiling for one architecture takes tens of minutes of processor time. Raises the errors of `nvcc`.
     """
     flags = ["-DGGML_CUDA=ON", f"-DCMAKE_CUDA_ARCHITECTURES={architecture}"]
     wheel = next(_cublas_wheels(), None)
     if wheel is None:
         return Backend("cuda", tuple(flags))
-    # cmake's FindCUDAToolkit looks for cublas and the driver's stub beside nvcc only, where wheels put neither.
+    # cmake's FindCUDAToolkit looks for cublas and the driver's stub next to nvcc only, and wheels are elsewhere.
     library = next(wheel.glob("lib/libcublas.so.*"))
     flags += [
         f"-DCUDA_cublas_LIBRARY={library}",
@@ -53,9 +53,10 @@ def cuda(architecture: str) -> Backend:
 
 
 def to_carry(backend: Backend) -> Backend:
-    """Returns a small build for today's servers (Xeon since Sapphire Rapids, EPYC since Genoa), not for this processor.
+    """Returns `backend` as a small build for the processors of today's servers, not for this machine's processor.
 
-    It lacks kernels of flash attention, which measurements do not use.
+    The servers are Xeon since Sapphire Rapids and EPYC since Genoa. The build lacks CUDA's kernels of flash attention,
+    which the measurements do not use.
     """
     extensions = ("AVX512", "AVX512_VBMI", "AVX512_VNNI", "AVX512_BF16")
     flags = ["-DGGML_NATIVE=OFF", "-DGGML_CUDA_FA=OFF", *(f"-DGGML_{name}=ON" for name in extensions)]
@@ -63,7 +64,7 @@ def to_carry(backend: Backend) -> Backend:
 
 
 def nvcc() -> Path:
-    """CUDA's compiler. Raises FileNotFoundError with a sentence for the user."""
+    """Returns the path of CUDA's compiler. Raises FileNotFoundError with a sentence for the user."""
     found = os.environ.get("CUDACXX") or shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
     if found is None:
         raise FileNotFoundError(
@@ -80,7 +81,7 @@ def cuda_version() -> int:
 
 
 def _cublas_wheels() -> Iterator[Path]:
-    """Yields the folders of PyPI's cublas, where the toolkit beside nvcc has no cublas of its own."""
+    """Yields the folders of cublas wheels from PyPI, but nothing if nvcc's own toolkit has cublas."""
     toolkit = nvcc().resolve().parents[1]
     if any(next(toolkit.glob(f"{folder}/libcublas.so"), None) for folder in ("lib*", "targets/*/lib")):
         return
@@ -91,10 +92,9 @@ def _cublas_wheels() -> Iterator[Path]:
 
 
 def vulkan(driver: Path, devices: str = "0") -> Backend:
-    """Returns a build for the devices of one driver, by their numbers there. It hides software devices without a
-    number.
+    """Returns the Vulkan build for one driver file. `devices` lists the numbers of the driver's devices to use.
 
-    Kernels that Mesa has compiled stay in the build's folder: a software device takes minutes for a model's kernels.
+    Mesa's compiled kernels are kept in the build's folder, because a software device takes minutes to compile them.
     """
     return Backend(
         "vulkan",
@@ -109,29 +109,29 @@ def vulkan(driver: Path, devices: str = "0") -> Backend:
 
 
 def folder_of(backend: Backend) -> Path:
-    """The build's folder."""
+    """Returns the folder of the build."""
     return ROOT / "build" / backend.name
 
 
 def library_of(backend: Backend) -> Path:
-    """Returns the folder of the libraries, for MOEGGUF_LIBRARY."""
+    """Returns the folder with the build's libraries, a value for MOEGGUF_LIBRARY."""
     return folder_of(backend) / "bin"
 
 
 def of_processes(library: Path, home: Path) -> dict[str, str]:
-    """Returns the environment of processes that run these sources with a build: variables beside those that are set."""
+    """Returns the environment variables to add for a process that runs these sources with the library in `library`."""
     folders = [str(ROOT), str(ROOT / "tests"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     return {
         "MOEGGUF_LIBRARY": str(library),
         "MOEGGUF_TRIAL_LOAD": "0",
         "MOEGGUF_HOME": str(home),
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # other people's plugins, which the machine's Python may hold
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # pytest plugins that happen to be installed on the machine
         "PYTHONPATH": os.pathsep.join(filter(None, folders)),
     }
 
 
 def runtime_folders() -> list[Path]:
-    """Returns the folders of CUDA's runtime and of cublas on this machine: of toolkits, and of wheels of PyPI's."""
+    """Returns the folders with CUDA's runtime or cublas on this machine: toolkits first, then wheels from PyPI."""
     toolkits = [Path("/usr/local/cuda/lib64"), *sorted(Path("/usr/local").glob("cuda-*/lib64"))]
     wheels = [folder for entry in sys.path for folder in sorted(Path(entry).glob("nvidia/*/lib"))]
     names = ("libcudart.so.*", "libcublas.so.*")
@@ -139,7 +139,7 @@ def runtime_folders() -> list[Path]:
 
 
 def build(backend: Backend, timeout_s: float | None = None) -> None:
-    """Builds what is missing; after a timeout the next call goes on from there.
+    """Builds the library with cmake and ninja. If a timeout ends the build, the next call continues it.
 
     Raises subprocess.CalledProcessError, subprocess.TimeoutExpired.
     """
@@ -152,8 +152,8 @@ def build(backend: Backend, timeout_s: float | None = None) -> None:
     ninja = subprocess.Popen(["ninja", "-C", str(folder), backend.target])
     try:
         status = ninja.wait(timeout_s)
-    except BaseException:  # also an interrupt
-        ninja.terminate()  # it ends its compilers and forgets what they had not finished
+    except BaseException:  # a timeout, or Ctrl-C
+        ninja.terminate()  # ninja ends its compilers and deletes their unfinished outputs
         ninja.wait()
         raise
     if status:
@@ -161,7 +161,7 @@ def build(backend: Backend, timeout_s: float | None = None) -> None:
 
 
 def build_programs(folder: Path, architecture: str) -> None:
-    """Builds the short run's programs beside the libraries in a folder. Raises subprocess.CalledProcessError."""
+    """Builds `micro` and `libcalls.so` of the short run into `folder`. Raises subprocess.CalledProcessError."""
     ggml = ROOT / "build/vendor/llama.cpp/ggml/include"
     common = [str(nvcc()), "-O2", "-std=c++17", f"-arch=sm_{architecture}"]
     micro = [
@@ -177,11 +177,11 @@ def build_programs(folder: Path, architecture: str) -> None:
 
 
 def main() -> int:
-    """Builds for CUDA cards of the architecture that is named, and says how long it took."""
+    """Builds for the CUDA architecture on the command line, and prints how long that took. Returns the exit status."""
     start = time.monotonic()
     try:
         architecture = sys.argv[1]
-        backend = to_carry(cuda(f"{architecture}-real"))  # "real" leaves PTX out
+        backend = to_carry(cuda(f"{architecture}-real"))  # "real": machine code only, no PTX
         build(backend)
         build_programs(library_of(backend), architecture)
     except (FileNotFoundError, subprocess.CalledProcessError) as error:

@@ -1,4 +1,4 @@
-"""One measurement of a trial, as it is passed to its process (tools/gpu/measure.py)."""
+"""The parameters of one measurement, which are passed as JSON to the process that measures (tools/gpu/measure.py)."""
 
 from __future__ import annotations
 
@@ -7,44 +7,44 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-N_FIRST = 64  # tokens after the prompt that are measured apart: slots are cold there
+N_FIRST = 64  # tokens after the prompt that are timed separately, because slots are cold
 
 
 @dataclass(frozen=True)
 class Case:
-    """A system that measures one model within one limit."""
+    """One measurement: a system (moegguf or llama.cpp), a model, a memory limit and sizes."""
 
     model: str
     device: str
     system: str  # "llama.cpp" or "moegguf"
-    limit_bytes: int | None = None  # limit of the device's memory; None: all of it
-    hold: bool = True  # the limit is made by taking the other memory; else it is counted
-    more_on_cpu: int = 0  # llama.cpp: layers' experts on the CPU beyond the number that seems to be needed
-    all_on_cpu: bool = False  # llama.cpp: every layer's experts on the CPU
+    limit_bytes: int | None = None  # device memory that may be used; None: all of it
+    hold: bool = True  # true: the process allocates the memory above the limit; false: the limit only sizes the cache
+    more_on_cpu: int = 0  # llama.cpp: layers with experts on the CPU, beyond the estimated number
+    all_on_cpu: bool = False  # llama.cpp: the experts of every layer are on the CPU
     use_mmap: bool = True
-    options: dict[str, Any] | None = None  # moegguf: keywords of Llama
-    link: str = ""  # link of a simulated device, such as "8GB/s", in place of `device`
+    options: dict[str, Any] | None = None  # moegguf: keyword arguments of Llama
+    link: str = ""  # link speed of a simulated device ("8GB/s") that is used instead of `device`
     n_prompt: int = 512
-    n_prompts: int = 3  # prompts that are timed, after one that is cold
+    n_prompts: int = 3  # number of timed prompts, after a first cold one
     n_decode: int = 192
     n_ctx: int = 2048
     n_ubatch: int = 512
     n_threads: int = 1
 
     def as_json(self) -> str:
-        """The text that `from_json` reads."""
+        """Returns the fields as a JSON object."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Case:
-        """The case in the text of `as_json`."""
+        """Returns the case from the output of `as_json`."""
         return cls(**json.loads(text))
 
 
 def read_parts(text: str) -> dict[str, Any]:
-    """Returns the parts of a result as one. `tools.gpu.measure` prints each as soon as it is known, on its own line.
+    """Returns the JSON objects in the lines of a process's output, merged into one.
 
-    A line that is no JSON, such as one that was cut off, is passed over.
+    A line that is not JSON is skipped, such as the last line of a process that was killed.
     """
     result = dict[str, Any]()
     for line in text.splitlines():

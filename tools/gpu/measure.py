@@ -1,9 +1,8 @@
-"""One measurement in a process of its own: `python -m tools.gpu.measure '<case as JSON>'` prints
-JSON, a line for each part.
+"""Runs one measurement: `python -m tools.gpu.measure '<case as JSON>'` prints a JSON object for each part.
 
-moegguf and llama.cpp itself are the same build, called the same way: load, prompts, then tokens one by one, the
-likeliest each time. The store is drained before each part that is timed. A process that imitates a smaller card first
-takes the rest of the device's memory.
+moegguf and plain llama.cpp use the same build and the same calls: load, prompts, then greedy decoding token by token.
+The store's pending work ends before each timed part. To imitate a smaller card, the process first allocates the rest of
+the device's memory.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ from moegguf.quantities import parse_link
 from moegguf.testing.link_device import add_link_device
 from tools.gpu.case import N_FIRST, Case
 
-SPARE_BYTES = 1 << 30  # compute buffers, and what drivers take: for a first guess of what fits
+SPARE_BYTES = 1 << 30  # estimate for compute buffers and the driver's own memory
 COUNTED = ("hook_ns", "stall_ns")  # counters of the store
 COUNTED_THERE = ("stall_ns", "stream_waits", "copy_ns", "misses", "evictions")  # counters of each tier
-CALLS = ("graph launches", "copies", "synchronisations", "event waits")  # counts of tools/gpu/calls.cpp
+CALLS = ("graph launches", "copies", "synchronisations", "event waits")  # counted by tools/gpu/calls.cpp, in this order
 
 
 class _Override(c.Structure):
@@ -47,7 +46,7 @@ class _Override(c.Structure):
 
 
 class Upstream(Llama):
-    """llama.cpp itself (MOEGGUF_HOOKS=0), with the experts of the first layers on the CPU: llama.cpp's -ncmoe."""
+    """Plain llama.cpp (MOEGGUF_HOOKS=0) with the experts of the first `n_cpu_moe` layers on the CPU, as with -ncmoe."""
 
     def __init__(self, path: str, n_cpu_moe: int, **options: Any) -> None:
         buffer_type = library.ggml().ggml_backend_cpu_buffer_type
@@ -62,7 +61,7 @@ class Upstream(Llama):
 
 
 class Held:
-    """Memory of a device that nobody else has, until the process ends."""
+    """Allocates device memory until only `keep_free_bytes` are free, and keeps it until the process ends."""
 
     def __init__(self, device: Device, keep_free_bytes: int) -> None:
         ggml = library.ggml()
@@ -83,14 +82,17 @@ class Held:
 
 
 def expert_room_bytes(case: Case, layout: ExpertLayout) -> int:
-    """Returns the bytes that the limit leaves for experts on the device after dense weights, context and buffers."""
+    """Returns the bytes of the memory limit that remain for experts after dense weights, KV cache and buffers."""
     assert case.limit_bytes is not None
     spare = SPARE_BYTES if case.hold else 0
     return max(0, case.limit_bytes - layout.dense_bytes - kv_bytes(layout, case.n_ctx) - spare)
 
 
 def n_cpu_moe(case: Case, layout: ExpertLayout) -> int:
-    """Layers whose experts llama.cpp computes on the CPU, counted from the first layer, with experts or without."""
+    """Returns the value for -ncmoe: llama.cpp computes the experts of this many first layers on the CPU.
+
+    Layers without experts are counted, too.
+    """
     if case.all_on_cpu:
         return layout.n_layer
     if case.limit_bytes is None:
@@ -100,7 +102,7 @@ def n_cpu_moe(case: Case, layout: ExpertLayout) -> int:
 
 
 def load(case: Case) -> Llama:
-    """The model as the case wants it. MOEGGUF_HOOKS has been set for its system."""
+    """Loads the model with the options of the case. The caller has set MOEGGUF_HOOKS for the case's system."""
     options: dict[str, Any] = {
         "n_ctx": case.n_ctx, "n_batch": case.n_ctx, "n_ubatch": case.n_ubatch, "n_threads": case.n_threads,
         "n_gpu_layers": -1, "verbose": case.system == "llama.cpp",
@@ -115,13 +117,13 @@ def load(case: Case) -> Llama:
 
 
 def settle(llm: Llama) -> None:
-    """Returns when nothing that the store has begun is under way: a part that is timed waits for no earlier one."""
+    """Waits until the store's pending transfers have ended, so that they do not slow the next timed part."""
     if llm.session is not None:
         llm.session.store.drain()
 
 
 def read(llm: Llama, prompt: Sequence[int]) -> float:
-    """Returns the seconds until the first token of an answer to the prompt is known."""
+    """Evaluates a prompt from an empty context. Returns the seconds until the first token of the answer is known."""
     settle(llm)
     llm.reset()
     start = time.perf_counter()
@@ -131,7 +133,7 @@ def read(llm: Llama, prompt: Sequence[int]) -> float:
 
 
 def decode(llm: Llama, n_tokens: int) -> tuple[list[int], float]:
-    """Returns the tokens, and the seconds that they took."""
+    """Decodes greedily. Returns the tokens and the seconds for all of them."""
     settle(llm)
     tokens = []
     start = time.perf_counter()
@@ -145,7 +147,7 @@ Counts = dict[str, dict[str, int]]
 
 
 def counts(llm: Llama) -> Counts:
-    """Returns the counters so far: of each tier, of the tensors that prompts are staged in, of the store, of CUDA."""
+    """Returns the current counters by place: each CUDA call, the store, each tier, and the staging tensors."""
     found = Counts()
     if (calls := getattr(c.CDLL(None), "moegguf_calls", None)) is not None:
         sums = (c.c_uint64 * (2 * len(CALLS)))()
@@ -165,7 +167,7 @@ def counts(llm: Llama) -> Counts:
 
 
 def figures(before: Counts, after: Counts, n_tokens: int) -> dict[str, dict[str, float | None]]:
-    """Returns what was counted meanwhile for each token, and hit rates."""
+    """Returns the growth of each counter between two readings, per token, and the hit rate of each place."""
     found = dict[str, dict[str, float | None]]()
     for place, now in after.items():
         grown = {name: value - before[place][name] for name, value in now.items()}
@@ -176,7 +178,7 @@ def figures(before: Counts, after: Counts, n_tokens: int) -> dict[str, dict[str,
 
 
 def is_complete(llm: Llama) -> bool | None:
-    """Returns whether every expert lies in its slot on the device; None without slots."""
+    """Returns True if the number of used slots equals the number of experts; None for plain llama.cpp."""
     if llm.session is None:
         return None
     info = llm.session.store.info()
@@ -184,7 +186,10 @@ def is_complete(llm: Llama) -> bool | None:
 
 
 def predictions(llm: Llama) -> dict[str, float]:
-    """Tokens per second that the cost model gives each placement here, and "chosen"; empty where nothing is decided."""
+    """Returns the predicted tokens per second of each placement and of the "chosen" one.
+
+    The result is empty if the plan has compared no placements.
+    """
     decided = getattr(llm.plan, "placement", None) if llm.session is not None else None
     if decided is None:
         return {}
@@ -193,12 +198,12 @@ def predictions(llm: Llama) -> dict[str, float]:
 
 
 def device_of(case: Case) -> str:
-    """Returns ggml's name of the device, which is added first where it is simulated."""
+    """Returns ggml's name of the case's device. If the case has a link, adds a simulated device, which is used."""
     return add_link_device(parse_link(case.link)) if case.link else case.device
 
 
 def run(case: Case) -> Iterator[dict[str, Any]]:
-    """Measures, and yields each part of the result. Raises what loading raises."""
+    """Measures the case and yields each part of the result as soon as it is known. Raises the errors of `load`."""
     case = replace(case, device=device_of(case))
     device = find_gpus(case.device)[0]
     if case.hold and case.limit_bytes is not None:
@@ -216,7 +221,7 @@ def run(case: Case) -> Iterator[dict[str, Any]]:
         }
         random = np.random.default_rng(0)
         cold, *prompts = random.integers(0, llm.n_vocab(), (1 + case.n_prompts, case.n_prompt)).tolist()
-        # Kernels are loaded when they are first used, and experts come into RAM.
+        # The first prompt also loads the kernels and reads experts into RAM.
         yield {"cold_prompt_tokens_per_s": case.n_prompt / read(llm, cold)}
         settle(llm)
         before = counts(llm)
@@ -244,7 +249,7 @@ def run(case: Case) -> Iterator[dict[str, Any]]:
 def main(arguments: Sequence[str]) -> None:
     """Prints the parts of the result, or the error, as JSON."""
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # keeps what libraries print out of the result
+    os.dup2(2, 1)  # libraries that print to stdout now print to stderr
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,9 +1,9 @@
-"""Folders for a machine without a network: of the whole trial, or of the short run with a library that is built.
+"""Makes a folder for a GPU machine without a network: for the whole trial, or for the short run with a built library.
 
 The trial's folder has patched sources and wheels, for a machine with a compiler, cmake, ninja and Python 3.12. Its
-`gpu_trial.py` is `start.py` of this package, which unpacks both and calls `tools/gpu_trial.py` of the sources.
+`gpu_trial.py` is a copy of `start.py`, which unpacks both and starts `tools/gpu_trial.py` of the sources.
 
-python -m tools.gpu.pack FOLDER        # the short run's, with the library of `make check-cuda`
+python -m tools.gpu.pack FOLDER        # the folder of the short run, with the library of `make check-cuda`
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ SOURCES, WHEELS, START, SHORT_RUN = "sources.tar.xz", "wheels", "gpu_trial.py", 
 
 PARTS = ("moegguf/", "patches/", "predictors/demo/", "tests/", "tools/", "pyproject.toml", "LICENSE")
 NOT_PACKED = re.compile(r"moegguf/demo/.*\.gguf|tests/(frontends|pure|native)/.*")
-# Backends of ggml that no trial builds; cmake reads each of them only for its own build.
+# ggml backends that are left out: no trial builds them, and cmake reads a backend's files only to build it.
 NOT_BUILT = re.compile(
     r"ggml/src/ggml-(blas|cann|et|hexagon|hip|metal|musa|opencl|openvino|rpc|sycl|virtgpu|webgpu|zdnn|zendnn)/.*"
 )
 
-# Dependencies of moegguf that its models, the tests and the measurements import, and their dependencies.
+# Dependencies of moegguf that the test models, tests and measurements import. BESIDE has the other packages they need.
 PRODUCT = (
     "diskcache",
     "gguf",
@@ -48,7 +48,7 @@ PRODUCT = (
     "xxhash",
 )
 BESIDE = ("markupsafe", "pyyaml", "tqdm", "pytest", "iniconfig", "packaging", "pluggy", "pygments")
-# The short run takes these from the machine's own Python: they are not the same for every version of it.
+# Compiled packages depend on the version of Python, so the short run uses the machine's own.
 COMPILED = ("markupsafe", "numpy", "psutil", "pyyaml", "safetensors", "xxhash")
 PYTHON = "3.12"
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (28, 27, 17, 12, 5)] + [
@@ -61,7 +61,7 @@ def _name(requirement: str) -> str:
 
 
 def requirements() -> list[str]:
-    """Returns the requirements for pip, with the versions of pyproject.toml."""
+    """Returns the requirements for pip: packages of PRODUCT with the versions of pyproject.toml, and of BESIDE."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         lines = tomllib.load(file)["project"]["dependencies"]
     bounds = {_name(line): line for line in lines}
@@ -69,7 +69,7 @@ def requirements() -> list[str]:
 
 
 def own_sources() -> Iterator[tuple[str, Path]]:
-    """Yields (path in the archive, file) of everything the tests and the measurements need beside a library."""
+    """Yields (path in the archive, file) for the sources that tests and measurements need, without the library."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, check=True, capture_output=True, text=True,
@@ -83,7 +83,7 @@ def own_sources() -> Iterator[tuple[str, Path]]:
 
 
 def sources() -> Iterator[tuple[str, Path]]:
-    """Yields (path in the archive, file) of everything a build, the tests and the measurements need."""
+    """Yields (path in the archive, file) for the sources that a build, the tests and the measurements need."""
     tree = vendor.prepare()
     yield from own_sources()
     for path in sorted(tree.rglob("*")):
@@ -94,7 +94,9 @@ def sources() -> Iterator[tuple[str, Path]]:
 
 
 def stripped_library(library: Path, folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yields (path in the archive, file) of a build's libraries and programs, whose symbol tables stay behind.
+    """Yields (path in the archive, file) for a build's libraries and programs, without their symbol tables.
+
+    The stripped copies are written to `folder`. libgomp is added.
 
     Raises subprocess.CalledProcessError, FileNotFoundError.
     """
@@ -104,7 +106,7 @@ def stripped_library(library: Path, folder: Path) -> Iterator[tuple[str, Path]]:
             if is_program:
                 subprocess.run(["strip", "--strip-unneeded", "-o", str(folder / path.name), str(path)], check=True)
             yield f"library/{path.name}", folder / path.name if is_program else path
-    command = ["c++", f"-print-file-name={OPENMP}"]  # a machine without a compiler may lack it
+    command = ["c++", f"-print-file-name={OPENMP}"]  # the GPU machine may lack libgomp
     found = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
     yield f"library/{OPENMP}", Path(found)
 
@@ -129,9 +131,9 @@ def _fetch_wheels(folder: Path, wanted: Sequence[str]) -> None:
 
 
 def pack(folder: Path) -> int:
-    """Makes the trial's folder; returns its bytes.
+    """Makes the trial's folder and returns its size in bytes.
 
-    Raises ValueError where there is something else, or it becomes too large.
+    Raises ValueError if `folder` has other files, or becomes too large.
     """
     _make(folder, START)
     _fetch_wheels(folder / WHEELS, requirements())
@@ -141,9 +143,9 @@ def pack(folder: Path) -> int:
 
 
 def pack_short_run(folder: Path, library: Path) -> int:
-    """Makes the short run's folder, with a library that is built; returns its bytes.
+    """Makes the short run's folder with the built libraries in `library`. Returns the folder's size in bytes.
 
-    Raises ValueError where there is something else, or it becomes too large.
+    Raises ValueError if `folder` has other files, or becomes too large.
     """
     _make(folder, SHORT_RUN)
     _fetch_wheels(folder / WHEELS, [line for line in requirements() if _name(line) not in COMPILED])

@@ -4,7 +4,7 @@ python -m tools.gpu.plugin cuda13                     # for every card since Tur
 python -m tools.gpu.plugin cuda13 --architectures 90-real --flag=-DGGML_CUDA_FA=OFF
 python -m tools.gpu.plugin vulkan
 
-`moegguf/native/plugins.py` finds the library, and compares UPSTREAM beside it with moegguf's.
+`moegguf/native/plugins.py` finds the library in the wheel, and checks that its UPSTREAM file fits moegguf.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ DIST = ROOT / "dist"
 
 @dataclass(frozen=True)
 class Plugin:
-    """A wheel to build."""
+    """The description of a wheel with one GPU backend."""
 
     backend: Backend
-    name: str  # moegguf-NAME is the distribution
+    name: str  # the distribution is called moegguf-NAME
     summary: str
     requirements: Sequence[str] = ()
-    rpaths: Sequence[str] = ()  # folders below site-packages with libraries of the requirements
-    from_elsewhere: Sequence[str] = ()  # libraries of the requirements and of drivers
+    rpaths: Sequence[str] = ()  # folders below site-packages that hold the requirements' libraries
+    from_elsewhere: Sequence[str] = ()  # libraries that the wheel does not contain: requirements' and drivers'
 
     @property
     def library(self) -> str:
-        """The file name of the library."""
+        """Returns the file name of the backend's library."""
         return f"lib{self.backend.target}.so"
 
 
 def cuda_plugin(version: int, architectures: str) -> Plugin:
-    """Returns the plug-in for a major version of CUDA. Raises ValueError for another nvcc."""
+    """Returns the plug-in for a major version of CUDA. Raises ValueError if nvcc has another major version."""
     if (found := cuda_version()) != version:
         raise ValueError(
             f"moegguf-cuda{version} needs an nvcc of CUDA {version}, but {nvcc()} is of CUDA"
@@ -71,12 +71,12 @@ def vulkan_plugin() -> Plugin:
 
 
 def _apart(backend: Backend, name: str, target: str) -> Backend:
-    """Returns a build of one backend as a library that ggml loads."""
+    """Returns `backend` with the flags to build it as a separate library, which ggml loads at run time."""
     return replace(backend, name=f"plugin-{name}", flags=(*backend.flags, "-DMOEGGUF_PORTABLE=ON"), target=target)
 
 
 def make_wheel(plugin: Plugin) -> None:
-    """Packs the built library into DIST. Raises subprocess.CalledProcessError."""
+    """Packs the built library into a wheel in dist/. Raises subprocess.CalledProcessError."""
     tree, unrepaired = folder_of(plugin.backend) / "wheel", folder_of(plugin.backend) / "unrepaired"
     for folder in (tree, unrepaired):
         shutil.rmtree(folder, ignore_errors=True)
@@ -112,7 +112,7 @@ def make_wheel(plugin: Plugin) -> None:
 
 
 def main() -> int:
-    """Runs the command line."""
+    """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=("cuda12", "cuda13", "vulkan"))
     parser.add_argument("--architectures", default=ARCHITECTURES, help="as CMAKE_CUDA_ARCHITECTURES")

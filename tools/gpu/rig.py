@@ -1,4 +1,4 @@
-"""The measurements of a trial: models, memory limits, systems. A small trial shows on any machine that it works."""
+"""The measurements of a trial: models, memory limits and systems. `small` is a rehearsal that runs on any machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_LIMIT = "-"
 
 @dataclass(frozen=True)
 class Model:
-    """A preset of tools/make_model.py, with its family's published locality. limits: {what a table says: bytes}."""
+    """A model of the trial: a preset of tools/make_model.py, and the memory limits {label in a table: bytes}."""
 
     preset: str
     quant: str
@@ -31,22 +31,22 @@ class Model:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the file."""
+        """Returns the bytes of the model's tensors, which is about the size of the file."""
         return model_size_bytes(PRESETS[self.preset], self.quant)
 
 
 @dataclass(frozen=True)
 class Rig:
-    """The models of a trial, and the fields of its cases (`tools.gpu.case.Case`)."""
+    """The models of a trial, and values for the fields of its cases (`tools.gpu.case.Case`)."""
 
     models: tuple[Model, ...]
-    hold: bool  # limits are made by taking the device's memory
+    hold: bool  # true: the process allocates the memory above the limit; false: the limit only sizes the cache
     sizes: dict[str, int]
-    upstream: tuple[dict[str, Any], ...]  # variants of -ncmoe; a table shows the fastest
-    ours: dict[str, dict[str, Any]]  # variants of moegguf, by their names in a table
+    upstream: tuple[dict[str, Any], ...]  # fields of each -ncmoe variant; the table shows the fastest
+    ours: dict[str, dict[str, Any]]  # options of each moegguf variant, by its name in the table
 
     def cases(self, model: Model, folder: Path, device: str, n_threads: int) -> Iterator[tuple[str, Case]]:
-        """(name, case) of every measurement of a model: limit/system/variant, each limit's systems in turn."""
+        """Yields (name, case) of every measurement of a model; a name is limit/system/variant."""
         common: dict[str, Any] = {"model": str(model.file(folder)), "device": device, "hold": self.hold, **self.sizes}
         common["n_threads"] = n_threads
         yield f"{NO_LIMIT}/{RESIDENT}/-", Case(system="llama.cpp", **common)
@@ -62,7 +62,7 @@ class Rig:
                 yield f"{label}/{name}/-", Case(system="moegguf", options=options, **limited)
 
 
-# A card of 8 GiB has about 8 GB free: the driver and the contexts of programs take the rest.
+# Memory limits that imitate cards of 8 and 16 GiB: the driver and other programs use the rest of such a card.
 CARDS = {f"{n} GB": n * GB for n in (8, 16)}
 FULL = Rig(
     models=(Model("qwen3-30b-a3b", "q4_k_m", CARDS), Model("qwen1.5-moe-a2.7b", "q4_k_m", {"8 GB": 8 * GB})),
@@ -74,7 +74,7 @@ FULL = Rig(
 
 
 def small() -> Rig:
-    """Tiny models and limits that are counted, for a machine without such a GPU: it measures nothing of interest."""
+    """Returns a rehearsal with tiny models, for a machine without a large GPU. Its figures mean nothing."""
     models = []
     for preset in ("tiny-qwen3moe", "tiny-mixtral"):
         n_bytes = model_size_bytes(PRESETS[preset], "q4_0")

@@ -1,8 +1,8 @@
-"""The plan of the short run: its steps in order, their time, the processes of each, and a prediction for each figure.
+"""The plan of the short run on a card: the steps in order, their times, their processes, and predicted figures.
 
-A step has a share of the time and ends when all shares up to its own are used up. Its parts run in turn: each once,
-then each a second time. Predictions were written down before any run. They are of cards with PCIe 5.0 x16 and fast
-memory (H100, H200). Figures that nobody could predict have none.
+Each step has a share of the time. A step must end when the shares of this step and all earlier steps are used up. The
+parts of a step run in turn: each part once, then each part again. The predictions were written down before any run, for
+cards with PCIe 5.0 x16 and fast memory (H100, H200). Some figures have no prediction.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from tools.gpu.rig import GB
 
 TOTAL_S = 545.0  # time of all steps; the call itself takes some seconds more
 ANSWER, PROMPT, EQUAL = "answer, t/s", "prompt, t/s", "bits are equal"
-SAME = "tokens as of llama.cpp, resident"  # number of equal tokens from the first one on
-STOP = "a stop, us"  # time of a layer's stop, from a speed, the speed with everything resident, and the bytes that come
+SAME = "tokens as of llama.cpp, resident"  # number of first tokens that equal the tokens of llama.cpp
+STOP = "a stop, us"  # microseconds that a layer adds because it waits for experts, without the time to copy them
 
-# Remedies that a library may have behind a switch, and the bit of each. Its function `moegguf_switches` returns the
-# bits of those that it has; the environment variable MOEGGUF_SWITCHES holds the bits of those that are on.
+# Remedies: experimental changes that a library may have behind a switch, and the bit of each. `moegguf_switches`
+# returns the bits of all remedies in the library. The variable MOEGGUF_SWITCHES has the bits of those that are on.
 SWITCHES = {"a": 1, "b": 2, "c": 4, "d": 8, "e": 16, "f": 32}
 
 Kind = Literal["facts", "micro", "measure", "batches", "tests"]
-Predicted = Mapping[str, tuple[float, float]]  # {figure: (least, most)}
+Predicted = Mapping[str, tuple[float, float]]  # predicted range: {name of the figure: (minimum, maximum)}
 
 
 def switch_bits(letters: str) -> int:
-    """Returns the bits of remedies, for MOEGGUF_SWITCHES."""
+    """Returns the value of MOEGGUF_SWITCHES that turns on the remedies with these letters."""
     return sum(SWITCHES[letter] for letter in letters.replace("-", ""))
 
 
 @dataclass(frozen=True)
 class Part:
-    """A process of a step."""
+    """One process of a step: its command, and the predicted ranges of its figures."""
 
     name: str
     kind: Kind
-    arguments: tuple[str, ...] = ()  # arguments of the program
+    arguments: tuple[str, ...] = ()  # command-line arguments of `micro` or pytest
     case: Case | None = None
     predicted: Predicted = field(default_factory=dict)
-    switches: str = ""  # letters of the remedies that are on, while all others are off; "-": all are off
-    needs_card: bool = False  # it measures nothing on a simulated device
-    counts_calls: bool = False  # counts calls of CUDA's runtime, which costs a little
-    model: str = ""  # model that has to be written before
-    n_layer: int = 0  # layers at which every token stops
+    switches: str = ""  # letters of the remedies that are on; "-": all off; "": MOEGGUF_SWITCHES is not set
+    needs_card: bool = False  # the part is skipped on a simulated device
+    counts_calls: bool = False  # calls of CUDA's runtime are counted, which takes a little time
+    model: str = ""  # name of the model, whose file must be complete before the part begins
+    n_layer: int = 0  # layers at which a token may wait for experts
     limit_s: float = 40.0
 
 
@@ -63,25 +63,25 @@ class Step:
 
 @dataclass(frozen=True)
 class Setting:
-    """The device that is measured, and the sizes of everything that is done on it."""
+    """The measured device (a card or a simulated one), the models, and the sizes of all measurements."""
 
     device: str
-    link: str  # link of a simulated device; empty: the device is real
-    models: Mapping[str, tuple[str, str, int]]  # {name: (preset, quantisation, layers)}
-    card_bytes: int  # the smaller card that is imitated
-    holds: bool  # the other memory of the card is taken; else the limit is counted
+    link: str  # link speed of a simulated device; empty: the device is a real card
+    models: Mapping[str, tuple[str, str, int]]  # {name: (preset, quantisation, layers)}; 0 layers: as in the preset
+    card_bytes: int  # memory of the imitated smaller card
+    holds: bool  # true: the process allocates the card's other memory; false: the limit only sizes the cache
     sizes: Mapping[str, Any]
-    n_slots: int  # slots of a pool that is too large for 32-bit offsets
-    n_experts: int  # experts of products
-    n_columns: int  # columns of an expert's matrix
+    n_slots: int  # slots of a large pool; on a card, its offsets exceed 32 bits
+    n_experts: int  # number of experts in measured products
+    n_columns: int  # columns of an expert's matrix in measured products
 
     @property
     def is_simulated(self) -> bool:
-        """Returns whether there is no card."""
+        """Returns True if the device is simulated, so that no card is needed."""
         return bool(self.link)
 
     def file(self, model: str, folder: Path) -> Path:
-        """Returns the file of a model."""
+        """Returns the path of a model's file."""
         return folder / f"{model}.gguf"
 
 
@@ -119,7 +119,7 @@ REHEARSAL = Setting(
 
 
 def steps(setting: Setting, models: Path, n_threads: int) -> tuple[Step, ...]:
-    """Returns the steps, in order."""
+    """Returns the steps of the short run, in order."""
     plan = _Plan(setting, models, n_threads)
     return (
         Step("facts", 15, "the machine, the link, the library", tuple(plan.facts())),
@@ -210,7 +210,7 @@ class _Plan:
                 yield self._products("offsets", f"{type_} x {rows}, {n} slots", (type_, columns, rows, n), predicted)
 
     def strides(self) -> Iterator[Part]:
-        # `down` of Qwen1.5-MoE and of Qwen3-30B: each of its two types has the stride that the larger one needs.
+        # The `down` matrices of Qwen1.5-MoE and Qwen3-30B. A model's two types share the larger type's stride.
         for type_, columns, n_experts, n_used, stride, most in (
             ("q5_0", 1408, 60, 4, 3_075_776, 1.2),
             ("q8_0", 1408, 60, 4, 3_075_776, 1.05),

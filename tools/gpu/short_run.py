@@ -1,7 +1,7 @@
-"""A run of less than ten minutes that answers what only a card can answer. `tools/gpu/short_run.sh` starts it.
+"""Measures on a card for less than ten minutes. `tools/gpu/short_run.sh` starts this program.
 
-Each part of each step is a process, and its outcome is written as soon as it is known. What fails, takes too long or
-cannot be done here is an outcome, too, and the run goes on. See tools/gpu/short_plan.py for the steps.
+Each part of each step is a process, and its outcome is written as soon as it is known. A part that fails, takes too
+long or cannot run on this machine also has an outcome, and the run continues. tools/gpu/short_plan.py has the steps.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from tools.gpu.short_plan import CARD, REHEARSAL, TOTAL_S, Part, Setting, Step, 
 from tools.gpu.short_table import figures_of, table, turns_differ
 from tools.gpu.steps import Outcome, State
 
-LOG_BYTES = 4000  # bytes of a process's log that are searched for its error
-LEAST_S = 2.0  # a part is not begun with less time than this
-NO_CARD = 3  # the exit status of tools/gpu/micro.cu where there is no card
+LOG_BYTES = 4000  # last bytes of a process's log, which are searched for an error
+LEAST_S = 2.0  # a part begins only if at least this time is left
+NO_CARD = 3  # exit status of tools/gpu/micro.cu on a machine without a card
 NO_MEMORY = re.compile(r"out of memory|failed to allocate|unable to allocate", re.IGNORECASE)
 STATUS_OF_TEST = re.compile(r"^tests/.* (PASSED|FAILED|ERROR|SKIPPED)", re.MULTILINE)
 SETTINGS = {"card": CARD, "link": REHEARSAL}
@@ -38,7 +38,7 @@ SETTINGS = {"card": CARD, "link": REHEARSAL}
 
 @dataclass(frozen=True)
 class Call:
-    """A part in one of its turns."""
+    """One run of a part: the part and the number of the turn."""
 
     step: Step
     part: Part
@@ -46,19 +46,19 @@ class Call:
 
     @property
     def name(self) -> str:
-        """Returns the name of its outcome."""
+        """Returns the name under which the outcome of this call is saved."""
         return f"{self.step.name}/{self.part.name}/{self.turn}"
 
 
 def calls(step: Step) -> Iterator[Call]:
-    """Yields the parts of a step in turn: A, B, A, B."""
+    """Yields the calls of a step, turn by turn: A, B, A, B."""
     for turn in range(1, step.n_turns + 1):
         for part in step.parts:
             yield Call(step, part, turn)
 
 
 def ends(plan: Sequence[Step], total_s: float) -> Iterator[tuple[Step, float]]:
-    """Yields each step with the seconds after which it has to end: the shares up to its own, and never the total."""
+    """Yields each step with its end in seconds: the sum of the shares up to this step, limited to `total_s`."""
     so_far_s = 0.0
     for step in plan:
         so_far_s += step.share_s
@@ -66,7 +66,10 @@ def ends(plan: Sequence[Step], total_s: float) -> Iterator[tuple[Step, float]]:
 
 
 def to_repeat(plan: Sequence[Step], outcomes: Mapping[str, Outcome]) -> set[str]:
-    """Returns the names of calls that a second run makes: those without figures, and parts whose turns differ."""
+    """Returns the names of calls that a second run repeats.
+
+    These are calls that neither succeeded nor lacked memory, and all calls of a part whose turns differ.
+    """
     found = set[str]()
     for step in plan:
         for part in step.parts:
@@ -79,7 +82,7 @@ def to_repeat(plan: Sequence[Step], outcomes: Mapping[str, Outcome]) -> set[str]
 
 
 class Runner:
-    """Runs the processes of parts."""
+    """Runs parts as child processes, and writes the models that they need."""
 
     def __init__(self, setting: Setting, library: Path, work: Path, log: Path) -> None:
         self._library = library
@@ -87,13 +90,13 @@ class Runner:
         self._log = log
         self._setting = setting
         self._writers = dict[str, subprocess.Popen[bytes]]()
-        self.switches = 0  # bits of those that the library has
+        self.switches = 0  # bits of the remedies in the library, which `learn` sets
         folders = [*map(str, runtime_folders()), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
         self._environment = os.environ | of_processes(library, work / "home")
         self._environment["LD_LIBRARY_PATH"] = os.pathsep.join(folders)
 
     def begin_models(self) -> None:
-        """Begins to write the models, each in a process of its own."""
+        """Starts one process for each missing model, which writes the model's file."""
         self._models.mkdir(parents=True, exist_ok=True)
         for name, (preset, quant, n_layer) in self._setting.models.items():
             file = self._setting.file(name, self._models)
@@ -103,7 +106,7 @@ class Runner:
                 self._writers[name] = self._begin(command, None)
 
     def learn(self, facts: Outcome) -> str:
-        """Keeps what the machine has, and returns what it lacks; empty: nothing."""
+        """Reads the outcome of the part "the machine". Returns an error text if the device is missing, else ""."""
         if facts["status"] != "done":
             return str(facts.get("error", facts["status"]))
         self.switches = facts["values"]["switches"]
@@ -112,19 +115,19 @@ class Runner:
         return f"the library sees no {needed}, only {', '.join(names)}" if needed and needed not in names else ""
 
     def close(self) -> None:
-        """Ends what still writes."""
+        """Ends the processes that still write models."""
         for writer in self._writers.values():
             end(writer)
 
     def refusal(self, part: Part) -> str:
-        """Returns why a part cannot be run here; empty: it can."""
+        """Returns the reason why a part cannot run here, or "" if it can."""
         if part.needs_card and self._setting.is_simulated:
             return "needs a card"
         missing = [letter for letter in part.switches.strip("-") if not self.switches & switch_bits(letter)]
         return "not built in" if missing or (part.switches and not self.switches) else ""
 
     def run(self, part: Part, left_s: float) -> Outcome:
-        """Runs a part, once its model is written, for at most this time. Returns its outcome."""
+        """Waits for the part's model, then runs the part, for at most `left_s` seconds in all. Returns the outcome."""
         start = time.monotonic()
         with suppress(subprocess.TimeoutExpired):
             if (writer := self._writers.get(part.model)) and writer.wait(left_s):
@@ -146,7 +149,7 @@ class Runner:
             timed_out = True
             end(process)
             out, _ = process.communicate()
-        except BaseException:  # the whole run is ended
+        except BaseException:  # the whole run was interrupted
             end(process)
             raise
         text = out.decode(errors="replace")
@@ -176,7 +179,7 @@ class Runner:
     def _begin(
         self, command: list[str], stdout: int | None, environment: Mapping[str, str] = {}
     ) -> subprocess.Popen[bytes]:
-        """Begins a process in a session of its own: `end` ends it with its children."""
+        """Starts a process in a new session, so that `end` can kill it with its children."""
         with self._log.open("ab") as log:
             log.write(f"\n== {' '.join(command)}\n".encode())
             log.flush()
@@ -187,25 +190,28 @@ class Runner:
             )  # fmt: skip
 
     def _log_since(self, begin: int) -> str:
-        """Returns what was written to the log since then, or the end of it."""
+        """Returns the log from byte `begin` on, but at most its last LOG_BYTES bytes."""
         with self._log.open("rb") as log:
             log.seek(max(begin, self._log.stat().st_size - LOG_BYTES))
             return log.read().decode(errors="replace")
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process and its children, unless it has ended."""
+    """Kills a process and its children, unless the process has ended."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def named(item: str, unit: str) -> str:
-    """Returns the name of a figure, with its unit where it has one."""
+    """Returns the name of a figure, with its unit unless the figure is a bool, share, ratio or number."""
     return item if unit in ("bool", "share", "ratio", "number") else f"{item}, {unit}"
 
 
 def outcome_of(part: Part, text: str, exit_status: int, timed_out: bool, log: str) -> Outcome:
-    """Returns the outcome of a process that has printed `text`: whatever it got to counts."""
+    """Returns the outcome of a process from its output `text`, exit status and log.
+
+    The values that were printed before a failure or timeout are kept.
+    """
     values: dict[str, Any]
     if part.kind == "tests":
         found = STATUS_OF_TEST.findall(text)
@@ -237,7 +243,7 @@ def run(
     say: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Runs every call that has no outcome, as long as its step and the whole run have time."""
+    """Runs every call without an outcome, as long as its step has time left."""
     begin = clock()
     for step, end_s in ends(plan, total_s):
         say(f"{clock() - begin:5.0f} s  {step.name}: {step.question}")
@@ -261,7 +267,7 @@ def run(
 
 
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    """Returns the command line."""
+    """Returns the parsed options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("short-run"), help="for results.json, results.txt, log.txt")
     parser.add_argument("--work", type=Path, default=Path("/tmp/moegguf-short-run"), help="for models: 16 GB")
@@ -274,7 +280,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns 0 also where steps failed, which results.txt says."""
+    """Runs the command line. Returns 0 even if parts failed: results.txt shows the failures."""
     args = arguments(given)
     setting = SETTINGS[args.backend]
     out = args.out.resolve()

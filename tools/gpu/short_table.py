@@ -1,4 +1,4 @@
-"""The short run's results as plain text: what was predicted, what was measured, and whether one is within the other."""
+"""Formats the short run's results as plain text: predicted range, measured value, and a note if they disagree."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from tools.gpu.short_plan import ANSWER, PROMPT, SAME, STOP, Part, Step
 from tools.gpu.steps import Outcome
 
-DIFFERENT = 0.05  # a part whose turns differ by this share is measured again
+DIFFERENT = 0.05  # a part whose speeds differ by more than this share between turns is measured again
 NONE = "-"
 WIDTHS = (44, 38, 15, 26)
-BASE, COPIES = "llama.cpp, resident", "from pinned memory, 2900 kB each, GB/s"  # names of a part and of a fact
+BASE, COPIES = "llama.cpp, resident", "from pinned memory, 2900 kB each, GB/s"  # names of a part and of a figure
 
 Outcomes = Mapping[str, Outcome]
 
 
 def figures_of(part: Part, outcome: Outcome) -> dict[str, float]:
-    """Returns the figures of an outcome by the names that a table gives them."""
+    """Returns the figures of an outcome by their names in the table."""
     values = outcome.get("values", {})
     if part.kind in ("micro", "batches", "tests"):
         return dict(values)
@@ -44,19 +44,19 @@ def figures_of(part: Part, outcome: Outcome) -> dict[str, float]:
 
 
 def turns_of(step: Step, part: Part, outcomes: Outcomes) -> list[Outcome]:
-    """Returns the outcomes of a part's turns."""
+    """Returns the outcomes of a part, one for each turn that has run."""
     named = (f"{step.name}/{part.name}/{turn}" for turn in range(1, step.n_turns + 1))
     return [outcomes[name] for name in named if name in outcomes]
 
 
 def turns_differ(part: Part, turns: Sequence[Outcome]) -> bool:
-    """Returns whether speeds of answers differ by more than DIFFERENT between turns."""
+    """Returns True if the fastest turn is more than DIFFERENT faster than the slowest one, by the speed of answers."""
     speeds = [figures[ANSWER] for turn in turns if ANSWER in (figures := figures_of(part, turn))]
     return len(speeds) > 1 and max(speeds) > (1 + DIFFERENT) * min(speeds)
 
 
 def _resident(plan: Sequence[Step], part: Part, outcomes: Outcomes) -> list[int]:
-    """Returns the tokens of llama.cpp itself with the same model and everything on the device; empty where unknown."""
+    """Returns the tokens that plain llama.cpp generated with the same model, all on the device; [] if unknown."""
     for step in plan:
         for other in step.parts:
             case = other.case
@@ -71,7 +71,7 @@ def _n_same(tokens: Sequence[int], others: Sequence[int]) -> int:
 
 
 def measured(plan: Sequence[Step], step: Step, part: Part, outcomes: Outcomes) -> dict[str, list[float]]:
-    """Returns every figure of a part, with one value for each turn that has it."""
+    """Returns {name of a figure: its values in the turns} of a part. STOP has one value."""
     found = dict[str, list[float]]()
     for outcome in turns_of(step, part, outcomes):
         for name, value in figures_of(part, outcome).items():
@@ -86,7 +86,10 @@ def measured(plan: Sequence[Step], step: Step, part: Part, outcomes: Outcomes) -
 
 
 def _stop_us(step: Step, part: Part, own: Mapping[str, list[float]], outcomes: Outcomes) -> float | None:
-    """Returns the time of a stop at a layer: a token's time, less the times of a resident model and of the bytes."""
+    """Returns the figure STOP in microseconds, or None if a part of the formula is unknown.
+
+    The formula is (time per token - time per token of llama.cpp, resident - time to copy the bytes) / layers.
+    """
     base = next((other for other in step.parts if other.name == BASE), None)
     if STOP not in part.predicted or base is None or ANSWER not in own:
         return None
@@ -104,7 +107,7 @@ def _scaled(value: float | None, factor: float) -> float | None:
 
 
 def table(plan: Sequence[Step], outcomes: Outcomes) -> str:
-    """Returns the table of everything that is known."""
+    """Returns the table of all outcomes so far, below the facts about the machine."""
     lines = [*_facts(outcomes), _line("what", "figure", "predicted", "measured", "")]
     for step in plan:
         lines += ["", f"{step.name}: {step.question}"]
@@ -131,7 +134,7 @@ def _rows(plan: Sequence[Step], step: Step, part: Part, outcomes: Outcomes) -> I
 
 
 def _planned(turns: Sequence[Outcome]) -> Iterator[str]:
-    """Yields the planner's own predictions, if it made some."""
+    """Yields one line with the speeds that moegguf's planner predicted, if a turn has them."""
     for turn in turns:
         if predicted := turn.get("values", {}).get("predicted"):
             yield "planner: " + ", ".join(f"{kind} {speed:.0f}" for kind, speed in predicted.items())

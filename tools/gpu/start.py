@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Measure moegguf on this machine's GPU, without a network: unpacks what lies beside this file, and goes on there.
+"""Measure moegguf on this machine's GPU, without a network: unpack the archives beside this file and run the trial.
 
 python3 gpu_trial.py --work FOLDER          again and again, until it says that everything is done
 python3 gpu_trial.py --work FOLDER --help
 """
 
-# Copied to a folder of its own: nothing but Python's library here.
+# This file is copied alone, so it imports only Python's standard library.
 import os
 import sys
 import tarfile
@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def unpack(work: Path) -> None:
-    """Sources and wheels, once for each archive of sources."""
+    """Unpacks the sources and wheels into `work`, unless this archive was unpacked before."""
     archive = HERE / "sources.tar.xz"
     stamp = work / "unpacked"
     made = f"{archive.stat().st_size} {archive.stat().st_mtime_ns}"
@@ -31,7 +31,7 @@ def unpack(work: Path) -> None:
 
 
 def main() -> int:
-    """Unpacks, and becomes the trial."""
+    """Unpacks the archives and replaces this process by the trial. Returns 2 if the call is wrong."""
     arguments = sys.argv[1:]
     if "--work" not in arguments[:-1]:
         print(__doc__, file=sys.stderr)

@@ -1,7 +1,7 @@
-"""Steps that fit into calls of limited length: what a call does not get to, the next one does.
+"""Runs a list of steps in several calls of limited time: each call continues after the steps that are done.
 
-A step's outcome is kept in a file as soon as it is known; a step that has one is not run again. A step that fails has
-none: it ends the call with its reason, and the next call tries it again.
+The outcome of a step is saved in a file as soon as it is known, and a step with an outcome is not run again. A failed
+step has no outcome. It ends the call with the reason, and the next call runs the step again.
 """
 
 from __future__ import annotations
@@ -16,25 +16,28 @@ from typing import Any
 from moegguf.atomic_write import write_atomically
 
 Outcome = Mapping[str, Any]
-REFUSED = "refused"  # the key of an outcome that says why nothing can be measured
+REFUSED = "refused"  # key in the outcome of a step that cannot be measured; its value is the reason
 
 
 class UnfinishedError(Exception):
-    """The time of this call is over; the step goes on from where it is when it runs again."""
+    """The step ran out of time. When it runs again, it continues from where it stopped."""
 
 
 class StepError(Exception):
-    """The step failed, for this reason: nothing was learnt from it."""
+    """The step failed for this reason and has no outcome."""
 
 
 def is_among(name: str, names: Sequence[str]) -> bool:
-    """Returns whether a step is named, or lies below a name that ends in "/"."""
+    """Returns True if `names` has the step's name, or a prefix of it that ends in "/"."""
     return name in names or name.startswith(tuple(of for of in names if of.endswith("/")))
 
 
 @dataclass(frozen=True)
 class Step:
-    """run(left_s) returns the outcome, or raises StepError. It is begun with at least `least_s` left."""
+    """A step: `run` takes the seconds that are left and returns the outcome. Raises StepError or UnfinishedError.
+
+    A step begins only if at least `least_s` seconds are left.
+    """
 
     name: str
     run: Callable[[float], Outcome]
@@ -42,19 +45,19 @@ class Step:
 
 
 class State:
-    """The outcomes so far, by the step's name, in a JSON file."""
+    """The outcomes so far by step name, saved in a JSON file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.outcomes: dict[str, Outcome] = json.loads(path.read_text()) if path.exists() else {}
 
     def keep(self, name: str, outcome: Outcome) -> None:
-        """Writes it down."""
+        """Adds the outcome of a step and saves the file."""
         self.outcomes[name] = outcome
         self._write()
 
     def forget(self, names: Sequence[str]) -> None:
-        """Lets these steps, or the steps below a name that ends in "/", run again."""
+        """Deletes the outcomes of these steps, so that they run again. "model/" names all steps below it."""
         for name in [name for name in self.outcomes if is_among(name, names)]:
             del self.outcomes[name]
         self._write()
@@ -70,9 +73,9 @@ def run_steps(
     say: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> bool:
-    """Runs steps that have no outcome, in order, while there is time; returns whether all have one now.
+    """Runs the steps that have no outcome, in order, within `limit_s`. Returns True if all steps have an outcome now.
 
-    Raises StepError of the first that fails.
+    Raises StepError if a step fails.
     """
     end = clock() + limit_s
     for step in steps:

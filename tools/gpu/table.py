@@ -1,4 +1,4 @@
-"""The trial's results as a Markdown table: for each model and limit llama.cpp's best, and moegguf beside it."""
+"""Formats the trial's results as a Markdown table: for each model and limit, llama.cpp's best variant and moegguf."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NONE = "–"
 
 @dataclass(frozen=True)
 class Row:
-    """One line: what was measured, or why nothing was. `variant`: of several, the fastest."""
+    """One row of the table: the result of the fastest variant of a system, or the reason why there is none."""
 
     model: str
     limit: str
@@ -28,12 +28,15 @@ class Row:
 
     @property
     def speed(self) -> float:
-        """Tokens per second of steady decoding; 0 where it failed."""
+        """Returns the tokens per second of steady decoding; 0 if nothing was measured."""
         return float(self.result.get("steady_tokens_per_s", 0.0))
 
 
 def rows(outcomes: Mapping[str, Mapping[str, Any]]) -> list[Row]:
-    """The rows of outcomes named measure/model/limit/system/variant, the fastest variant of each system."""
+    """Returns a row for the fastest variant of each model, limit and system.
+
+    Outcomes of measurements are named measure/model/limit/system/variant.
+    """
     best: dict[tuple[str, str, str], Row] = {}
     for name, result in outcomes.items():
         kind, _, rest = name.partition("/")
@@ -47,7 +50,7 @@ def rows(outcomes: Mapping[str, Mapping[str, Any]]) -> list[Row]:
 
 
 def table(outcomes: Mapping[str, Mapping[str, Any]]) -> str:
-    """The table, and below it why a measurement is missing."""
+    """Returns the table, and below it facts and the reasons for missing measurements."""
     found = rows(outcomes)
     by_place = {(row.model, row.limit, row.system): row for row in found}
     lines = [HEAD]
@@ -63,7 +66,7 @@ def table(outcomes: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _ratio(row: Row, other: Row | None) -> str:
-    """The row's speed against another's."""
+    """Returns the row's speed divided by the speed of `other`, as text."""
     return f"{row.speed / other.speed:.2f}x" if other and other.speed and other is not row else NONE
 
 
@@ -86,7 +89,10 @@ def _line(row: Row, upstream: Row | None, resident: Row | None, predicted: float
 
 
 def _prediction(found: Sequence[Row], row: Row) -> float | None:
-    """Returns the speed that moegguf's planner predicts for the row's system and limit; without a limit, resident."""
+    """Returns moegguf's own prediction of the row's tokens per second, or None.
+
+    For a row of llama.cpp, the prediction is taken from a moegguf row with the same model and limit.
+    """
     if own := row.result.get("predicted"):
         return float(own["chosen"])
     kind = {RESIDENT: "resident", ALL_ON_CPU: "cpu", SOME_ON_CPU: "layers"}.get(row.system)
@@ -95,7 +101,7 @@ def _prediction(found: Sequence[Row], row: Row) -> float | None:
 
 
 def _facts(outcomes: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yields the facts about the machine and the tests."""
+    """Yields lines with the facts about the machine and the summaries of the tests."""
     facts = outcomes.get("facts", {})
     if facts:
         yield ""

@@ -1,6 +1,6 @@
-"""Random GGUF models of any Mixture-of-Experts shape, for tests and benchmarks, that run real text.
+"""Writes random GGUF models of any Mixture-of-Experts shape, for tests and benchmarks. The models can read real text.
 
-Uses nothing of moegguf but its table of published routing, and never holds a model in memory.
+Imports from moegguf only an error class and the metadata key of the locality. Never holds a model in memory.
 """
 
 from tools.models.projector import PROJECTORS, write_projector

@@ -1,8 +1,9 @@
-"""Random weights in quantised form: pools of blocks with mean zero, and the few tensors that stay F32.
+"""Makes random quantised weights (pools of blocks with mean zero) and the few tensors that stay F32.
 
-The mean has to be zero. Plain random Q4_0 bytes have a mean of -0.5 steps, which gives every matrix one common
-direction, so that the router chooses only a few experts. So the values of Q4_0, Q5_0, Q8_0 and MXFP4 are drawn
-symmetrically. The minimum of Q4_K and Q5_K is half the range of its scale. Other types flip the signs of scales.
+The mean must be zero. Plain random Q4_0 bytes have a mean of -0.5 steps. Every matrix would then have one common
+direction, and the router would choose only a few experts. So the values of Q4_0, Q5_0, Q8_0 and MXFP4 are drawn
+symmetrically. The minimum of a Q4_K or Q5_K block is half the range of its scale. Other types have random signs of
+scales.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ Bytes = NDArray[np.uint8]
 
 POOL_BYTES = 16 << 20
 
-# typed, so that shifts of bytes stay bytes
+# numpy scalars of type uint8, so that shifted bytes stay uint8
 FOUR = np.uint8(4)
 LOW_NIBBLE = np.uint8(15)
 
-# The spread of router logits: 1 would be flat; 2 gives the first of 60 experts a weight of about 0.25.
+# Standard deviation of router logits. With 1, weights would be nearly equal; with 2, the first of 60 experts has 0.25.
 ROUTER_STD = 2.0
-# Experts differ in how often they are chosen: standard deviation of the log of a router row's length.
+# Standard deviation of the logarithm of a router row's length: experts with longer rows are chosen more often.
 ROUTER_SKEW = 0.15
 
 
 class BlockPools:
-    """Random blocks by (type, standard deviation), made when first needed, each about POOL_BYTES at most.
+    """Pools of random blocks, one for each (type, standard deviation). A pool is made at its first use.
 
-    A chunk (one matrix) starts at its own block of the pool and wraps around. The number of blocks is prime. So no two
-    chunks are equal while a model has fewer chunks than a pool has blocks. The rows of a chunk that is larger than its
-    pool do not repeat.
+    A pool has about POOL_BYTES or less. A chunk is one matrix: it starts at its own block of the pool and wraps around.
+    The number of blocks is prime. So no two chunks are equal while a model has fewer chunks than a pool has blocks. The
+    rows of a chunk that is larger than its pool do not repeat.
     """
 
     def __init__(self, plan: list[Tensor], seed: int) -> None:
@@ -54,7 +55,7 @@ class BlockPools:
             n_chunks += tensor.n_chunks
 
     def deltas(self, tensor: Tensor) -> Iterator[memoryview]:
-        """The bytes of a tensor as views into its pool; the order of calls does not matter."""
+        """Yields the bytes of a tensor as views into its pool. They do not depend on the order of calls."""
         pool = self._pool(tensor)
         n_blocks, block_bytes = pool.shape
         flat = pool.reshape(-1).data
@@ -81,26 +82,26 @@ class BlockPools:
 
 
 def random_blocks(qtype: QType, n_blocks: int, std: float, seed: int) -> Bytes:
-    """Blocks of shape (n_blocks, block bytes), whose weights have mean zero and standard deviation `std`."""
+    """Returns blocks (n_blocks, bytes per block) whose weights have mean zero and standard deviation about `std`."""
     rng = np.random.default_rng([seed, int(qtype), zlib.crc32(repr(std).encode())])
     spread = rng.uniform(0.75, 1.25, n_blocks).astype(np.float32)
     return BLOCK_MAKERS[qtype](rng, spread * (std / _unit_std(qtype)))
 
 
 def f32_weights(tensor: Tensor, seed: int) -> NDArray[np.float32]:
-    """Norms near one, small biases, and routers whose logits spread and depend on the token."""
+    """Returns the values of an F32 tensor: norms near one, small biases, and routers whose logits vary by token."""
     rng = np.random.default_rng([seed, zlib.crc32(tensor.name.encode())])
     normal = rng.standard_normal(tensor.shape, dtype=np.float32)
     if "norm" in tensor.name or tensor.name.endswith("ssm_d"):
         scale = GAINS["output"] / sqrt(tensor.shape[0]) if tensor.name == TIED_OUTPUT_NORM else 1.0
         return np.float32(scale) * (np.float32(1.0) + np.float32(0.1) * normal)
-    if tensor.name.endswith("ssm_a"):  # a state decays
+    if tensor.name.endswith("ssm_a"):  # negative, so that a state decays
         return -np.exp(np.float32(0.5) * normal)
-    if tensor.name.endswith("ssm_dt.bias"):  # the decay is about 5 % a token
+    if tensor.name.endswith("ssm_dt.bias"):  # gives a decay of about 5 % per token
         return np.float32(-3.0) + normal
     if tensor.name.endswith(".bias"):
         return np.float32(0.1) * normal
-    if tensor.name.endswith(HEADS_INPUT):  # the token's embedding, and a little of all else: as the trunk sees it
+    if tensor.name.endswith(HEADS_INPUT):  # the token's embedding plus a little of everything else
         n_embd = tensor.shape[0]
         return np.eye(n_embd, 2 * n_embd, dtype=np.float32) + np.float32(0.1 / sqrt(tensor.shape[-1])) * normal
     if ".ffn_gate_inp." in tensor.name:
@@ -110,14 +111,14 @@ def f32_weights(tensor: Tensor, seed: int) -> NDArray[np.float32]:
 
 
 def token_experts(tensor: Tensor, n_expert: int, seed: int) -> NDArray[np.int32]:
-    """The experts of each token in a layer that routes by token: different ones in each row."""
+    """Returns a table (n_token, n_used) for a layer that routes by token id: distinct random experts in each row."""
     rng = np.random.default_rng([seed, zlib.crc32(tensor.name.encode())])
     n_token, n_used = tensor.shape
     return rng.random((n_token, n_expert)).argsort(axis=1)[:, :n_used].astype(np.int32)
 
 
 def _unit_std(qtype: QType) -> float:
-    """The standard deviation of weights whose block scale is one."""
+    """Returns the standard deviation of random weights in blocks with scale 1."""
     if qtype not in _UNIT_STD:
         blocks = BLOCK_MAKERS[qtype](np.random.default_rng(0), np.ones(4096, np.float32))
         _UNIT_STD[qtype] = float(dequantize(blocks, qtype).std())
@@ -157,7 +158,7 @@ def _q8_0(rng: np.random.Generator, scale: NDArray[np.float32]) -> Bytes:
 
 
 def _k_scales(rng: np.random.Generator, n_blocks: int) -> Bytes:
-    """Eight 6-bit scales and eight equal 6-bit minima, packed as in get_scale_min_k4."""
+    """Returns eight 6-bit scales and eight 6-bit minima equal to the scales, packed as get_scale_min_k4 reads them."""
     scales = _random_bytes(rng, 24, 64, (n_blocks, 8))
     first = scales[:, :4]
     last = scales[:, 4:]
@@ -190,7 +191,11 @@ def _iq4_nl(rng: np.random.Generator, scale: NDArray[np.float32]) -> Bytes:
 
 
 def _iq4_xs(rng: np.random.Generator, scale: NDArray[np.float32]) -> Bytes:
-    """Scales are 6 bits, 32 stands for 0: four lower bits by pairs, two higher ones of all eight in 16 bits."""
+    """Returns IQ4_XS blocks.
+
+    Each block has eight 6-bit scales, stored plus 32. The low four bits of two scales share a byte. The high two bits
+    of all eight scales share a 16-bit number.
+    """
     signs = rng.integers(0, 2, (len(scale), 8), dtype=np.int8) * np.int8(2) - np.int8(1)
     scales = (32 + rng.integers(8, 17, (len(scale), 8), dtype=np.int8) * signs).astype(np.uint16)
     high = ((scales >> 4) << (2 * np.arange(8, dtype=np.uint16))).sum(axis=1, dtype=np.uint16)
@@ -201,9 +206,9 @@ def _iq4_xs(rng: np.random.Generator, scale: NDArray[np.float32]) -> Bytes:
 
 
 def _mxfp4(rng: np.random.Generator, scale: NDArray[np.float32]) -> Bytes:
-    """Scales are powers of two: of the two next ones each, as often as keeps the mean square."""
+    """Returns MXFP4 blocks. Each scale is rounded to a power of two, up or down at random, to keep the mean square."""
     exponent = np.floor(np.log2(scale))
-    rest = (scale / np.exp2(exponent)) ** 2  # 1 to 4
+    rest = (scale / np.exp2(exponent)) ** 2  # a value from 1 to 4
     exponent += rng.random(len(scale)) < (rest - 1) / 3
     return np.concatenate(
         [(exponent + 128).astype(np.uint8)[:, None], _random_bytes(rng, 0, 256, (len(scale), 16))], axis=1
@@ -211,12 +216,12 @@ def _mxfp4(rng: np.random.Generator, scale: NDArray[np.float32]) -> Bytes:
 
 
 def _f16(rng: np.random.Generator, scale: NDArray[np.float32]) -> Bytes:
-    """Returns one weight a block."""
+    """Returns blocks of one F16 weight."""
     return _half_bytes(scale * rng.standard_normal(len(scale), np.float32))
 
 
 def _bf16(rng: np.random.Generator, scale: NDArray[np.float32]) -> Bytes:
-    """Returns one weight a block: the upper half of a float's bytes."""
+    """Returns blocks of one BF16 weight: the upper two bytes of a float32."""
     weights = scale * rng.standard_normal(len(scale), np.float32)
     return (weights.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8).reshape(-1, 2)
 
@@ -237,7 +242,7 @@ BLOCK_MAKERS: dict[QType, Callable[[np.random.Generator, NDArray[np.float32]], B
 
 
 def _prime_from(n: int) -> int:
-    """The smallest prime not below n (and at least 2)."""
+    """Returns the smallest prime that is at least n."""
     n = max(n, 2)
     while any(n % divisor == 0 for divisor in range(2, isqrt(n) + 1)):
         n += 1

@@ -1,7 +1,6 @@
-"""The tensors of layers with a recurrent state, and of the attention, tables and streams beside them.
+"""Names and shapes of tensors in hybrid models: recurrent states, their attention, n-gram tables, hyper-connections.
 
-Names and dimensions are as the pinned llama.cpp loads them (src/models/*.cpp). Dimensions are in
-numpy's order.
+Names and dimensions are as the pinned llama.cpp loads them (src/models/*.cpp). Dimensions are in numpy's order.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from tools.models.shapes import Shape
 Named = Iterator[tuple[str, tuple[int, ...]]]
 
 NGRAM_SIZE = 3
-PLE_LAYER = 1  # the layer that adds what the n-gram table knows
+PLE_LAYER = 1  # index of the layer that adds rows of the n-gram table to the residual streams
 PLE_CONV = 4
 TABLE = "per_layer_token_embd.weight"
-ROW_MULTIPLE = 128  # a table has this many rows, or a multiple
+ROW_MULTIPLE = 128  # the number of rows of the n-gram table is a multiple of this
 
 
 def delta_net(shape: Shape) -> Named:
-    """The gated delta net of Qwen3.5 and later."""
+    """Yields the tensors of the gated delta net in a layer of Qwen3.5 and later."""
     key_width = shape.ssm_n_group * shape.ssm_d_state
     conv_width = 2 * key_width + shape.ssm_d_inner
     yield "attn_qkv.weight", (conv_width, shape.n_embd)
@@ -36,7 +35,7 @@ def delta_net(shape: Shape) -> Named:
 
 
 def gated_attention(shape: Shape) -> Named:
-    """The attention of Qwen3.5 and later: the query's matrix computes a gate, too."""
+    """Yields the tensors of the attention of Qwen3.5 and later, whose query matrix also computes a gate."""
     n_q = shape.n_head * shape.n_embd_head
     n_kv = shape.n_head_kv * shape.n_embd_head
     yield "attn_q.weight", (2 * n_q, shape.n_embd)
@@ -48,7 +47,7 @@ def gated_attention(shape: Shape) -> Named:
 
 
 def indexer(shape: Shape) -> Named:
-    """Yields the tensors that choose the tokens which sparse attention reads (qwen4exp)."""
+    """Yields the tensors of the indexer of qwen4exp, which chooses the tokens that sparse attention reads."""
     yield "indexer.q_proj.weight", (shape.indexer_n_head * shape.indexer_head_size, shape.n_embd)
     yield "indexer.k_proj.weight", (shape.indexer_head_size, shape.n_embd)
     yield "indexer.q_norm.weight", (shape.indexer_head_size,)
@@ -56,7 +55,7 @@ def indexer(shape: Shape) -> Named:
 
 
 def mamba2(shape: Shape) -> Named:
-    """The state space model of Nemotron-H and Granite 4."""
+    """Yields the tensors of the Mamba 2 layers of Nemotron-H and Granite 4."""
     conv_width = shape.ssm_d_inner + 2 * shape.ssm_n_group * shape.ssm_d_state
     yield "ssm_in.weight", (conv_width + shape.ssm_d_inner + shape.ssm_dt_rank, shape.n_embd)
     yield "ssm_conv1d.weight", (conv_width, shape.ssm_d_conv)
@@ -69,7 +68,7 @@ def mamba2(shape: Shape) -> Named:
 
 
 def delta_attention(shape: Shape) -> Named:
-    """The Kimi delta attention: a gate for each channel of a state."""
+    """Yields the tensors of Kimi's delta attention, which has a gate for each channel of a state."""
     head = shape.n_embd_head_kda
     width = head * shape.n_head
     for letter in "qkv":
@@ -86,14 +85,14 @@ def delta_attention(shape: Shape) -> Named:
 
 
 def short_convolution(shape: Shape) -> Named:
-    """The gated short convolution of LFM2."""
+    """Yields the tensors of the gated short convolution of LFM2."""
     yield "shortconv.conv.weight", (shape.n_embd, shape.ssm_d_conv)
     yield "shortconv.in_proj.weight", (3 * shape.n_embd, shape.n_embd)
     yield "shortconv.out_proj.weight", (shape.n_embd, shape.n_embd)
 
 
 def compress_ratio(shape: Shape, il: int) -> int:
-    """Returns how many tokens share a compressed key in sparse attention. Zero: none is compressed."""
+    """Returns the number of tokens that share one compressed key in a layer; 0 if the layer compresses no keys."""
     if shape.arch == "qwen4exp":
         return 4 if shape.mixer(il) == "a" else 0
     if il < 2 or il >= shape.n_layer:
@@ -102,7 +101,7 @@ def compress_ratio(shape: Shape, il: int) -> int:
 
 
 def compressed_attention(shape: Shape, il: int) -> Named:
-    """The attention of DeepSeek V4, whose layers compress keys by different ratios."""
+    """Yields the tensors of the attention of DeepSeek V4, whose layers compress keys by different ratios."""
     n_q = shape.n_head * shape.n_embd_head
     yield "attn_sinks.weight", (shape.n_head,)
     yield "attn_q_a.weight", (shape.n_lora_q, shape.n_embd)
@@ -130,7 +129,7 @@ def _compressor(name: str, n_embd: int, head: int, ratio: int) -> Named:
 
 
 def streams(shape: Shape) -> Named:
-    """The hyper-connections of a layer: they mix residual streams before its mixer and its experts."""
+    """Yields the tensors of a layer's hyper-connections, which mix residual streams before attention and experts."""
     width = shape.hc_mult * shape.n_embd
     n_mixed = (2 + shape.hc_mult) * shape.hc_mult
     for part in ("hc_attn", "hc_ffn"):
@@ -151,7 +150,7 @@ def _low_rank_mixer(name: str, shape: Shape) -> Named:
 
 
 def last_mixer(shape: Shape) -> Named:
-    """Yields the tensors that make one stream of the residual streams after the last layer."""
+    """Yields the tensors that combine the residual streams into one stream after the last layer."""
     if shape.arch == "deepseek4":
         yield "output_hc_fn.weight", (shape.hc_mult, shape.hc_mult * shape.n_embd)
         yield "output_hc_base.weight", (shape.hc_mult,)
@@ -161,14 +160,14 @@ def last_mixer(shape: Shape) -> Named:
 
 
 def table(shape: Shape) -> Named:
-    """The n-gram table: a row for each hash of the last tokens."""
+    """Yields the n-gram table, which has one row for each hash value of the last tokens."""
     heads = table_heads(shape)
     n_rows = -(-sum(heads) // ROW_MULTIPLE) * ROW_MULTIPLE
     yield TABLE, (n_rows, shape.n_embd // len(heads))
 
 
 def table_heads(shape: Shape) -> list[int]:
-    """Returns the rows of each hash: the next primes above the base, each one once."""
+    """Returns the number of table rows of each hash function: consecutive primes above `ple_vocab_base`."""
     found: list[int] = []
     candidate = shape.ple_vocab_base
     while len(found) < (NGRAM_SIZE - 1) * shape.ple_heads_per_ngram:

@@ -1,4 +1,4 @@
-"""The hyperparameters of each architecture that not every model has, as llama.cpp reads them."""
+"""Metadata keys of the hyperparameters that depend on the architecture, as llama.cpp reads them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tools.models.shapes import Shape
 
 @dataclass(frozen=True)
 class Wide:
-    """An array of 64-bit numbers without a sign."""
+    """Numbers that are stored as an array of unsigned 64-bit integers."""
 
     numbers: list[int]
 
@@ -22,11 +22,11 @@ class Wide:
 Value = bool | int | float | Sequence[int] | Wide
 Keys = dict[str, Value]
 
-SQRT_SOFTPLUS = 4  # llama.cpp's number of the gating function; the package gguf may not know it
+SQRT_SOFTPLUS = 4  # llama.cpp's number of this gating function, which the gguf package may lack
 
 
 def architecture_keys(shape: Shape) -> Keys:
-    """Returns the keys without the architecture's name in front."""
+    """Returns {metadata key: value}. The keys lack their prefix, the name of the architecture."""
     keys = _feed_forward(shape) | _attention(shape)
     if shape.ssm_d_inner:
         keys |= _state(shape)
@@ -71,12 +71,12 @@ def _attention(shape: Shape) -> Keys:
 
 
 def _heads_of_attention(shape: Shape, n_head_kv: int) -> list[int]:
-    """Returns the KV heads by layer. A layer without any has a recurrent state."""
+    """Returns the number of KV heads of each layer; 0 for a layer without attention."""
     return [n_head_kv if shape.mixer(il) == "a" else 0 for il in range(shape.n_layer_all)]
 
 
 def _mla(shape: Shape) -> Keys:
-    """Multi-head latent attention, stored as llama.cpp does: one KV head of the compressed size."""
+    """Returns the keys of multi-head latent attention, which llama.cpp stores as one KV head of the compressed size."""
     keys: Keys = {
         "attention.head_count_kv": 1,
         "attention.key_length": shape.kv_lora_rank + shape.n_rot,
@@ -105,7 +105,7 @@ def _state(shape: Shape) -> Keys:
 
 
 def _sections(shape: Shape) -> Keys:
-    """Pairs of dimensions that turn by a token's time, height and width: 11, 11 and 10 in Qwen3.5."""
+    """Returns how many dimension pairs RoPE rotates by time, height and width (11, 11 and 10 in Qwen3.5)."""
     n_pair = (shape.n_rot or shape.n_embd_head) // 2
     width = n_pair * 5 // 16
     height = (n_pair - width) // 2
@@ -147,7 +147,7 @@ def _nemotron_h_moe(_shape: Shape) -> Keys:
 
 
 def _granitehybrid(_shape: Shape) -> Keys:
-    """The scales of Granite 4.0 H; no rotary positions."""
+    """Returns the scales of Granite 4.0 H, and the key that switches rotary positions off."""
     return {
         "rope.scaling.finetuned": False,
         "embedding_scale": 12.0,

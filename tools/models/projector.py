@@ -1,8 +1,8 @@
-"""Random projectors for images (mmproj): a small vision transformer and the matrices that map to a text model.
+"""Writes random image projectors (mmproj): a small vision transformer, and the matrices that map to a text model.
 
-There is one projector of each kind that libmtmd treats in its own way. "mlp" (LLaVA) has a fixed number of tokens and
-causal attention. "gemma3" is pooled, with attention among all tokens of an image. "qwen2vl_merger" has a number of
-tokens that depends on the image's size, and positions of M-RoPE.
+There is one projector of each kind that libmtmd treats differently. "mlp" (LLaVA) has a fixed number of tokens and
+causal attention. "gemma3" pools patches, and all tokens of an image attend to each other. "qwen2vl_merger" has a number
+of tokens that depends on the image's size, and M-RoPE positions.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ PROJECTORS = ("mlp", "gemma3", "qwen2vl_merger")
 N_EMBD, N_HEAD, N_FF, N_LAYER = 32, 2, 64, 2
 PATCH_SIZE = 8
 IMAGE_SIZE = 64
-MERGE = 2  # patches per side that become one token, of gemma3 and qwen2vl_merger
+MERGE = 2  # patches per side that become one token, in gemma3 and qwen2vl_merger
 
 Dims = tuple[int, ...]
 
 
 def write_projector(path: Path | str, kind: str, n_embd_text: int, *, seed: int = 0) -> Path:
-    """Writes a projector of one of PROJECTORS for a text model of width `n_embd_text`; returns its path."""
+    """Writes a random projector for a text model of width `n_embd_text`. Returns the path of the file.
+
+    Raises ValueError if `kind` is not in PROJECTORS.
+    """
     if kind not in PROJECTORS:
         raise ValueError(f"a projector is one of {', '.join(PROJECTORS)}, but is {kind!r}")
     writer = GGUFWriter(path, "clip")
@@ -60,7 +63,7 @@ def _add_metadata(writer: GGUFWriter, kind: str, n_embd_text: int) -> None:
 
 def _names_and_dims(kind: str, n_embd_text: int) -> Iterator[tuple[str, Dims]]:
     yield "v.patch_embd.weight", (N_EMBD, 3, PATCH_SIZE, PATCH_SIZE)
-    if kind == "qwen2vl_merger":  # two frames of a video; an image counts as both
+    if kind == "qwen2vl_merger":  # one matrix for each of two video frames; an image counts as both frames
         yield "v.patch_embd.weight.1", (N_EMBD, 3, PATCH_SIZE, PATCH_SIZE)
     else:
         yield "v.position_embd.weight", ((IMAGE_SIZE // PATCH_SIZE) ** 2, N_EMBD)
@@ -93,7 +96,7 @@ def _norm(name: str) -> Iterator[tuple[str, Dims]]:
 
 
 def _weights(name: str, dims: Dims, random: np.random.Generator) -> np.ndarray:
-    """Draws weights: norms near one, small biases, and a last matrix whose rows are as long as rows of tokens."""
+    """Returns random weights: norms near one, small biases, matrices with standard deviation gain / sqrt(columns)."""
     if len(dims) == 1:
         centre = 0.0 if name.endswith("bias") else 1.0
         return (centre + 0.1 * random.standard_normal(dims)).astype(np.float32)

@@ -1,10 +1,10 @@
-"""Dimensions of a model before quantisation, with llama.cpp's names, and named presets."""
+"""Dimensions of a model before quantisation, with llama.cpp's names, and presets with the shapes of real models."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# The parts that a model of each architecture must have: fields of a shape that are positive.
+# The fields of a shape that must be positive, for each architecture.
 DELTA_NET = ("ssm_d_conv", "ssm_d_inner", "ssm_d_state", "ssm_dt_rank", "ssm_n_group")
 ARCHS: dict[str, tuple[str, ...]] = {
     "qwen2moe": ("n_ff_shexp",),
@@ -22,17 +22,17 @@ ARCHS: dict[str, tuple[str, ...]] = {
     "granitehybrid": (*DELTA_NET, "n_ff_shexp"),
     "deepseek4": ("n_lora_q", "n_rot", "n_swa", "hc_mult", "indexer_n_head", "o_n_group", "n_expert_shared"),
 }
-# Architectures with heads that predict more than the next token.
+# Architectures that may have layers for multi-token prediction.
 HEADS_ARCHS = ("glm4moe", "qwen35moe", "nemotron_h_moe", "deepseek4")
 ROPE_FREQ_BASE = 1_000_000.0
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Dimensions of a Mixture-of-Experts model. Zero: the architecture does not have the part.
+    """Dimensions of a Mixture-of-Experts model. A dimension is 0 if the architecture lacks the part.
 
-    `mixers` has a letter for each layer and starts again where there are more layers: `a` for
-    attention, `r` for a recurrent state, `e` for experts and nothing else.
+    `mixers` has one letter for each layer and is repeated if there are more layers. The letters are `a` for attention,
+    `r` for a recurrent state, and `e` for a layer that has only experts.
     """
 
     arch: str
@@ -56,22 +56,22 @@ class Shape:
     n_swa: int = 0
     n_layer_nextn: int = 0
     mixers: str = "a"
-    ssm_d_conv: int = 0  # tokens that a convolution sees
+    ssm_d_conv: int = 0  # width of the convolution, in tokens
     ssm_d_inner: int = 0
     ssm_d_state: int = 0
-    ssm_dt_rank: int = 0  # heads of a state
+    ssm_dt_rank: int = 0  # number of heads of a recurrent state
     ssm_n_group: int = 0
     n_embd_head_kda: int = 0
     n_lora_q: int = 0
-    o_n_group: int = 0  # groups of heads that share an output matrix
+    o_n_group: int = 0  # number of groups of heads; each group shares an output matrix
     o_lora_rank: int = 0
-    hc_mult: int = 0  # residual streams of hyper-connections
+    hc_mult: int = 0  # number of residual streams of hyper-connections
     hc_low_rank: int = 0
     indexer_n_head: int = 0
     indexer_head_size: int = 0
     indexer_top_k: int = 0
-    n_layer_hash: int = 0  # layers at the start that route by token id
-    ple_vocab_base: int = 0  # rows of the n-gram table for each of its hashes, about
+    n_layer_hash: int = 0  # number of first layers that route by token id
+    ple_vocab_base: int = 0  # approximate rows of the n-gram table for each hash function
     ple_heads_per_ngram: int = 0
 
     def __post_init__(self) -> None:
@@ -94,22 +94,22 @@ class Shape:
             raise ValueError(f"granitehybrid needs ssm_d_inner = 2 * n_embd = {2 * self.n_embd}")
 
     def mixer(self, il: int) -> str:
-        """Returns the letter of a layer. Layers that predict more than the next token attend."""
+        """Returns a layer's letter in `mixers`. Layers for multi-token prediction have attention, "a"."""
         return self.mixers[il % len(self.mixers)] if il < self.n_layer else "a"
 
     @property
     def n_ff_shared(self) -> int:
-        """Width of the shared expert: some architectures count shared experts, others give the width."""
+        """Returns the width of the shared expert: n_ff_exp * n_expert_shared, or `n_ff_shexp` if that is 0."""
         return self.n_ff_exp * self.n_expert_shared or self.n_ff_shexp
 
     @property
     def n_layer_all(self) -> int:
-        """Layers in the file, with those that predict more than the next token."""
+        """Returns the number of layers in the file, including layers for multi-token prediction."""
         return self.n_layer + self.n_layer_nextn
 
     @property
     def n_embd_out(self) -> int:
-        """Width of the input of attention's output matrix."""
+        """Returns the number of columns of attention's output matrix."""
         return self.n_head * (self.n_embd_head_v or self.n_embd_head)
 
 
@@ -619,7 +619,7 @@ PRESETS: dict[str, Shape] = {
     ),
 }
 
-# The published routing of each preset. Tiny presets have none: they route as random weights happen to.
+# The published locality that each preset imitates. Tiny presets have none: their routing follows random weights.
 PRESET_LOCALITY = {
     "qwen1.5-moe-a2.7b": "qwen3-30b",
     "qwen3-30b-a3b": "qwen3-30b",

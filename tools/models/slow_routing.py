@@ -1,17 +1,17 @@
-"""Random models whose routing is reused from token to token as published of a real model (`tools.models.locality`).
+"""Makes weights for random models that reuse experts from token to token like a real model (`tools.models.locality`).
 
-The hidden state of such a model begins with three parts of equal width. Only the first layer writes them, and the
-routers read them. `shared` is equal for all tokens, `slow` is written by the first layer's attention, and `token`
-comes from the token's embedding.
+The hidden state of the model begins with three parts of equal width, which the routers read. `shared` is equal for all
+tokens and `token` differs: both come from the token's embedding. The first layer's attention writes `slow`. Later
+layers change none of the three.
 
-That attention has one head. Its queries and keys come from `shared`, so they are equal for every token, and only RoPE
-distinguishes positions. A pair of dimensions that turns by `angle` per token gives distance d the score
--sin(d * angle) / (angle * memory_tokens), which is nearly -d / memory_tokens. So the head averages `token` over the
-last memory_tokens tokens. This is the AR(1) process of `synthesize`, computed by a transformer that llama.cpp knows.
+The attention of the first layer has one active head. Its queries and keys come from `shared`, so they are equal for
+every token, and only RoPE distinguishes positions. A pair of dimensions that rotates by `angle` per token gives
+distance d the score -sin(d * angle) / (angle * memory_tokens), which is nearly -d / memory_tokens. So the head averages
+`token` over the last memory_tokens tokens. This is the AR(1) process of `synthesize`, computed by a transformer.
 
-The first layer of Qwen3.5 and later is a gated delta net. There one head has one key for every token, and nothing
-decays. Each token replaces the share 1 / memory_tokens of the state's value for that key, which is the AR(1) process,
-too. Values pass SiLU on their way, and silu(v) - silu(-v) = v, so each value is stored with both signs.
+In Qwen3.5 and later, the first layer is a gated delta net. One head has the same key for every token, and the state
+does not decay. Each token replaces about the share 1 / memory_tokens of the state's value for this key. This is the
+AR(1) process, too. Values pass through SiLU, and silu(v) - silu(-v) = v, so each value is stored with both signs.
 """
 
 from __future__ import annotations
@@ -34,26 +34,27 @@ from tools.models.tensors import Tensor
 
 Floats = NDArray[np.float32]
 
-LEAST_REST = 32  # dimensions that are left to the layers
-# The score rises again beyond pi / angle tokens, so the angle is at most a quarter turn over this many. Smaller angles
-# would reach further, but the keys of neighbouring tokens would then be equal in 16 bits.
+LEAST_REST = 32  # minimal number of dimensions that all layers may write
+# Tokens over which the chosen pair rotates by a quarter turn at most: beyond pi / angle tokens the score rises again.
+# Smaller angles would reach further, but the keys of neighbouring tokens would then be equal in 16 bits.
 LONGEST_CONTEXT = 8192
-# Scores of attention in the other layers vary by this much: each head looks at few tokens, other ones at every step,
-# which keeps greedy decoding from loops.
+# Factor on the attention scores of the other layers. Each head then attends to few tokens, which change at every step,
+# so that greedy decoding does not loop.
 SHARPNESS = 4.0
-# Least-recent-use eviction hits 1 or 2 points more often than in `synthesize`. Experts' logits depend on each other in
-# few dimensions, and sampled tokens come again. More variance of the token's own part corrects this.
+# Factor on the variance of the token's own part. Without it, least-recent-use eviction would hit 1 or 2 points more
+# often than in `synthesize`: in few dimensions, experts' logits depend on each other, and sampled tokens repeat.
 OWN_GAIN = 1.08
-# Each layer adds this much variance to the hidden state (measured), whose norm then makes the three parts smaller.
+# Variance that each layer adds to the hidden state (measured). The norm then shrinks the three parts, so the routers
+# of later layers are scaled up.
 GROWTH_PER_LAYER = 0.37
-# The reach of a delta net's values into SiLU, and the input of a gate that SiLU makes 1.
+# Factor on a delta net's values before SiLU, and the input of a gate for which SiLU is 1.
 VALUE_REACH = 8.0
 OPEN_GATE = 1.2784645
 
 
 @dataclass(frozen=True)
 class SlowRouting:
-    """The weights that make the routing of a random model slow. qtype: of the token embeddings."""
+    """Makes the tensors with which a random model has the locality. `qtype` is the type of the token embeddings."""
 
     shape: Shape
     locality: Locality
@@ -76,34 +77,34 @@ class SlowRouting:
 
     @property
     def width(self) -> int:
-        """Width of each of the three parts: whole blocks of the token embeddings."""
+        """Returns the width of each of the three parts, a multiple of the block size of the token embeddings."""
         block = GGML_QUANT_SIZES[self.qtype][0]
         return max(self.shape.n_embd // 8 // block, 1) * block
 
     @property
     def n_left_alone(self) -> int:
-        """The number of first dimensions that the layers do not write."""
+        """Returns the number of dimensions in the three parts, which the layers after the first do not write."""
         return 3 * self.width
 
     @cached_property
     def row_head(self) -> NDArray[np.uint8]:
-        """The bytes of `shared` and `slow` in every token's embedding: the same random blocks, then zeros."""
+        """Returns the first bytes of every token's embedding: equal random blocks (`shared`), then zeros (`slow`)."""
         shared = random_blocks(self.qtype, self.width // GGML_QUANT_SIZES[self.qtype][0], 1.0, self.seed).ravel()
         return np.concatenate([shared, np.zeros_like(shared)])
 
     def plan(self, tensor: Tensor) -> Tensor:
-        """A tensor of the model, with the type, the spread and the rows of zeros that it gets here."""
+        """Returns a tensor's description with the type, standard deviation and zero rows that the locality needs."""
         role = tensor.name.split(".")[-2]
         if _is_memory(tensor):
             return replace(tensor, qtype=QType.F16) if tensor.qtype != QType.F32 else tensor
         if role in ("attn_output", "ssm_out") or role.startswith("ffn_down"):
             return replace(tensor, n_zero_rows=self.n_left_alone)
-        if role == "attn_q" and not self._has_delta_net:  # there it holds gates, too
+        if role == "attn_q" and not self._has_delta_net:  # a model with delta nets has gates in attn_q, too
             return replace(tensor, std=tensor.std * SHARPNESS)
         return tensor
 
     def weights(self, tensor: Tensor) -> NDArray[np.generic] | None:
-        """The values of a tensor; None for those that stay as random as in any other model."""
+        """Returns the values of a tensor that the locality determines; None for an ordinary random tensor."""
         if _is_memory(tensor):
             made = self._delta_memory(tensor) if self._has_delta_net else self._memory(tensor)
             return made.astype(np.float32 if tensor.qtype == QType.F32 else np.float16)
@@ -116,7 +117,7 @@ class SlowRouting:
         return None
 
     def _router(self, tensor: Tensor) -> Floats:
-        """Rows whose products with the three parts have the variances of `locality`."""
+        """Returns router rows whose products with the three parts have the variances of the locality."""
         rng = np.random.default_rng([self.seed, zlib.crc32(tensor.name.encode())])
         n_expert = tensor.shape[0]
         width = self.width
@@ -130,13 +131,13 @@ class SlowRouting:
         return rows * np.float32(ROUTER_STD * sqrt(1 + GROWTH_PER_LAYER * il))
 
     def _output_norm(self) -> Floats:
-        """Hides the three parts from the output: a token that they made likely would come again and again."""
+        """Returns an output norm that sets the three parts to zero, so that they do not make tokens repeat."""
         made = np.ones(self.shape.n_embd, np.float32)
         made[: self.n_left_alone] = 0
         return made
 
     def _memory(self, tensor: Tensor) -> Floats:
-        """A tensor of the first layer's attention. What is not named here is zero, such as all other heads."""
+        """Returns a tensor of the first layer's attention. All heads but the averaging one are zero."""
         made = np.zeros(tensor.shape, np.float32)
         shape = self.shape
         from_shared = self._length * self._rms * self._shared
@@ -153,7 +154,7 @@ class SlowRouting:
                 made[first] = from_shared
             case "attn_v.weight":
                 made[kept, 2 * self.width + kept] = 1
-            case "attn_kv_a_mqa.weight":  # compressed values, then the part of the keys that RoPE turns
+            case "attn_kv_a_mqa.weight":  # rows of the compressed values, then rows of the keys that RoPE rotates
                 made[kept, 2 * self.width + kept] = 1
                 made[shape.kv_lora_rank + first] = from_shared
             case "attn_v_b.weight":
@@ -167,7 +168,7 @@ class SlowRouting:
         return self.shape.arch == "qwen35moe"
 
     def _delta_memory(self, tensor: Tensor) -> Floats:
-        """A tensor of the first layer's delta net. All but the first head is zero."""
+        """Returns a tensor of the first layer's delta net. All heads but the first are zero."""
         made = np.zeros(tensor.shape, np.float32)
         shape = self.shape
         one = self._rms * self._shared
@@ -177,7 +178,7 @@ class SlowRouting:
         match tensor.name.removeprefix("blk.0."):
             case "attn_norm.weight" | "ssm_norm.weight":
                 made[:] = 1
-            case "attn_qkv.weight":  # queries, keys, values
+            case "attn_qkv.weight":  # rows of queries, keys and values
                 made[0] = made[n_key] = VALUE_REACH * one
                 made[2 * n_key + 2 * kept, 2 * self.width + kept] = VALUE_REACH * self._rms
                 made[2 * n_key + 2 * kept + 1, 2 * self.width + kept] = -VALUE_REACH * self._rms
@@ -195,7 +196,10 @@ class SlowRouting:
 
     @property
     def _delta_gain(self) -> float:
-        """Makes averages vary as much as what they are of, behind a norm that divides by the length of all values."""
+        """Returns the output factor that makes the delta net's averages vary as much as the averaged values.
+
+        The factor also cancels the norm before the output, which divides by the RMS of a head's values.
+        """
         values = np.linspace(-8, 8, 4001)
         weights = np.exp(-(values**2) / 2)
         weights /= weights.sum()
@@ -207,13 +211,13 @@ class SlowRouting:
 
     @property
     def _averaged_variance(self) -> float:
-        """The variance of an average, as a share of the variance of what is averaged."""
+        """Returns the variance of a running average, divided by the variance of the averaged values."""
         kept = exp(-1 / self.locality.memory_tokens)
         return (1 - kept) / (1 + kept)
 
     @cached_property
     def _shared(self) -> Floats:
-        """(n_embd,): gives 1 when multiplied with an embedding."""
+        """Returns a row (n_embd,) whose dot product with every token embedding is 1."""
         block = dequantize(self.row_head, self.qtype)[: self.width]
         row = np.zeros(self.shape.n_embd, np.float32)
         row[: self.width] = block / (block @ block)
@@ -221,14 +225,14 @@ class SlowRouting:
 
     @property
     def _n_slow(self) -> int:
-        """Dimensions of `slow` in use: as many as a head has values."""
+        """Returns the number of used dimensions of `slow`: the values of one head, limited by `width`."""
         shape = self.shape
         n_values = shape.ssm_d_state // 2 if self._has_delta_net else shape.n_embd_head_v or shape.n_embd_head
         return min(self.width, n_values)
 
     @property
     def _rms(self) -> float:
-        """The divisor of an embedding in the first layer's norm, about."""
+        """Returns the approximate RMS of a token embedding, by which the first layer's norm divides."""
         squares = 1 / float(self._shared @ self._shared) + self.shape.n_embd - 2 * self.width
         return sqrt(squares / self.shape.n_embd)
 
@@ -246,20 +250,20 @@ class SlowRouting:
 
     @property
     def _pair(self) -> tuple[int, int]:
-        """The dimensions that turn together: neighbours or, as GPT-NeoX has it, half a head apart."""
+        """Returns the two dimensions that RoPE rotates together: neighbours, or half of n_rot apart as in GPT-NeoX."""
         if self.shape.arch in ("llama", "deepseek2"):
             return 2 * self._pair_index, 2 * self._pair_index + 1
         return self._pair_index, self._pair_index + self._n_rot // 2
 
     @property
     def _length(self) -> float:
-        """Scale of query and key: their product, over the root of the head's width, is 1 / (angle * memory_tokens)."""
+        """Returns the length of query and key for which q * k / sqrt(n_embd_head) is 1 / (angle * memory_tokens)."""
         score = 1 / (self._angle(self._pair_index) * self.locality.memory_tokens)
         return sqrt(score * sqrt(self.shape.n_embd_head))
 
     @property
     def _gain(self) -> float:
-        """Makes averages vary as much as what they are of."""
+        """Returns the output factor that makes the head's averages vary as much as the averaged values."""
         value_std = sqrt(self.shape.kv_lora_rank / self._n_slow) if self.shape.kv_lora_rank else 1 / self._rms
         return 1 / (value_std * sqrt(self._averaged_variance))
 

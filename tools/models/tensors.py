@@ -1,4 +1,4 @@
-"""The tensors of a shape: llama.cpp's names, the type each gets from a quantisation, and its spread."""
+"""Lists the tensors of a model: llama.cpp's names, quantisation types, and standard deviations of the weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tools.models import hybrids
 from tools.models.hybrids import Named
 from tools.models.shapes import Shape
 
-# The type of most matrices; _qtype_of_role has the exceptions.
+# The type of most matrices in each quantisation; _qtype_of_role has the exceptions.
 QUANTS = {
     "q4_0": QType.Q4_0,
     "q4_k_m": QType.Q4_K,
@@ -24,33 +24,34 @@ QUANTS = {
     "f16": QType.F16,
     "bf16": QType.BF16,
 }
-PURE = ("q4_0", "q8_0", "f16", "bf16")  # every matrix has the same type
+PURE = ("q4_0", "q8_0", "f16", "bf16")  # quantisations in which every matrix has the same type
 
-# llama.cpp's tensor_type_fallback for rows that a super-block of 256 does not divide
+# llama.cpp's tensor_type_fallback: types for rows whose length is not a multiple of 256
 ROW_FALLBACK = {
     QType.Q4_K: QType.Q5_0, QType.Q5_K: QType.Q5_0, QType.Q6_K: QType.Q8_0, QType.IQ4_XS: QType.IQ4_NL,
 }  # fmt: skip
 
-# Weights have a standard deviation of gain / sqrt(columns). The tokens of one text share the output of attention. A
-# gain of 0.7 routes each token almost afresh. A gain of 1.4 and more sends most tokens to a few experts. With 0.9 LRU
-# has 75 % hits with room for 37 % of the experts. `output` sets how peaked the next token is.
+# Weights have a standard deviation of gain / sqrt(columns). The tokens of one text share much of attention's output, so
+# its gain sets how similar their routing is. With 0.7, tokens route almost independently. With 1.4, most tokens use a
+# few experts. With 0.9, LRU has 75 % hits with slots for 37 % of the experts. The gain of `output` sets how peaked the
+# distribution of the next token is.
 GAINS = {"attn_output": 0.9, "output": 3.0}
 
 HEADS_INPUT = "nextn.eh_proj.weight"
-# The norm behind the last layer of LFM2. Its output matrix is the embeddings, which vary by 1.
+# The norm after the last layer of LFM2. Its scale is smaller, because the output matrix is the token embeddings.
 TIED_OUTPUT_NORM = "token_embd_norm.weight"
 
-# llama-quantize leaves these alone (tensor_allows_quantization in llama-quant.cpp). Two matrices
-# more stay F32 here: the heads' input, which is made as the trunk sees it, and a table's convolution.
+# Tensors that stay F32: llama-quantize does not quantise them (tensor_allows_quantization in llama-quant.cpp). Two more
+# stay F32 only here: HEADS_INPUT, which is near the identity, and the convolution of the n-gram table.
 STAY_F32_ENDS = (".bias", "_norm.weight", "ssm_a", "ssm_d", HEADS_INPUT)
 STAY_F32_PARTS = (".ffn_gate_inp.", "conv1d", "shortconv.conv.", "indexer.q_proj.", "indexer.k_proj.")
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor: `shape` in numpy order (experts, rows, columns), `std` of the weights if quantised.
+    """One tensor of a model. `shape` is in numpy's order: (experts, rows, columns).
 
-    The first `n_zero_rows` rows of each matrix are zero.
+    `std` is the standard deviation of quantised weights. The first `n_zero_rows` rows of each matrix are zero.
     """
 
     name: str
@@ -61,28 +62,28 @@ class Tensor:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the tensor in the file, without padding."""
+        """Returns the bytes of the tensor in the file, without padding."""
         block, block_bytes = GGML_QUANT_SIZES[self.qtype]
         return prod(self.shape) // block * block_bytes
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row."""
+        """Returns the bytes of one matrix row."""
         return self.n_bytes // prod(self.shape[:-1])
 
     @property
     def n_chunks(self) -> int:
-        """Matrices in the tensor: each is filled from its own place in the pool of random blocks."""
+        """Returns the number of matrices. Each one is filled from a different start in the pool of random blocks."""
         return self.shape[0] if len(self.shape) == 3 else 1
 
 
 def tensors(shape: Shape, quant: str) -> list[Tensor]:
-    """All tensors of the model, in the order of the file."""
+    """Returns all tensors of the model, in the order of the file."""
     return [_tensor(name, dims, shape, quant) for name, dims in _names_and_dims(shape)]
 
 
 def model_size_bytes(shape: Shape, quant: str) -> int:
-    """Bytes of all tensors; the metadata adds a few MB for a large vocabulary."""
+    """Returns the bytes of all tensors. Metadata adds a few MB for a large vocabulary."""
     return sum(tensor.n_bytes for tensor in tensors(shape, quant))
 
 
@@ -97,7 +98,10 @@ def _tensor(name: str, dims: tuple[int, ...], shape: Shape, quant: str) -> Tenso
 
 
 def _qtype(name: str, role: str, n_columns: int, shape: Shape, quant: str) -> QType:
-    """The type of one matrix, by the rules of llama_tensor_get_type_impl (llama-quant.cpp)."""
+    """Returns the type of one matrix, by the rules of llama_tensor_get_type_impl (llama-quant.cpp).
+
+    Raises ValueError if the length of a row is not a multiple of the type's block size.
+    """
     qtype = QUANTS[quant] if quant in PURE else _qtype_of_role(name, role, shape, quant)
     if n_columns % GGML_QUANT_SIZES[qtype][0]:
         qtype = ROW_FALLBACK.get(qtype, qtype)
@@ -110,7 +114,7 @@ def _qtype(name: str, role: str, n_columns: int, shape: Shape, quant: str) -> QT
 def _qtype_of_role(name: str, role: str, shape: Shape, quant: str) -> QType:
     most = QUANTS[quant]
     eight_experts = shape.n_expert == 8
-    if quant == "mxfp4":  # MXFP4_MOE: experts, and nothing else
+    if quant == "mxfp4":  # MXFP4_MOE: experts are MXFP4, all other matrices Q8_0
         return most if role.endswith("_exps") else QType.Q8_0
     if role == "output" or (role == "token_embd" and is_tied(shape)):
         return QType.Q6_K
@@ -148,7 +152,7 @@ def _names_and_dims(shape: Shape) -> Named:
 
 
 def is_tied(shape: Shape) -> bool:
-    """Returns whether the embeddings are the output matrix, too."""
+    """Returns True if the token embeddings are also the output matrix."""
     return shape.arch in ("lfm2moe", "granitehybrid")
 
 
@@ -214,7 +218,7 @@ def _attention(shape: Shape) -> Named:
 
 
 def _heads(shape: Shape) -> Named:
-    """Yields the tensors that only a layer for further tokens has."""
+    """Yields the tensors that only a layer for multi-token prediction has."""
     yield HEADS_INPUT, (shape.n_embd, 2 * shape.n_embd)
     for name in ("enorm", "hnorm", "shared_head_norm"):
         yield f"nextn.{name}.weight", (shape.n_embd,)
@@ -254,7 +258,7 @@ def _ffn(shape: Shape, il: int) -> Named:
 
 
 def _squared_ffn(shape: Shape) -> Named:
-    """Experts without a gate: their activation is a squared ReLU."""
+    """Yields the router and experts without gate matrices, whose activation is a squared ReLU."""
     yield "ffn_gate_inp.weight", (shape.n_expert, shape.n_embd)
     yield "exp_probs_b.bias", (shape.n_expert,)
     yield "ffn_up_exps.weight", (shape.n_expert, shape.n_ff_exp, shape.n_embd)

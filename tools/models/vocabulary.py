@@ -1,7 +1,7 @@
-"""A byte-level BPE vocabulary of any size that encodes and decodes all UTF-8, without corpus or library.
+"""Makes a byte-level BPE vocabulary of any size that encodes and decodes all UTF-8, without a corpus or library.
 
-Order: 256 bytes, pieces and words that merges can reach, filler words that no merge reaches (the model may
-say them, the tokenizer never does), and three ChatML specials.
+The order of tokens is: 256 bytes, pieces and words that merges produce, filler words, and three special tokens of
+ChatML. No merge produces a filler word, so a model can generate it but the tokenizer never returns it.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ answer computer
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Tokens in llama.cpp's `gpt2` form, with one type per token, and merges by rank."""
+    """Tokens in llama.cpp's `gpt2` form, the type of each token, and the merges in the order of their rank."""
 
     tokens: list[str]
     types: list[int]
     merges: list[str]
 
     def id_of(self, special: str) -> int:
-        """The id of one of SPECIALS."""
+        """Returns the token id of one of SPECIALS."""
         return len(self.tokens) - len(SPECIALS) + SPECIALS.index(special)
 
 
 def build_vocabulary(n_vocab: int) -> Vocabulary:
-    """Build exactly n_vocab tokens; the same n_vocab gives the same vocabulary."""
+    """Returns a vocabulary of exactly n_vocab tokens, always the same. Raises ValueError if n_vocab is too small."""
     n_reachable = n_vocab - len(SPECIALS)
     if n_reachable < 256:
         raise ValueError(f"n_vocab has to be at least {256 + len(SPECIALS)} (bytes, specials), not {n_vocab}")
@@ -66,14 +66,17 @@ def build_vocabulary(n_vocab: int) -> Vocabulary:
 
 
 def byte_characters() -> list[str]:
-    """The printable character that stands for each byte in a byte-level BPE vocabulary (GPT-2's table)."""
+    """Returns the printable character that represents each byte in a byte-level BPE vocabulary (GPT-2's table)."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     stand_ins = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(stand_ins)) for byte in range(256)]
 
 
 def _merged_tokens(limit: int) -> tuple[list[str], list[str]]:
-    """Bytes, pieces and words, each word merged left to right from what earlier merges already make of it."""
+    """Returns at most `limit` tokens (bytes, pieces, words) and the merges that produce them.
+
+    Earlier merges are applied to each word first. New merges then join the rest of the word from left to right.
+    """
     tokens = dict.fromkeys(byte_characters())
     ranks: dict[tuple[str, str], int] = {}
     for word in [*PIECES, *("Ġ" + word for word in WORDS), *WORDS]:
@@ -99,7 +102,7 @@ def _encode(word: str, ranks: dict[tuple[str, str], int]) -> list[str]:
 
 
 def _fillers(taken: set[str]) -> Iterator[str]:
-    """Endless made-up words of syllables, with the leading space of a word."""
+    """Yields invented words of syllables without end, each with a leading space. Skips the words in `taken`."""
     syllables = [consonant + vowel for consonant in "bcdfghjklmnprstvwxyz" for vowel in "aeiou"]
     words = ["Ġ"]
     while True:

@@ -1,4 +1,4 @@
-"""Writing the file: metadata, shards, and tensor data streamed from the block pools."""
+"""Writes the GGUF file of a random model: metadata, shards, and tensor data streamed from the block pools."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tools.models.tensors import Tensor, tensors
 from tools.models.vocabulary import CHAT_TEMPLATE, build_vocabulary
 
 ALIGNMENT = 32
-# Room for vocabulary, merges and tensor infos: 151,936 tokens take about 4 MB.
+# Disk space that is reserved for vocabulary, merges and tensor infos: 151,936 tokens take about 4 MB.
 METADATA_BYTES = 16 << 20
 
 FILE_TYPES = {
@@ -55,13 +55,16 @@ def write_model(
     chat_template: str = CHAT_TEMPLATE,
     progress: Progress | None = None,
 ) -> list[Path]:
-    """Write a random model; return its files, first shard first. Weights depend on shape, quant, seed and locality.
+    """Writes a random model. Returns the paths of its files, first shard first.
 
-    `locality` names a model (`LOCALITIES`) whose published reuse of experts the routing has; None: as random weights
-    happen to route.
-    `n_split` puts every tensor into the smallest of this many shards, so that gate, up and down of a layer part
-    company; `split_max_bytes` fills one shard after the other, as llama-gguf-split does. `progress` gets
-    bytes done and bytes in total. Files appear under their names when all are complete.
+    The weights depend only on shape, quant, seed and locality. `locality` names a model of LOCALITIES, and the routing
+    then reuses experts as published for that model. With None, the routing follows from random weights.
+
+    `n_split` is a number of shards. Each tensor goes to the smallest shard, so that gate, up and down of a layer are in
+    different files. `split_max_bytes` fills one shard after the other instead, as llama-gguf-split does.
+
+    `progress` is called with the bytes written so far and the total bytes. The files have temporary names until all are
+    complete. Raises OSError if the disk is too full, and ValueError for a wrong option.
     """
     path = Path(path)
     plan = tensors(shape, quant)
@@ -141,7 +144,7 @@ def _shard_paths(path: Path, n_split: int) -> list[Path]:
 
 
 def write_sparse_model(path: Path, shape: Shape, quant: str) -> Path:
-    """Writes the header of a model, for plans. The weights are a hole in the file, which takes no room on the disk."""
+    """Writes a model file without weights, to test plans. The weights are a hole that takes no disk space."""
     plan = tensors(shape, quant)
     writer = GGUFWriter(path, shape.arch)
     _add_metadata(writer, shape, quant, "random", None)
@@ -155,7 +158,7 @@ def write_sparse_model(path: Path, shape: Shape, quant: str) -> Path:
 
 
 def _write_header(writer: GGUFWriter, shard: list[Tensor]) -> BinaryIO:
-    """Writes all that stands before the weights, and returns the file."""
+    """Writes the header, metadata and tensor infos of a shard. Returns the open file, at the start of the weights."""
     for tensor in shard:
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.n_bytes, tensor.qtype)
     writer.write_header_to_file()
@@ -180,7 +183,7 @@ def _write_shard(writer: GGUFWriter, shard: list[Tensor], weights: Weights, adva
 
 @dataclass(frozen=True)
 class Weights:
-    """The source of a tensor's bytes."""
+    """Returns the bytes of each tensor, from the locality, F32 values or the block pools."""
 
     pools: BlockPools
     routing: SlowRouting | None
@@ -188,7 +191,7 @@ class Weights:
     n_expert: int
 
     def pieces(self, tensor: Tensor) -> Iterator[memoryview]:
-        """The bytes of a tensor, in order."""
+        """Yields the bytes of a tensor, in order."""
         made = self.routing.weights(tensor) if self.routing else None
         if made is not None:
             yield made.data
@@ -203,7 +206,7 @@ class Weights:
 
 
 def _with_row_heads(pieces: Iterator[memoryview], row_bytes: int, head: Bytes) -> Iterator[memoryview]:
-    """Yields the rows with `head` in place of their first bytes."""
+    """Yields the rows, after `head` has replaced the first bytes of each row."""
     rest = b""
     for piece in pieces:
         data = bytearray(rest + piece)
@@ -254,7 +257,7 @@ def _add_key(writer: GGUFWriter, key: str, value: Value) -> None:
 
 
 def add_tokenizer(writer: GGUFWriter, n_vocab: int, chat_template: str = CHAT_TEMPLATE) -> None:
-    """Adds the vocabulary."""
+    """Adds the vocabulary, the special tokens and the chat template to the metadata."""
     vocabulary = build_vocabulary(n_vocab)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")

@@ -1,6 +1,6 @@
-"""Damaged GGUF headers: a file taken apart, changed in one or two places by a seeded choice, and put together again.
+"""Makes GGUF files with damaged headers: reads a file, applies one to three random changes, and writes it again.
 
-Uses nothing of moegguf.
+Imports nothing from moegguf.
 """
 
 from tools.mutants.header import Header, read_header, write_file

@@ -1,4 +1,4 @@
-"""A GGUF file in parts that can be changed one by one: key-values, tensors, and the bytes of each tensor."""
+"""Reads and writes a GGUF file as parts that can be changed one by one: key-values, tensor infos, tensor bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Item = int | float | bytes
 
 @dataclass(frozen=True)
 class KeyValue:
-    """One key. `item_type` is the type of an array's items, None for a scalar."""
+    """One key with its value. `item_type` is the GGUF type of an array's items, None for a scalar."""
 
     key: str
     gguf_type: int
@@ -28,7 +28,7 @@ class KeyValue:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor, with its bytes in the file it came from. `raw_type`: the number of its ggml type."""
+    """One tensor with the bytes that it has in the original file. `raw_type` is the number of its ggml type."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class TensorEntry:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of a tensor of this shape and type; of F32 for a type that does not exist."""
+        """Returns the bytes of a tensor with this shape and type. A type that does not exist counts as F32."""
         try:
             block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(self.raw_type)]
         except ValueError:
@@ -51,17 +51,20 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Header:
-    """All of a file."""
+    """All parts of a GGUF file: key-values, and tensors with their bytes."""
 
     pairs: tuple[KeyValue, ...]
     tensors: tuple[TensorEntry, ...]
 
     def with_pair(self, index: int, pair: KeyValue | None) -> Header:
-        """A copy with another key-value, or none, at `index`; one more when the index is the number of them."""
+        """Returns a copy in which `pair` replaces the key-value at `index`, or, if None, the key-value is removed.
+
+        An index after the last one appends `pair`.
+        """
         return replace(self, pairs=self.pairs[:index] + ((pair,) if pair else ()) + self.pairs[index + 1 :])
 
     def with_tensor(self, index: int, tensor: TensorEntry | None) -> Header:
-        """A copy with another tensor, or none, at `index`."""
+        """Returns a copy in which `tensor` replaces the tensor at `index`, or, if None, the tensor is removed."""
         return replace(self, tensors=self.tensors[:index] + ((tensor,) if tensor else ()) + self.tensors[index + 1 :])
 
 
@@ -97,7 +100,7 @@ class _Reader:
 
 
 def read_header(path: Path) -> Header:
-    """The parts of a good file of one shard."""
+    """Returns the parts of a valid GGUF file with one shard."""
     reader = _Reader(path.read_bytes())
     reader.at = 8
     n_tensors = reader.whole("Q")
@@ -141,7 +144,7 @@ def _pair(pair: KeyValue) -> bytes:
 
 
 def write_file(header: Header, path: Path) -> None:
-    """Writes the file; a tensor that is larger than its old bytes gets them again and again."""
+    """Writes the parts as a GGUF file. The bytes of a tensor that has become larger are repeated to fill it."""
     out = [b"GGUF", struct.pack("<IQQ", 3, len(header.tensors), len(header.pairs)), *map(_pair, header.pairs)]
     offset = 0
     sizes = []

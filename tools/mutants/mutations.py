@@ -1,4 +1,4 @@
-"""Ways to damage a header. Each takes the parts of a file and a random generator, and returns the parts changed."""
+"""Functions that damage a header. Each takes the parts of a file and a random generator, and returns changed parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TEXTS = [b"", b"none", b"no_vocab", b"llama", b"gpt2", b"bert", b"t5", b"rwkv", 
          b"kimi-k2", b"jina-v2-en", b"linear", b"yarn", b"longrope", b"chat", b"\0", b"\xff", b"x" * 5000]  # fmt: skip
 ARCHS = [b"qwen2moe", b"qwen3moe", b"llama", b"deepseek2", b"qwen3next", b"gpt-oss", b"llama4", b"glm4moe", b"bert",
          b"t5", b"rwkv7", b"mamba", b"clip", b"llada-moe", b"olmoe", b"phimoe", b"dbrx", b"grok", b"jamba"]  # fmt: skip
-# Keys that other files have; an added one meets code that the file's own keys do not.
+# Keys of other GGUF files. Adding such a key reaches code that the file's own keys do not reach.
 KEYS = """
 context_length embedding_length embedding_length_out block_count leading_dense_block_count feed_forward_length
 expert_feed_forward_length expert_shared_feed_forward_length expert_chunk_feed_forward_length use_parallel_residual
@@ -78,7 +78,7 @@ def _scalar(gguf_type: int, random: Random) -> Item:
 
 
 def _near(value: Item, gguf_type: int, random: Random) -> Item:
-    """A value close to a good one: what a broken converter writes."""
+    """Returns a number close to a valid one, as a faulty converter may write. Other types get a random value."""
     if isinstance(value, bytes) or FORMATS[gguf_type] in "fd?":
         return _scalar(gguf_type, random)
     return max(0, random.choice((value + 1, value - 1, value * 2, value // 2, value * 3, value + 32, value - 32)))
@@ -89,7 +89,7 @@ def _pick(header: Header, random: Random) -> int:
 
 
 def change_value(header: Header, random: Random) -> Header:
-    """Another value of the same type, or other items in an array."""
+    """Replaces one key's value by another value of the same type, or changes the items of an array."""
     index = _pick(header, random)
     pair = header.pairs[index]
     if isinstance(pair.value, list):
@@ -118,7 +118,7 @@ def _changed_array(pair: KeyValue, random: Random) -> KeyValue:
 
 
 def change_type(header: Header, random: Random) -> Header:
-    """A value of another type: another number type, a string, an array of one, or an array per layer."""
+    """Replaces one key's value by a value of random type: a number, a string, or an array of 0 to 6 equal items."""
     index = _pick(header, random)
     pair = header.pairs[index]
     old = pair.value[0] if isinstance(pair.value, list) and pair.value else pair.value
@@ -132,12 +132,12 @@ def change_type(header: Header, random: Random) -> Header:
 
 
 def remove_pair(header: Header, random: Random) -> Header:
-    """One key less."""
+    """Removes one key."""
     return header.with_pair(_pick(header, random), None)
 
 
 def add_pair(header: Header, random: Random) -> Header:
-    """A key that the file does not have, or two of one that it has."""
+    """Adds a key of other files with a random value. If the file already has the key, the new value replaces it."""
     arch = next((p.value for p in header.pairs if p.key == "general.architecture"), None)
     arch = arch if isinstance(arch, bytes) else b"llama"
     if arch == b"clip":
@@ -156,7 +156,7 @@ def add_pair(header: Header, random: Random) -> Header:
 
 
 def swap_values(header: Header, random: Random) -> Header:
-    """Two keys with each other's value."""
+    """Exchanges the values of two keys."""
     first = header.pairs[_pick(header, random)]
     second = header.pairs[_pick(header, random)]
     names = {first.key: second, second.key: first}
@@ -164,7 +164,7 @@ def swap_values(header: Header, random: Random) -> Header:
 
 
 def change_kind(header: Header, random: Random) -> Header:
-    """Another tokenizer model or pre-tokenizer on this vocabulary; another kind of projector."""
+    """Changes the name of the tokenizer model or pre-tokenizer, and the kind of projector if the file has one."""
     key = random.choice(("tokenizer.ggml.model", "tokenizer.ggml.model", "tokenizer.ggml.pre"))
     kinds = {key: TEXTS, "clip.projector_type": PROJECTOR_KINDS}
     pairs = tuple(replace(p, value=random.choice(kinds[p.key])) if p.key in kinds else p for p in header.pairs)
@@ -172,7 +172,7 @@ def change_kind(header: Header, random: Random) -> Header:
 
 
 def change_tensor_type(header: Header, random: Random) -> Header:
-    """A tensor of another ggml type, with bytes enough; or all tensors of that kind."""
+    """Changes the ggml type of one tensor, or of all tensors with the same name in each layer."""
     index = random.randrange(len(header.tensors))
     raw_type = random.randrange(44)
     if random.random() < 0.3:
@@ -183,7 +183,10 @@ def change_tensor_type(header: Header, random: Random) -> Header:
 
 
 def change_shape(header: Header, random: Random) -> Header:
-    """A tensor with another dimension, one more, one fewer, or two exchanged; at most 64 MiB in F32."""
+    """Changes one dimension of a tensor, adds or removes a dimension, or shuffles the dimensions.
+
+    Returns the header unchanged if the tensor would have 2^24 elements or more.
+    """
     index = random.randrange(len(header.tensors))
     tensor = header.tensors[index]
     shape = list(tensor.shape)
@@ -202,12 +205,12 @@ def change_shape(header: Header, random: Random) -> Header:
 
 
 def remove_tensor(header: Header, random: Random) -> Header:
-    """One tensor less."""
+    """Removes one tensor."""
     return header.with_tensor(random.randrange(len(header.tensors)), None)
 
 
 def rename_tensor(header: Header, random: Random) -> Header:
-    """A tensor with the name of another (which it replaces), or with one letter changed."""
+    """Changes one letter of a tensor's name, or gives a tensor the name of another one, which is removed."""
     first = random.randrange(len(header.tensors))
     second = random.randrange(len(header.tensors))
     name = header.tensors[second].name
@@ -218,7 +221,7 @@ def rename_tensor(header: Header, random: Random) -> Header:
     return renamed.with_tensor(second, None)
 
 
-# (mutation, weight)
+# each mutation with its relative frequency
 MUTATIONS: list[tuple[Mutation, int]] = [
     (change_value, 30), (change_type, 8), (remove_pair, 6), (add_pair, 20), (swap_values, 4), (change_kind, 5),
     (change_tensor_type, 15), (change_shape, 8), (remove_tensor, 4), (rename_tensor, 4),
@@ -226,7 +229,7 @@ MUTATIONS: list[tuple[Mutation, int]] = [
 
 
 def mutate(header: Header, seed: int) -> tuple[Header, str]:
-    """The header with one to three mutations, and what was changed in words; the same for the same seed."""
+    """Returns the header with one to three mutations, and their description. The result is fixed by the seed."""
     random = Random(seed)
     mutations, weights = zip(*MUTATIONS, strict=True)
     changed = header
@@ -238,7 +241,7 @@ def mutate(header: Header, seed: int) -> tuple[Header, str]:
 
 
 def _differences(old: Header, new: Header) -> list[str]:
-    """Each key and tensor that is another: name, what it was, what it is."""
+    """Returns a text for each key and tensor that differs: the name, the old value and the new value."""
     parts = [
         {p.key: _show(p) for p in header.pairs} | {t.name: f"{t.shape} type {t.raw_type}" for t in header.tensors}
         for header in (old, new)

@@ -1,4 +1,4 @@
-"""Questions as other people might type them: the wordings that training draws from at random."""
+"""Rewords questions as other people might type them; training draws from these wordings at random."""
 
 import random
 import re
