@@ -87,7 +87,7 @@ struct PolicyType {
     std::unique_ptr<EvictionPolicy> (*make)(const Layout & layout, const Values & values);
 };
 
-extern const PolicyType next_use_policy, locality_policy; // expected_use.cpp
+extern const PolicyType next_use_policy, locality_policy; // defined in expected_use.cpp
 
 // Makes the policy with this name. Throws Error(INVALID) for an unknown name, or a value out of range.
 std::unique_ptr<EvictionPolicy> make_policy(const Layout & layout, const std::string & name,
