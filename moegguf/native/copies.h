@@ -29,7 +29,7 @@ class Copies final : public Link {
     void start_threads() override;
     bool begin_next(Job & job) override;
     void finish(const Job & job, const std::string & why) override;
-    uint64_t link_bytes(const Job & job) const override; // 0 within the device, whose memory is faster than a link
+    uint64_t link_bytes(const Job & job) const override; // 0 for a copy within the device: faster than any link
     void note_time(uint64_t ns) override;
     // Sets the stop flag of the whole store, joins the copy thread, and waits for the submitted copies.
     void stop();
@@ -60,7 +60,7 @@ class Copies final : public Link {
     std::mutex event_mutex_;       // guards event_ and n_in_flight_
     int n_in_flight_ = 0;          // batches that are submitted and not finished
     std::mutex submit_mutex_;      // held while copies are put into the backend's stream
-    std::vector<std::atomic<uint8_t>> submitted_; // [n_slots]
+    std::vector<std::atomic<uint8_t>> submitted_; // [n_slots] bits of matrices that are submitted and not finished
     Batch batch_;                                 // batch that the copy thread submits
     Batch own_;                                   // batch that the compute thread submits and the copy thread completes
     bool own_submitted_ = false;

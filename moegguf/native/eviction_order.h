@@ -82,7 +82,7 @@ class EvictionOrder {
 
     const EvictionPolicy * policy_ = nullptr;
     std::vector<int> at_; // [n_slots] index of the slot in its layer's entries; -1: the slot may not be evicted
-    std::vector<LayerOrder> layers_; // [n_layer]
+    std::vector<LayerOrder> layers_; // [n_layer] order of each layer
 };
 
 } // namespace moegguf

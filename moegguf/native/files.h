@@ -1,5 +1,5 @@
-// files.h: reads bytes of the GGUF's shards. Reads bypass the page cache (O_DIRECT) if a test read returned the same
-// bytes.
+// files.h: reads bytes of the GGUF's shards. Reads bypass the page cache (O_DIRECT) if a test read with O_DIRECT has
+// returned the right bytes.
 //
 // This file only reads, at offsets of the layout. It knows no slot and no expert.
 #pragma once
@@ -17,7 +17,7 @@ namespace moegguf {
 // Aligned memory of one reader thread. Shard::read() returns an address in this memory.
 class ReadBuffer {
   public:
-    explicit ReadBuffer(size_t n); // Throws Error(MEMORY).
+    explicit ReadBuffer(size_t n); // Allocates at least n bytes. Throws Error(MEMORY).
     ~ReadBuffer();
     ReadBuffer(const ReadBuffer &) = delete;
     ReadBuffer & operator=(const ReadBuffer &) = delete;
@@ -77,8 +77,8 @@ class Shard {
         bool operator==(const Sample & other) const { return digest == other.digest && error == other.error; }
     };
 
-    struct stat status() const;         // Throws Error(IO).
-    void check_unchanged() const;       // Throws Error(IO).
+    struct stat status() const;         // Calls fstat. Throws Error(IO).
+    void check_unchanged() const;       // Throws Error(IO) if the file was written to.
     std::vector<Sample> sample() const; // Reads all sampled spans from the file again.
     Error cannot_read(uint64_t offset, size_t n, int error) const;
     bool fill(int fd, uint8_t * data, uint64_t offset, size_t n, size_t needed, int & error) const;

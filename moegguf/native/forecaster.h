@@ -81,7 +81,7 @@ class Forecaster {
     // returns, the earlier predictor's arrays are no longer used. The calibration is kept until a predictor with
     // another name is set. Throws Error.
     void set(const moegguf_predictor * chosen);
-    void prefetch(bool on) { prefetching_ = on; }            // takes effect at the next prediction
+    void prefetch(bool on) { prefetching_ = on; }            // switches prefetches on or off
     void read(float * probabilities, uint8_t * known) const; // forecasts of layers whose router has not chosen yet
 
     // Compute threads call the next functions without the store's lock.
@@ -190,7 +190,7 @@ class Forecaster {
     int n_sequences_ = 0;       // number of sequences in the pass
     bool is_predicted_ = false; // true: the pass is predicted
     uint64_t n_started_ = 0;    // value of the counter prefetch_started when this pass began
-    std::vector<LayerForecast> layers_; // [n_moe_layers]
+    std::vector<LayerForecast> layers_; // [n_moe_layers] forecast for each layer with experts
     std::vector<float> each_;           // [most_selected][n_expert_max] probabilities for predicted_sequences_, scratch
     std::vector<int> predicted_sequences_;
     std::vector<int> best_;

@@ -60,7 +60,7 @@ struct Strides {
 
     uint64_t slot_bytes() const;
     uint64_t arena_bytes(int kind, int n_slots) const { return of_kind[kind] * n_slots + guard_bytes; }
-    uint64_t pool_bytes(int n_slots) const; // all arenas, guards included
+    uint64_t pool_bytes(int n_slots) const; // bytes of all arenas, guards included
 };
 
 struct Layout {
@@ -143,7 +143,7 @@ class Numbering {
     }
 
     int n_slots() const { return n_slots_; }
-    bool resident() const { return resident_; } // any thread
+    bool resident() const { return resident_; } // any thread may call this
     Window window(int il) const { return windows_[il]; }
     // Returns the slot that is reserved for this expert. Valid only while resident.
     int own_slot(int il, int expert) const { return windows_[il].first_slot + expert; }

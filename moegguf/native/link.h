@@ -14,7 +14,7 @@ template <typename T>
 class Ring {
   public:
     bool empty() const { return size_ == 0; }
-    size_t size() const { return get(size_); } // any thread
+    size_t size() const { return get(size_); } // any thread may call this
     T & operator[](size_t i) { return items_[(head_ + i) & (items_.size() - 1)]; }
 
     T & add() { // returns a new last item, which still has old contents
@@ -56,12 +56,12 @@ class Ring {
         head_ = 0;
     }
 
-    std::vector<T> items_; // [a power of two]
+    std::vector<T> items_; // the size is 0 or a power of two
     size_t head_ = 0;
     uint64_t size_ = 0;
 };
 
-// Callers hold the store's lock, except for functions marked "any thread".
+// A link: queues of transfers into slots. Callers hold the store's lock, except for functions marked "any thread".
 class Link {
   public:
     Link(const Layout & layout, Shared & shared, const Tiers & tiers)
@@ -81,7 +81,7 @@ class Link {
     virtual uint64_t link_bytes(const Job & job) const { return job.bytes; }
     virtual void note_time(uint64_t) {}
 
-    uint64_t n_queued(bool demand) const { return (demand ? demand_ : prefetch_).size(); } // any thread
+    uint64_t n_queued(bool demand) const { return (demand ? demand_ : prefetch_).size(); } // any thread may call this
 
   protected:
     // Queues matrices of slot s as one transfer. `demand`: a layer waits for them. The fields are written one by one,
@@ -149,7 +149,7 @@ class Link {
 };
 
 struct LinkSpeed {
-    double bytes_per_ns = 0; // 0: transfers are free
+    double bytes_per_ns = 0; // bandwidth; 0: transfers take no time
     double latency_ns = 0;   // latency of each transfer
 };
 

@@ -19,8 +19,8 @@ struct OperatingSystem {
     int (*fstat)(int fd, struct stat * status);
     ssize_t (*pread)(int fd, void * buffer, size_t n, off_t offset);
     void * (*aligned_alloc)(size_t alignment, size_t n);
-    ggml_backend_buffer_t (*alloc_buffer)(ggml_backend_buffer_type_t buft, size_t n); // nullptr: refused
-    std::thread (*start_thread)(std::function<void()> body);                          // throws std::system_error
+    ggml_backend_buffer_t (*alloc_buffer)(ggml_backend_buffer_type_t buft, size_t n); // returns nullptr if refused
+    std::thread (*start_thread)(std::function<void()> body); // throws std::system_error if refused
     void (*copy_to_device)(ggml_backend_t backend, ggml_tensor * to, const void * data, size_t offset, size_t n);
 };
 

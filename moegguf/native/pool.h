@@ -63,7 +63,7 @@ class Pool {
     // Allocates all arenas for the matrices of these layers. Throws Error(MEMORY) if the device refuses.
     Pool(const Layout & layout, const LayerSet & layers, const Numbering & numbering, const PoolMemory & memory);
 
-    ggml_tensor * tensor(int matrix) const { return tensors_[matrix]; } // nullptr: the layer is in another tier
+    ggml_tensor * tensor(int matrix) const { return tensors_[matrix]; } // nullptr: another tier has the layer
 
     // Writes rows [row, row + n_rows) of one expert's matrix into a slot. `data` has the file's layout. After the last
     // row of the matrix, zeros are written as padding. Reader threads call this without the store's lock.
@@ -108,7 +108,7 @@ class Pool {
     struct Arena {
         ggml_backend_buffer_ptr memory; // owns the memory; its type interleaves if any layer is interleaved
         ggml_backend_buffer_ptr alias;  // plain buffer over the same memory, for layers that are not interleaved
-        uint8_t * base = nullptr;       // nullptr: the pool has no matrices of this kind
+        uint8_t * base = nullptr;       // address; nullptr: the pool has no matrices of this kind
     };
 
     void allocate(const Layout & layout, const LayerSet & layers, int n_slots);

@@ -4,8 +4,8 @@
 // the candidates the lowest score of the policy decides; then, in a sweep, the layer that is needed last; then the age.
 // A layer with no more than its share of slots loses one only if no other layer can.
 //
-// Only this class changes slots. Other code calls the functions below, mostly through the verbs of the tier (tier.h).
-// It knows no memory, no file and no thread, and its counters cover only its own tier.
+// Only class Residency changes slots. Other code calls the functions below, mostly through the verbs of the tier
+// (tier.h). It knows no memory, no file and no thread, and its counters cover only its own tier.
 #pragma once
 
 #include "eviction_order.h"
@@ -21,7 +21,7 @@ struct Slot {
     int il = -1;             // layer of the expert; -1: the slot is free
     int expert = -1;         // -1 in a slot with a layer: experts are streamed through it (streamed_supply.cpp)
     uint32_t generation = 0; // increases whenever the slot gets or loses an expert
-    int pins = 0;            // uses by layers that compute and by slots that are filled from here; 0: may be evicted
+    int pins = 0;            // number of layers that compute with it and of slots filled from it; 0: may be evicted
     uint32_t requests = 0;   // number of routing events that needed this expert
     uint8_t queued = 0;      // bits of matrices that wait for their transfer
     uint8_t reading = 0;     // bits of matrices whose transfer is under way
@@ -70,8 +70,10 @@ class Residency {
     void begin_read(int s, uint8_t kinds);
     void end_read(int s, uint8_t kinds);
 
-    const std::vector<uint32_t> & uses() const { return uses_; }   // [n_layer * n_expert_max] look-ups of each expert
-    const std::vector<uint32_t> & loads() const { return loads_; } // [n_layer * n_expert_max] times that it got a slot
+    const std::vector<uint32_t> & uses() const { return uses_; } // [n_layer * n_expert_max] look-ups of each expert
+    const std::vector<uint32_t> & loads() const {
+        return loads_;
+    } // [n_layer * n_expert_max] slots that each expert got
     void count_look_up(int il, int expert) { uses_[layout_.key(il, expert)] += 1; }
 
     // Exchanges the present policy with `policy`.

@@ -15,8 +15,8 @@ namespace moegguf {
 
 using Lock = std::unique_lock<std::mutex>;
 
-// Counters that are a struct of the C ABI. Every access is atomic with relaxed order, because no other data depends on
-// them.
+// Counters in a struct of the C ABI (moegguf.h). Every access is atomic with relaxed order, because no other data
+// depends on them.
 template <typename Figures>
 struct Counted : Figures {
     Counted() : Figures{} {}

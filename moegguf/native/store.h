@@ -32,7 +32,8 @@ class Store {
     // Returns true if graphs that are built now use the router's own expert ids in the layers of this tier, because
     // every expert is in its own slot.
     bool passes_over(const Tier & tier) const;
-    uint64_t passed_over() const; // a bit for each device with such layers; when it changes, graphs are invalid
+    uint64_t passed_over()
+        const; // a bit for each device for which passes_over() is true; a change makes graphs invalid
     // Counts a routing event of a layer whose graph uses expert ids. The pass fails if it was cancelled, or if experts
     // no longer have their own slots.
     void pass_over(int il, int n_expert_used, int n_tokens);
@@ -59,7 +60,7 @@ class Store {
     Events events;
     Tiers tiers;
     Context context;
-    const std::vector<std::unique_ptr<Copies>> copies; // one for each tier that is filled from RAM
+    const std::vector<std::unique_ptr<Copies>> copies; // a link for each tier that is filled from RAM
     Transfers transfers;
     Supply slots;
     const std::unique_ptr<Supply> streamed, staged;

@@ -30,7 +30,7 @@ struct Announced {
     int next = 0;                   // index of the first token that no pass has computed yet
     std::vector<int32_t> sequences; // [n_tokens] sequences, for a batch of several sequences; else empty
     std::vector<int32_t> phases;    // [n_tokens] phases, for a batch of several sequences; else empty
-    std::vector<int32_t> outputs;   // [n_tokens] 1: the token gets logits; empty as above
+    std::vector<int32_t> outputs;   // [n_tokens] 1: the token gets logits; empty for a single sequence
 };
 
 struct Pass {
@@ -38,7 +38,7 @@ struct Pass {
 
     int il = none; // layer that computes now
     uint64_t number = 0;
-    int n_tokens = 0;     // the last layer may compute fewer tokens
+    int n_tokens = 0;     // tokens of the pass; its last layer may compute fewer
     bool decodes = false; // the pass has one token, or one token of each sequence
     int n_experts = 0;    // number of experts chosen so far, over all layers
     bool cycles = false;  // this and the last pass have several tokens; the last one used more experts than slots
@@ -53,14 +53,14 @@ struct Choice {
     int n_tokens = 0;
     uint8_t wait_kinds = 0;          // bits of the matrices for which the caller waits
     bool ids_in_place = false;       // true: kernels read the ids from this memory, not from a copy
-    ggml_backend_t stream = nullptr; // computes the layer and waits for copies itself; nullptr: cannot
+    ggml_backend_t stream = nullptr; // stream that computes the layer, if it waits for copies itself
     const float * weights = nullptr;
-    const float * inputs = nullptr; // [n_tokens][n_embd]
+    const float * inputs = nullptr; // [n_tokens][n_embd] inputs of the router; nullptr: not read
     int n_embd = 0;
 };
 
 struct Event : Choice {
-    static constexpr int not_chosen = -1, no_slot_yet = -2; // values in slot_of
+    static constexpr int not_chosen = -1, no_slot_yet = -2; // values in slot_of instead of a slot
 
     // Begins an event with this choice. Returns the address of the first id that is not an expert of the layer;
     // nullptr: all ids are valid.
@@ -104,7 +104,7 @@ struct Failure {
     std::atomic<bool> failed{false};
     moegguf_failure reason{};
     uint64_t read_errors = 0; // the store's counter of read errors when failures were last noted
-    uint64_t given_up = 0;    // Shared::given_up at that time
+    uint64_t given_up = 0;    // value of Shared::given_up when failures were last noted
 };
 
 // Host memory for expert ids that are copied between a device and the compute thread. The memory is pinned if the
@@ -116,7 +116,7 @@ class HostIds {
     int32_t * space(ggml_backend_dev_t device, size_t n);
 
   private:
-    std::map<ggml_backend_dev_t, std::vector<ggml_backend_buffer_ptr>> memory_; // the last buffer is the largest
+    std::map<ggml_backend_dev_t, std::vector<ggml_backend_buffer_ptr>> memory_; // each device's buffers, largest last
 };
 
 struct Context {
@@ -152,9 +152,9 @@ struct Context {
     Failure failure;
     ggml_backend_sched_t scheduler = nullptr; // scheduler that computes; nullptr: not known
     uint64_t passed_over = 0;                 // Store::passed_over() when the scheduler's graph was built
-    HostIds ids;                              // copies of ids in a device's memory
-    std::vector<float> weights;               // copy of routing weights in a device's memory
-    std::vector<float> inputs;                // copy of router inputs in a device's memory
+    HostIds ids;                              // host copies of ids that lie in a device's memory
+    std::vector<float> weights;               // host copy of routing weights that lie in a device's memory
+    std::vector<float> inputs;                // host copy of router inputs that lie in a device's memory
 };
 
 // Supplies each expert from its own slot. Experts that are there are used, and every absent expert gets a free slot or
@@ -202,8 +202,8 @@ class Supply {
     Transfers & transfers_;
 };
 
-// While it waits, slots become free only at the end of transfers. Prefetches are paused, so that no prefetch takes the
-// slot.
+// While wait_for_slot() waits, slots become free only at the end of transfers. Prefetches are paused, so that no
+// prefetch takes a free slot.
 template <typename Take>
 int Supply::wait_for_slot(Context & context, Take take, Lock & lock) {
     int s = -1;
@@ -219,7 +219,7 @@ int Supply::wait_for_slot(Context & context, Take take, Lock & lock) {
     return s;
 }
 
-// Make the two other supplies. tier: the tier in the CPU's memory; nullptr: none.
+// The next two functions make the other two supplies. tier: the tier in the CPU's memory; nullptr: none.
 std::unique_ptr<Supply> make_streamed_supply(const Layout & layout, Shared & shared, Transfers & transfers,
                                              Tier * tier);
 std::unique_ptr<Supply> make_staged_supply(const Layout & layout, Shared & shared, Transfers & transfers,

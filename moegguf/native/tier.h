@@ -80,7 +80,7 @@ class Tier {
         return is_wanted ? job.kinds & slot.queued & ~residency.ready(s) & ~slot.reading : 0;
     }
 
-    Tier * ram() const { return ram_; } // nullptr: none
+    Tier * ram() const { return ram_; } // tier in RAM from which this tier is filled; nullptr: none
     Copies * copies = nullptr;          // link that copies into this tier's slots; nullptr: none
     Tier * staged_for = nullptr;        // tier with slots on the same device, if this is a staging tier
     Tier * staging = nullptr;           // staging tier of the same device, if this is a tier with slots
@@ -97,7 +97,7 @@ class Tier {
     // - settle unpins the source of a complete slot. It vacates a slot without pins that is not complete and for which
     //   no transfer is queued or under way.
     // - vacate frees a slot. If a transfer into the slot is under way, the slot is settled at the end of the transfer.
-    int assign(int il, int expert, const LayerStep & now, const Worth & worth = {}); // -1: no slot
+    int assign(int il, int expert, const LayerStep & now, const Worth & worth = {}); // returns the slot; -1: none
     void borrow(int s, Tier & from, int source, bool is_use); // is_use: the source becomes the most recently used slot
     void pin(int s) { residency.pin(s); }
     void unpin(int s);
@@ -124,7 +124,7 @@ class Tier {
   private:
     struct Source {
         Tier * tier = nullptr;
-        int slot = -1; // -1: none
+        int slot = -1; // slot in `tier`; -1: there is no source
     };
 
     // Vacates a slot for another expert, or because the tier shrinks. Counts an eviction if the slot was not free.

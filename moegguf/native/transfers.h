@@ -54,7 +54,7 @@ class Transfers final : public Link {
     void wake_readers() { shared_.work.notify_all(); }
     void wake_idle_reader();      // wakes a reader for forecasts, unless a demand is being read
     void drop_prefetches(int il); // drops prefetches of this layer, except into pinned slots
-    void pause_prefetch(bool on); // while on, prefetches take no slots: a context waits for some
+    void pause_prefetch(bool on); // while on, prefetches take no slots, because a context waits for some
     void pause_fill(bool on);     // while on, free slots are not filled in the background
     bool reading() const { return get(shared_.counters.chunks_reading) > 0; }
     bool idle() const; // nothing is queued, read, or left to fill
@@ -73,7 +73,7 @@ class Transfers final : public Link {
 
     // Any thread may call the next functions. In a simulation, nothing is read.
     bool direct() const { return drives_ && drives_->direct(); }
-    void drive_info(int index, moegguf_drive_info & info) const; // Throws Error(INVALID).
+    void drive_info(int index, moegguf_drive_info & info) const; // Throws Error(INVALID) if there is no such drive.
     uint64_t buffer_bytes() const { return buffers_.empty() ? 0 : buffers_.size() * buffers_[0]->size(); }
 
   private:
