@@ -1,6 +1,6 @@
-// api.h: ends calls of the C ABI. Exceptions become status codes here and nowhere else.
+// api.h: helpers for the functions of the C ABI. Exceptions become status codes here and nowhere else.
 //
-// It may call everything of a store. It decides nothing itself.
+// This file may call any part of a store. It decides nothing itself.
 #pragma once
 
 #include "store.h"

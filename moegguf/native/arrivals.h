@@ -1,6 +1,6 @@
-// arrivals.h: the order in which the CPU's kernels multiply with a layer's matrices: first with those that are there,
-// then with the others as they arrive (ProMoE's reordered inference). It waits in the kernels' threads, changes no slot
-// and orders no transfer.
+// arrivals.h: the order in which the CPU's kernels multiply with a layer's experts. Experts that are in memory come
+// first, the others follow as they arrive (ProMoE's reordered inference). This code runs and waits in the kernels'
+// threads. It changes no slot and starts no transfer.
 #pragma once
 
 #include "tier.h"
@@ -9,30 +9,32 @@
 
 namespace moegguf {
 
-// The stream of those experts of one layer that have no slot of their own (streamed_supply.cpp). They pass through a
-// few slots, from which kernels take them. Any thread may call these functions.
+// The experts of one layer that are streamed through a few shared slots, because they have no slots of their own
+// (streamed_supply.cpp). Kernels take each expert from its slot in turn. Any thread may call these functions.
 class ExpertStream {
   public:
     virtual ~ExpertStream() = default;
-    virtual bool has(const void * ids) const = 0; // kernels that are given these ids take experts of the stream
-    virtual int own_slot(int expert) const = 0;   // slot of an expert that does not pass through; -1: it does
-    virtual int n_experts() const = 0;            // number of experts that pass through
-    // Waits for the matrix of the stream's expert i, writes its place to `order` and returns the expert; -1: there are
-    // no more, or they will not come. Every thread takes the experts in this order.
+    virtual bool has(const void * ids) const = 0; // true: these ids belong to the layer that is streamed now
+    virtual int own_slot(int expert) const = 0;   // slot of an expert that is not streamed; -1: the expert is streamed
+    virtual int n_experts() const = 0;            // number of streamed experts
+    // Waits for a matrix of the i-th streamed expert, writes its slot to `order`, and returns the expert. Returns -1 if
+    // there is no such expert or its matrix will not come. All threads take the experts in this order.
     virtual int next(ggml_mul_mat_id_order & order, int i, uint8_t kind, bool is_first_thread) = 0;
 };
 
 class Arrivals {
   public:
-    // Has the kernels of the tier's pool ask for an order, where there is a pool and its kernels can. `tier`: in the
-    // CPU's memory; nullptr: none. Otherwise, and in layers of other tiers, contexts wait before they multiply.
+    // Registers next() with the kernels of the tier's pool if MOEGGUF_OVERLAP is set and the kernels can ask for an
+    // order. `tier`: the tier in the CPU's memory; nullptr: there is none. All other layers wait for their matrices
+    // before they multiply.
     Arrivals(const Layout & layout, Shared & shared, Tier * tier, ExpertStream & stream);
 
-    bool possible() const { return possible_; } // kernels ask, or nothing is multiplied with, as in a simulation
+    bool possible() const { return possible_; } // true: kernels ask for an order, or no kernel runs (simulation)
     bool covers(int il) const { return !tensors_.empty() && tier_->layers.has[il]; }
 
-    // Until done(), under the lock, which stays held. Threads of a kernel wait side by side: their time is counted
-    // once. In a child process, where a thread of the parent may hold the lock, it is not taken, and nothing comes.
+    // Waits until done() is true, and returns with the lock held. Returns false if done() will not become true. Threads
+    // of a kernel wait at the same time, so only the first one counts the stall. In a child process, a thread of the
+    // parent may hold the lock: the function then returns false at once, without the lock.
     template <typename Done>
     bool wait(Lock & lock, bool is_first_thread, Done done) {
         if (shared_.forked()) { return false; }
@@ -44,7 +46,7 @@ class Arrivals {
     }
 
   private:
-    // The state of one pool tensor. The kernel knows the address of `next` only, so `next` comes first.
+    // The state of one pool tensor. The kernel knows only the address of `next`, so `next` must be the first field.
     struct PoolTensor {
         int (*next)(ggml_mul_mat_id_order * order, const int64_t * row_counts, int n_as, int ith);
         Arrivals * arrivals;
@@ -64,7 +66,7 @@ class Arrivals {
     Tier * const tier_; // the tier in the CPU's memory; nullptr: none
     ExpertStream & stream_;
     bool possible_;
-    std::vector<PoolTensor> tensors_; // [layout.matrices]; none where kernels do not ask
+    std::vector<PoolTensor> tensors_; // [layout.matrices.size()]; empty if kernels ask for no order
 };
 
 } // namespace moegguf

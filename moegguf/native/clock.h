@@ -1,6 +1,7 @@
-// clock.h: a clock tells a store the time and carries its transfers, in real time or, for simulations, in virtual time.
+// clock.h: the clock of a store returns the time and runs the transfers of links, in real time or, for simulations, in
+// virtual time.
 //
-// Nothing else in a store knows which clock it has. Knows no slots and no files.
+// No other part of a store knows which of the two clocks is used. The clock knows no slots and no files.
 #pragma once
 
 #include <chrono>
@@ -16,13 +17,14 @@ namespace moegguf {
 class Link;
 struct LinkSpeed;
 
-// One monotonic clock for every figure of real time.
+// Returns the real time in nanoseconds. All measured times come from this monotonic clock.
 inline uint64_t now_ns() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
         .count();
 }
 
-// Updates an exponential moving average over some tens of values; 0: there was none yet.
+// Updates an exponential moving average over about 32 values. A mean of 0 stands for no value yet, and is replaced by
+// `value`.
 inline void update_ema(float & mean, float value) { mean += mean > 0 ? (value - mean) / 32 : value; }
 
 class Clock {
@@ -32,18 +34,20 @@ class Clock {
     virtual ~Clock() = default;
     virtual uint64_t now_ns() const = 0;
 
-    // Returns when something may have changed that threads tell by `changed`; the lock is free meanwhile. false:
-    // nothing will, or not before the deadline.
+    // Waits until another thread has notified `changed`, or lets virtual time move on. The lock is free meanwhile.
+    // Returns false if nothing is left to wait for (virtual time), or if the deadline has passed (real time).
     virtual bool wait(std::condition_variable & changed, std::unique_lock<std::mutex> & lock, Deadline deadline) = 0;
 
-    virtual void carry(Link & link, LinkSpeed speed) = 0; // carries a link's transfers; earlier links go first
-    // None in virtual time: its caller does the work. Throws Error.
+    // Runs the transfers of this link from now on. In virtual time, links added earlier go first.
+    virtual void carry(Link & link, LinkSpeed speed) = 0;
+    // Starts a thread. In virtual time there is no thread: the result is empty, and the caller does the work. Throws
+    // Error.
     virtual std::thread start_thread(const char * what, std::function<void()> body) = 0;
-    // Compute time passes, under the lock. Throws Error(INVALID) where time is real.
+    // Lets `ns` of compute time pass. The caller holds the store's lock. Throws Error(INVALID) in real time.
     virtual void advance(uint64_t ns) = 0;
 };
 
-// `virtual_ns`: where virtual time is counted; nullptr: real time.
+// Makes a clock. `virtual_ns`: the counter of virtual time; nullptr: the clock runs in real time.
 std::unique_ptr<Clock> make_clock(uint64_t * virtual_ns);
 
 } // namespace moegguf

@@ -1,7 +1,7 @@
-// drives.h: copies of the model's files on several drives. Each read goes to the copy that is expected to have it
-// first, and a copy that fails is dropped while another one is left.
+// drives.h: reads from copies of the model's files on several drives. Each read goes to the copy that is expected to
+// finish it first. A copy that fails is no longer used, unless it is the last one.
 //
-// It may only read. Knows no slot and no expert.
+// This file only reads. It knows no slot and no expert.
 #pragma once
 
 #include "files.h"
@@ -10,42 +10,43 @@ namespace moegguf {
 
 class Drives {
   public:
-    // Opens the model's own files and its mirrors. A mirror that cannot be read is dropped. Throws Error(INVALID) for a
-    // mirror that differs from the model's own files, and Error(IO) where these cannot be opened.
+    // Opens the model's own files and its mirrors (copies on other drives). A mirror that cannot be read is dropped.
+    // Throws Error(INVALID) if a mirror differs from the model's own files, and Error(IO) if the model's own files
+    // cannot be opened.
     Drives(const Layout & layout, bool direct);
 
-    // Reads n bytes at offset of a shard, from another copy where one fails. retries: as of Shard::read. Any thread.
-    // Throws Error(IO) where the last copy fails, which is not dropped.
+    // Reads n bytes at an offset of a shard. If one copy fails, reads from another copy. Returns an address in
+    // `buffer`. `retries`: counter of reads that were tried again. Any thread. Throws Error(IO) if the last copy fails.
     const uint8_t * read(int shard, uint64_t offset, size_t n, const ReadBuffer & buffer, uint64_t & retries);
 
     size_t size() const { return drives_.size(); }
-    bool direct() const; // every copy that is not dropped
+    bool direct() const; // true: all copies in use are read with O_DIRECT
     void describe(size_t index, moegguf_drive_info & info) const;
 
   private:
-    struct Drive { // one copy
+    struct Drive { // one copy of the model's files
         Shards shards;
         uint64_t n_reads = 0;
         uint64_t n_bytes = 0;
-        uint64_t under_way = 0; // bytes
-        uint64_t silent_ns = 0; // since when nothing came of them
-        float ns_per_byte = 0;  // a moving average; 0: not measured yet
-        std::string dropped;    // the reason why the drive is not read any more; empty: it is read
+        uint64_t under_way = 0; // bytes that were requested and are not read yet
+        uint64_t silent_ns = 0; // time since which the drive has finished no read, while reads are under way
+        float ns_per_byte = 0;  // moving average of the read time; 0: not measured yet
+        std::string dropped;    // reason why this copy is no longer read; empty: it is read
 
-        float expected_ns(size_t n, uint64_t now) const; // until n more bytes would be there
+        float expected_ns(size_t n, uint64_t now) const; // expected time until a new read of n bytes would end
     };
-    struct Turn { // a read that has begun
+    struct Turn { // a read in progress
         Drive & drive;
         uint64_t begun_ns;
-        uint64_t under_way; // bytes under way on the drive at that time, with the bytes of this read
+        uint64_t under_way; // bytes under way on the drive when this read began, including this read
     };
 
     Turn begin(size_t n);
     void end(const Turn & turn, size_t n);
-    bool drop(const Turn & turn, size_t n, const char * why); // false: it is the last one
+    bool drop(const Turn & turn, size_t n, const char * why); // false: it is the last copy, which stays in use
 
     mutable std::mutex mutex_;
-    std::vector<Drive> drives_; // the model's own files first
+    std::vector<Drive> drives_; // first the model's own files, then the mirrors
 };
 
 } // namespace moegguf

@@ -1,7 +1,7 @@
-// events.h: carries events from compute threads to the listener's own thread.
+// events.h: passes events from compute threads to a listener, which runs on its own thread.
 //
-// It copies events into a ring of its own, and calls the listener. It knows no slot and never takes the store's lock.
-// No caller holds that lock.
+// This part copies events into its own ring and calls the listener. It knows no slot, never takes the store's lock, and
+// is never called under that lock.
 #pragma once
 
 #include "moegguf.h"
@@ -15,8 +15,8 @@
 
 namespace moegguf {
 
-// A bounded ring of records. When the listener is slower than the model, records are dropped and counted, and the
-// compute thread never waits for it; unless the listener asked for everything, or for lockstep.
+// A bounded ring of records for a listener. If the listener is slower than the model, new records are dropped and
+// counted. Compute threads wait for the listener only with MOEGGUF_LISTEN_EVERYTHING or MOEGGUF_LISTEN_LOCKSTEP.
 class Events {
   public:
     Events() = default;
@@ -32,18 +32,17 @@ class Events {
 
     void tokens(moegguf_tokens_event event);
     void routing(moegguf_routing_event event);
-    void keep_step(); // waits until every record was delivered (lockstep)
+    void keep_step(); // waits until every record is delivered, if MOEGGUF_LISTEN_LOCKSTEP is set
     uint64_t dropped() const;
 
   private:
     struct Record {
-        bool routed = true; // false: the record announces tokens
+        bool routed = true; // true: the record has a routing event; false: announced tokens
         moegguf_tokens_event tokens;
         moegguf_routing_event routing;
-        std::vector<int32_t>
-            words; // all arrays of the event, which keep their memory from use to use, unless it is large
+        std::vector<int32_t> words; // all arrays of the event; small ones keep their memory for later events
     };
-    struct Array { // an event's pointer to n numbers of 4 bytes, or NULL
+    struct Array { // a pointer field of an event: n values of 4 bytes, or NULL
         const void ** pointer;
         size_t n;
     };
@@ -56,19 +55,19 @@ class Events {
     void run();
 
     static constexpr size_t capacity = 4096;
-    static constexpr size_t most_words = 64u << 20; // words of all arrays in the ring
-    static constexpr size_t lazy_events = 512;      // number of events that wakes a lazy listener
+    static constexpr size_t most_words = 64u << 20; // limit for all arrays in the ring, in words of 4 bytes
+    static constexpr size_t lazy_events = 512;      // number of waiting events that wakes a lazy listener
     static constexpr std::chrono::milliseconds lazy_wait{100};
-    static constexpr size_t kept_words = 1u << 16; // a record gives more memory back
+    static constexpr size_t kept_words = 1u << 16; // a record with room for more words frees its memory
 
-    std::mutex control_; // start and stop: one at a time
+    std::mutex control_; // lets one start() or stop() run at a time
     mutable std::mutex mutex_;
     std::condition_variable arrived_;
     std::condition_variable delivered_;
     std::vector<Record> ring_;
     size_t head_ = 0;
     size_t size_ = 0;
-    size_t n_words_ = 0; // words of the arrays in the ring
+    size_t n_words_ = 0; // words (of 4 bytes) of all arrays in the ring
     uint64_t dropped_ = 0;
     bool delivering_ = false;
     bool stopping_ = false;

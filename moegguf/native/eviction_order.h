@@ -1,4 +1,5 @@
-// eviction_order.h: the order in which the experts of each layer leave their slots. Knows slots only by number.
+// eviction_order.h: the order in which the experts of each layer are evicted from their slots. Knows slots only by
+// number.
 #pragma once
 
 #include "policies/policy.h"
@@ -8,29 +9,29 @@
 
 namespace moegguf {
 
-// Holds the slots whose experts may be evicted, by layer. A layer evicts the slot with the lowest score first, and the
-// least recently used one among equals. first() finds this slot in one pass over the layer's slots. The result is kept
-// until the slot is taken or scores of the layer change.
+// Holds the slots whose experts may be evicted, by layer. A layer's slot with the lowest score is evicted first; among
+// equal scores, the least recently used slot. first() finds this slot in one scan of the layer's slots. The result is
+// kept until the slot is removed or scores of the layer change.
 class EvictionOrder {
   public:
     struct Entry {
-        float score; // valid while the layer is scored
+        float score; // valid only if LayerOrder::is_scored
         uint64_t last_use;
         int slot;
         int expert;
 
-        bool before(const Entry & other) const { // has no branch, because first() compares whole layers
+        bool before(const Entry & other) const { // has no branch, because first() compares all slots of a layer
             return (score < other.score) | ((score == other.score) & (last_use < other.last_use));
         }
     };
 
     EvictionOrder(const Layout & layout, int n_slots) : at_(n_slots, -1), layers_(layout.layers.size()) {
         for (size_t il = 0; il < layers_.size(); il++) {
-            layers_[il].entries.reserve(std::min(n_slots, layout.layers[il].n_expert)); // never allocates later
+            layers_[il].entries.reserve(std::min(n_slots, layout.layers[il].n_expert)); // insert() then never allocates
         }
     }
 
-    void follow(const EvictionPolicy * policy) { // the policy whose scores decide from now on; nullptr: recency alone
+    void follow(const EvictionPolicy * policy) { // uses this policy's scores from now on; nullptr: only recency decides
         if (policy == policy_) { return; }
         policy_ = policy;
         for (LayerOrder & layer : layers_) { layer.is_scored = false; }
@@ -46,7 +47,7 @@ class EvictionOrder {
     }
     void remove(int s, int il) {
         LayerOrder & layer = layers_[il];
-        const int at = at_[s], end = (int)layer.entries.size() - 1; // the last entry moves to the place that gets free
+        const int at = at_[s], end = (int)layer.entries.size() - 1; // the last entry moves into the gap
         layer.first = layer.first == at ? -1 : layer.first == end ? at : layer.first;
         layer.entries[at] = layer.entries[end];
         at_[layer.entries[at].slot] = at;
@@ -54,7 +55,7 @@ class EvictionOrder {
         at_[s] = -1;
     }
 
-    const Entry * first(int il) { // nullptr: the layer has none
+    const Entry * first(int il) { // the slot that is evicted next in this layer; nullptr: none
         LayerOrder & layer = layers_[il];
         std::vector<Entry> & entries = layer.entries;
         if (entries.empty()) { return nullptr; }
@@ -74,14 +75,14 @@ class EvictionOrder {
     struct LayerOrder {
         std::vector<Entry> entries;
         bool is_scored = false;
-        int first = -1; // index of a scored layer's first entry to go; -1: not known
+        int first = -1; // index of the entry that is evicted first; -1: not known
     };
 
     float score(int il, int expert) const { return policy_ ? policy_->score(il, expert) : 0.0f; }
 
     const EvictionPolicy * policy_ = nullptr;
-    std::vector<int> at_;            // [n_slots] index in the layer's entries; -1: not in the order
-    std::vector<LayerOrder> layers_; // [n_layer]
+    std::vector<int> at_; // [n_slots] index of the slot in its layer's entries; -1: the slot may not be evicted
+    std::vector<LayerOrder> layers_; // [n_layer] order of each layer
 };
 
 } // namespace moegguf

@@ -1,6 +1,7 @@
-// files.h: bytes of the GGUF's shards, read past the page cache where the file system can be trusted with it.
+// files.h: reads bytes of the GGUF's shards. Reads bypass the page cache (O_DIRECT) if a test read with O_DIRECT has
+// returned the right bytes.
 //
-// It may only read, at offsets that the layout has checked against the file. Knows no slot and no expert.
+// This file only reads, at offsets of the layout. It knows no slot and no expert.
 #pragma once
 
 #include "layout.h"
@@ -13,10 +14,10 @@
 
 namespace moegguf {
 
-// A reader's own aligned memory; read() returns a pointer into it.
+// Aligned memory of one reader thread. Shard::read() returns an address in this memory.
 class ReadBuffer {
   public:
-    explicit ReadBuffer(size_t n); // Throws Error(MEMORY).
+    explicit ReadBuffer(size_t n); // Allocates at least n bytes. Throws Error(MEMORY).
     ~ReadBuffer();
     ReadBuffer(const ReadBuffer &) = delete;
     ReadBuffer & operator=(const ReadBuffer &) = delete;
@@ -39,19 +40,19 @@ struct Descriptor {
     const int fd;
 };
 
-// Bytes of a file.
+// A range of bytes in a file.
 struct Span {
     uint64_t offset;
     size_t n;
 };
 
-// One open shard. Descriptors stay open, so a renamed or deleted file keeps serving. A file that was written to since
-// it was opened gives no more bytes: those in slots are of the file before.
+// One open shard. Its descriptors stay open, so a renamed or deleted file can still be read. After a write to the file
+// every read fails, because slots already hold experts of the earlier content.
 //
-// Size, modification time and change time say whether it was written to. A change time alone may come from another
-// name, owner or mode. It is accepted only where one of these differs, and `sampled`, read when the shard was opened
-// and now, has the same bytes. With a page of every expert matrix that tells another model, training or quantisation.
-// It cannot tell a write that leaves each of these pages as it was, hides its modification time, and comes with
+// Size, modification time and change time show if the file was written to. A new name, owner or mode also changes the
+// change time. Such a new change time is accepted only if name, owner or mode differ, and if the sampled bytes are
+// still equal. The sample has a page of every expert matrix, so it differs for another model, training or quantisation.
+// A write stays unnoticed only if it leaves all these pages unchanged, restores the modification time, and comes with
 // another name, owner or mode.
 class Shard {
   public:
@@ -61,8 +62,8 @@ class Shard {
     // or differs, and Error(IO) if its samples cannot be read.
     void check_copy(const Shard & copy) const;
 
-    // n bytes at offset. Throws Error(IO): the file was written to since it was opened, or twice the same system error.
-    // retries: a counter (shared.h) of reads that were tried again.
+    // Reads n bytes at an offset, and returns their address in `buffer`. Throws Error(IO) if the file was written to
+    // since it was opened, or if two attempts fail. `retries`: counter of reads that were tried again.
     const uint8_t * read(uint64_t offset, size_t n, const ReadBuffer & buffer, uint64_t & retries) const;
 
     bool direct() const { return use_direct_; }
@@ -70,15 +71,15 @@ class Shard {
     static constexpr uint64_t alignment = 4096;
 
   private:
-    struct Sample { // the sample of a span
+    struct Sample { // result of reading a sampled span
         uint64_t digest;
-        int error; // errno of a span that cannot be read; 0: it can
+        int error; // errno if the span cannot be read; 0: it can
         bool operator==(const Sample & other) const { return digest == other.digest && error == other.error; }
     };
 
-    struct stat status() const;         // Throws Error(IO).
-    void check_unchanged() const;       // Throws Error(IO).
-    std::vector<Sample> sample() const; // Reads each of the sampled spans as it is now.
+    struct stat status() const;         // Calls fstat. Throws Error(IO).
+    void check_unchanged() const;       // Throws Error(IO) if the file was written to.
+    std::vector<Sample> sample() const; // Reads all sampled spans from the file again.
     Error cannot_read(uint64_t offset, size_t n, int error) const;
     bool fill(int fd, uint8_t * data, uint64_t offset, size_t n, size_t needed, int & error) const;
 
@@ -87,16 +88,16 @@ class Shard {
     Descriptor buffered_;
     Descriptor direct_;
     struct stat opened_;
-    std::vector<Sample> sample_;              // samples at the time when the file was opened
+    std::vector<Sample> sample_;              // samples from when the file was opened
     mutable std::mutex checking_;             // guards checked_
-    mutable struct stat checked_;             // the last status that was accepted
-    mutable std::atomic<int64_t> changed_ns_; // st_ctim of checked_
+    mutable struct stat checked_;             // the latest status that was accepted as unchanged content
+    mutable std::atomic<int64_t> changed_ns_; // change time (st_ctim) of checked_
     mutable std::atomic<bool> use_direct_{false};
 };
 
 using Shards = std::vector<std::unique_ptr<const Shard>>;
 
-// paths: the model's own shards, or the shards of a copy. Throws Error(IO).
+// Opens the shards of the model, or of a copy of the model, at these paths. Throws Error(IO).
 Shards open_shards(const Layout & layout, const std::vector<std::string> & paths, bool direct);
 
 } // namespace moegguf

@@ -1,8 +1,8 @@
-// forecaster.h: predicts, on a thread of its own, which experts a pass will use, and issues prefetches. Compute threads
-// put the choice of a layer's router into a ring, and go on.
+// forecaster.h: predicts on its own thread which experts a pass will use, and issues prefetches. Compute threads put
+// each choice of a router into a ring and go on.
 //
-// It passes forecasts to the policies of tiers and prefetches to the transfer queue, under the store's lock. It pins
-// and evicts nothing, and a forecast changes speed, never a token.
+// Under the store's lock the forecaster passes forecasts to the eviction policies of tiers, and prefetches to the
+// transfer queue. It pins and evicts nothing itself. A forecast changes only the speed, never a token.
 #pragma once
 
 #include "predictors/predictor.h"
@@ -13,17 +13,17 @@
 
 namespace moegguf {
 
-// The tokens of a pass, or of its last layer, which may compute fewer tokens.
+// The tokens that a layer of a pass computes. The last layer may compute fewer tokens than the others.
 struct PassTokens {
     int n_tokens = 0;
-    int sequence = -1;                   // sequence of all tokens
-    const int32_t * sequences = nullptr; // [n_tokens] sequence of each token, consecutive ones; NULL: all `sequence`
-    const int32_t * tokens = nullptr;    // [n_tokens]; NULL: unknown
+    int sequence = -1;                   // sequence of all tokens if `sequences` is NULL
+    const int32_t * sequences = nullptr; // [n_tokens] sequence of each token; NULL: all tokens have `sequence`
+    const int32_t * tokens = nullptr;    // [n_tokens] token ids; NULL: unknown
 };
 
-// Counts how often experts that were predicted with a probability were used, and corrects later probabilities by this.
-// Predictors promise an order, not a scale, and a layer further ahead is less certain. Each distance has bins of equal
-// width. The last several thousand experts count most.
+// Corrects a predictor's probabilities: counts how often experts with a similar predicted probability were really used.
+// This is needed because only the order of a predictor's probabilities is reliable, and layers further ahead are less
+// certain. Each distance in layers has its own bins of equal width. The latest several thousand experts count most.
 class Calibration {
   public:
     Calibration() {
@@ -32,7 +32,7 @@ class Calibration {
         }
     }
 
-    // Returns the share of the experts predicted with p at this distance that were used.
+    // Returns the share of experts that were used, among experts predicted with about p at this distance.
     float of(int distance, float p) const {
         const Bin & bin = bins_[row(distance)][index(p)];
         return bin.used / bin.seen;
@@ -54,20 +54,20 @@ class Calibration {
         float seen;
     };
     static constexpr int n_bins = 16, n_distances = 16;
-    static constexpr float first_weight = 8.0f; // weight of the predictor's own probability, in experts
+    static constexpr float first_weight = 8.0f; // a bin starts as if this number of experts had confirmed the predictor
     static constexpr float most_seen = 8192.0f;
 
     static int row(int distance) { return std::clamp(distance, 1, n_distances) - 1; }
-    static int index(float p) { return p > 0.0f ? std::min((int)(p * n_bins), n_bins - 1) : 0; } // NaN: 0
+    static int index(float p) { return p > 0.0f ? std::min((int)(p * n_bins), n_bins - 1) : 0; } // NaN: bin 0
 
     std::array<std::array<Bin, n_bins>, n_distances> bins_;
 };
 
-// Predicts passes in which every sequence decodes one token. A prompt's pass needs every layer once, in order, which
-// the sweep covers better. Each sequence has a predictor of its own, which sees only this sequence. An expert's chance
-// is the chance that any sequence uses it, 1 - prod(1 - p). If there are more than most_selected sequences,
-// most_selected of them are predicted, at even distances, and each other one counts as their average. Passes of more
-// than most_sequences are not predicted: they use most experts.
+// Predicts passes in which every sequence decodes one token. Passes of prompts are not predicted, because MOEGGUF_SWEEP
+// serves them better. Each sequence has its own predictor, which sees only this sequence. The chance of an expert is
+// the chance that any sequence uses the expert, 1 - prod(1 - p). Of more than most_selected sequences, only
+// most_selected are predicted, evenly spaced. Every other sequence counts as the average of the predicted ones. Passes
+// of more than most_sequences sequences are not predicted, because they use most experts.
 class Forecaster {
   public:
     Forecaster(const Layout & layout, Shared & shared, Tiers & tiers, Transfers & transfers)
@@ -77,43 +77,45 @@ class Forecaster {
           transfers_(transfers) {}
     ~Forecaster() { set(nullptr); }
 
-    // Any thread may call these. When set() returns, the earlier predictor and its arrays are no longer used. The
-    // calibration stays until a predictor with another name is set. Throws Error.
+    // Any thread may call the next three functions. set() replaces the predictor; nullptr: no predictor. When set()
+    // returns, the earlier predictor's arrays are no longer used. The calibration is kept until a predictor with
+    // another name is set. Throws Error.
     void set(const moegguf_predictor * chosen);
-    void prefetch(bool on) { prefetching_ = on; }            // acts from the next prediction on
-    void read(float * probabilities, uint8_t * known) const; // predictions of the layers that are not routed yet
+    void prefetch(bool on) { prefetching_ = on; }            // switches prefetches on or off
+    void read(float * probabilities, uint8_t * known) const; // forecasts of layers whose router has not chosen yet
 
-    // Compute threads call these without the store's lock.
+    // Compute threads call the next functions without the store's lock.
     bool on() const { return on_; }
     bool wants_inputs(int n_tokens) const { return wants_inputs_ && n_tokens <= most_sequences; }
     void announce(const PassTokens & of, uint64_t pass);
-    // expert_ids [n_tokens][n_expert_used]; inputs [n_tokens][n_embd], NULL: wants_inputs() is false.
+    // Records a router's choice. expert_ids [n_tokens][n_expert_used]; inputs [n_tokens][n_embd], NULL if
+    // wants_inputs() is false.
     void routing(int il, const PassTokens & of, const int32_t * expert_ids, int n_expert_used, const float * inputs,
                  int n_embd, uint64_t pass);
-    void keep_step(); // waits until all predictions are made (lockstep)
+    void keep_step(); // waits until all predictions are made, if MOEGGUF_PREDICT_LOCKSTEP is set
 
   private:
     static constexpr int most_selected = 8;
-    static constexpr int most_sequences = 64; // sequences of a pass that is predicted
-    static constexpr int most_known = 512;    // tokens of a sequence's prompt that predictors get
+    static constexpr int most_sequences = 64; // a pass with more sequences is not predicted
+    static constexpr int most_known = 512;    // a predictor gets at most this number of a prompt's last tokens
 
-    struct LastToken { // the last token of a sequence in a pass
+    struct LastToken { // the last token of one sequence in a pass
         int sequence;
-        int index;              // place of the token in the pass
-        int n_tokens;           // tokens of the sequence in the pass
-        size_t first_known = 0; // place of the sequence's last tokens in Record::tokens
-        int n_known = 0;        // number of these tokens
+        int index;              // index of the token in the pass
+        int n_tokens;           // number of tokens of the sequence in the pass
+        size_t first_known = 0; // index of the sequence's first known token in Record::tokens
+        int n_known = 0;        // number of the sequence's known tokens in Record::tokens
     };
     struct Record {
         uint64_t pass = 0;
-        int il = -1;         // -1: the record announces tokens
-        int n_sequences = 0; // sequences of the pass
+        int il = -1;         // layer of the router's choice; -1: the record announces tokens
+        int n_sequences = 0; // number of sequences in the pass
         int n_expert_used = 0;
         int n_embd = 0;
-        std::vector<LastToken> last; // one for each sequence whose predictor runs
-        std::vector<int32_t> tokens; // known tokens of these sequences, one sequence after another
-        std::vector<int32_t> ids;    // [last][n_expert_used]
-        std::vector<float> inputs;   // [last][n_embd], or empty
+        std::vector<LastToken> last; // last token of each sequence that is predicted
+        std::vector<int32_t> tokens; // known tokens of the predicted sequences, one sequence after another
+        std::vector<int32_t> ids;    // [last.size()][n_expert_used] experts of these tokens
+        std::vector<float> inputs;   // [last.size()][n_embd] router inputs, or empty
     };
     struct PredictorFactory {
         const PredictorType * type;
@@ -124,11 +126,11 @@ class Forecaster {
         uint64_t last_use = 0;
         std::unique_ptr<Predictor> predictor;
     };
-    struct LayerForecast {          // the prediction of a layer
-        int distance = 0;           // layers with experts between prediction and layer; 0: there is no forecast
-        bool is_published = false;  // the policies have the forecast
-        std::vector<int> sequences; // sequences that have a prediction
-        std::vector<float> each;    // [sequences][n_expert_max] raw probabilities
+    struct LayerForecast {          // the forecast for one layer
+        int distance = 0;           // layers with experts from the last observed one to this one; 0: no forecast
+        bool is_published = false;  // true: eviction policies have received the forecast
+        std::vector<int> sequences; // sequences for which there is a prediction
+        std::vector<float> each;    // [sequences.size()][n_expert_max] raw probabilities
         std::vector<float> likely;  // [n_expert_max] raw probability that any sequence uses the expert
         std::vector<float> chances; // [n_expert_max] calibrated probability that any sequence uses the expert
     };
@@ -164,7 +166,7 @@ class Forecaster {
     std::atomic<bool> lockstep_{false};
     std::atomic<bool> prefetching_{true};
 
-    // The ring has its own lock. A full ring loses its oldest record.
+    // The ring has its own lock. If the ring is full, its oldest record is dropped.
     std::mutex inbox_mutex_;
     std::condition_variable arrived_;
     std::condition_variable caught_up_;
@@ -176,25 +178,24 @@ class Forecaster {
     std::thread thread_;
 
     // Only the thread that predicts uses the next fields.
-    std::optional<PredictorFactory>
-        factory_; // makes each predictor; calibration_ is about its predictions, also while nothing is predicted
-    std::vector<SequencePredictor> predictors_; // most_sequences at most
-    std::vector<size_t> selected_;              // indices of the predictors that this pass selected, in its order
+    std::optional<PredictorFactory> factory_;   // kept while prediction is off, because calibration_ belongs to it
+    std::vector<SequencePredictor> predictors_; // one per sequence, at most most_sequences
+    std::vector<size_t> selected_; // indices in predictors_ of this pass's sequences, in the order of Record::last
     uint64_t n_uses_ = 0;
     moegguf_predictor options_{};
     Calibration calibration_;
     Record current_;
     uint64_t pass_ = 0;
-    int row_ = -1;                      // row of the layer observed last in the pass
-    int n_sequences_ = 0;               // sequences of the pass
-    bool is_predicted_ = false;         // the pass is predicted
-    uint64_t n_started_ = 0;            // prefetches that were started before this pass
-    std::vector<LayerForecast> layers_; // [n_moe_layers]
-    std::vector<float> each_;           // [most_selected][n_expert_max] scratch for predicted_sequences_
+    int row_ = -1;              // layer observed last in the pass, as an index among layers with experts; -1: none
+    int n_sequences_ = 0;       // number of sequences in the pass
+    bool is_predicted_ = false; // true: the pass is predicted
+    uint64_t n_started_ = 0;    // value of the counter prefetch_started when this pass began
+    std::vector<LayerForecast> layers_; // [n_moe_layers] forecast for each layer with experts
+    std::vector<float> each_;           // [most_selected][n_expert_max] probabilities for predicted_sequences_, scratch
     std::vector<int> predicted_sequences_;
     std::vector<int> best_;
     std::vector<Want> wants_;
-    mutable std::mutex layers_mutex_; // read() looks at layers_ from other threads
+    mutable std::mutex layers_mutex_; // guards layers_, because read() runs on other threads
 };
 
 } // namespace moegguf

@@ -1,5 +1,5 @@
-// huge_pages.h: memory in pages of 2 MiB, where the system has them. Elsewhere nothing changes.
-// It may advise the kernel about the memory that it is given.
+// huge_pages.h: requests memory pages of 2 MiB ("huge pages") if the system has them. On other systems nothing changes.
+// The functions only touch memory that callers pass.
 #pragma once
 
 #include <sys/mman.h>
@@ -12,8 +12,8 @@ namespace moegguf {
 
 constexpr size_t huge_page_bytes = 2u << 20;
 
-// Requests huge pages for memory that was not touched yet. A read into huge pages takes a third of the processor's
-// time, and needs fewer requests to the disk. Weights in them are found with fewer look-ups of the page table.
+// Requests huge pages for memory that nothing has touched yet. Reading a file into huge pages takes a third of the
+// processor time and fewer disk requests. Weights in huge pages need fewer page-table look-ups.
 inline void ask_for_huge_pages(void * memory, size_t n) {
 #ifdef MADV_HUGEPAGE
     const uintptr_t begin = ((uintptr_t)memory + huge_page_bytes - 1) / huge_page_bytes * huge_page_bytes;
@@ -24,8 +24,9 @@ inline void ask_for_huge_pages(void * memory, size_t n) {
 #endif
 }
 
-// Sets memory that a process has for itself to zero without touching it: pages go back to the system, which gives zeros
-// when they are next used. False, with nothing changed, where little would be gained or the system does not do that.
+// Sets private memory to zero without touching most of it: whole huge pages go back to the system, which provides
+// zeroed pages at their next use. Returns false, and changes nothing, if there is no whole huge page or the system
+// cannot do this.
 inline bool zero_untouched(void * memory, size_t n) {
 #if defined(__linux__) && defined(MADV_DONTNEED)
     uint8_t * const begin = (uint8_t *)(((uintptr_t)memory + huge_page_bytes - 1) / huge_page_bytes * huge_page_bytes);

@@ -1,6 +1,6 @@
-// layout.h: the layout says where each expert lies in the file and what a slot has to hold; the numbering says which
-// slot ids the multiplications of a layer use. Plain data, without I/O, and immutable but for the numbering. Knows no
-// memory, no device and no experts held.
+// layout.h: the layout has the place of each expert in the file and the sizes of slots. The numbering has the slot ids
+// that the multiplications of each layer use. Both are plain data, without I/O, and only the numbering ever changes.
+// They know no memory, no device, and not which experts are loaded.
 #pragma once
 
 #include "moegguf.h"
@@ -13,18 +13,18 @@
 
 namespace moegguf {
 
-// A typed failure inside the library; the C ABI turns it into its status.
+// An error inside the library, with the status that the C ABI returns for it.
 struct Error : std::runtime_error {
     Error(moegguf_status status, const std::string & what) : std::runtime_error(what), status(status) {}
     moegguf_status status;
 };
 
-// Bits of matrix kinds.
+// Sets of matrix kinds: bit 1 << kind for each kind.
 constexpr uint8_t all_kinds = (1 << MOEGGUF_MAX_KINDS) - 1;
 constexpr uint8_t down_kind = 1 << MOEGGUF_DOWN;
 
-// llama.cpp multiplies with up (or with gate and up as one), then gate, then down: with one matrix of all experts of a
-// layer before the next.
+// Sets of matrix kinds in the order in which llama.cpp multiplies: up (or gate and up as one matrix), then gate, then
+// down. Each multiplication takes one kind of matrix of all experts of a layer.
 constexpr uint8_t order_of_use[] = {1 << MOEGGUF_UP | 1 << MOEGGUF_GATE_UP, 1 << MOEGGUF_GATE, down_kind};
 
 struct Matrix {
@@ -41,26 +41,26 @@ struct Matrix {
 };
 
 struct Layer {
-    int n_expert = 0; // 0: no experts here
+    int n_expert = 0; // number of experts; 0: a layer without experts
     int n_expert_used = 0;
-    int matrix[MOEGGUF_MAX_KINDS] = {-1, -1, -1, -1}; // index into matrices
-    uint8_t chunks = 0;                               // bit per kind present
+    int matrix[MOEGGUF_MAX_KINDS] = {-1, -1, -1, -1}; // index into Layout::matrices, by kind; -1: no such matrix
+    uint8_t chunks = 0;                               // bits of the matrix kinds that the layer has
 };
 
-bool is_matrix(const moegguf_matrix & m); // true for a known type with rows of whole blocks
+bool is_matrix(const moegguf_matrix & m); // returns true for a known type whose rows are whole blocks
 
-// The distance of slots in the arena of each kind: the largest expert of that kind with its padding, rounded up to a
-// multiple of every block size used there.
+// The distance between neighbouring slots in the arena of each matrix kind. It is the size of the largest matrix of
+// that kind with its padding, rounded up to a multiple of every block size used there.
 struct Strides {
     static constexpr uint64_t guard_bytes = 4096; // bytes after the last slot, because kernels may read beyond it
 
-    uint64_t of_kind[MOEGGUF_MAX_KINDS] = {}; // 0: no such matrices
+    uint64_t of_kind[MOEGGUF_MAX_KINDS] = {}; // distance in bytes, by kind; 0: there are no such matrices
 
     Strides(const moegguf_matrix * matrices, int n); // Throws Error(INVALID) for a kind or type that does not exist.
 
     uint64_t slot_bytes() const;
     uint64_t arena_bytes(int kind, int n_slots) const { return of_kind[kind] * n_slots + guard_bytes; }
-    uint64_t pool_bytes(int n_slots) const; // all arenas, guards included
+    uint64_t pool_bytes(int n_slots) const; // bytes of all arenas, guards included
 };
 
 struct Layout {
@@ -70,10 +70,10 @@ struct Layout {
     std::vector<std::vector<std::string>> mirrors; // paths of the same shards on other drives
     Strides strides;
     int n_expert_max = 0;
-    int n_experts = 0; // over all layers
+    int n_experts = 0; // number of experts in all layers
     int n_moe_layers = 0;
     std::vector<int> moe_layers; // il of the layers with experts, in order
-    std::vector<int> row_of;     // [n_layer] index in moe_layers; -1: a layer without experts
+    std::vector<int> row_of;     // [n_layer] index of the layer in moe_layers; -1: a layer without experts
 
     // Throws Error(INVALID) on any inconsistency.
     explicit Layout(const moegguf_config & config);
@@ -94,16 +94,16 @@ struct Layout {
     void add(const moegguf_matrix & m);
 };
 
-// The layers with experts that one tier is for.
+// The layers whose experts one tier may hold.
 struct LayerSet {
     std::vector<int> moe_layers; // il of the layers, in order
-    std::vector<uint8_t> has;    // [n_layer]
-    int n_experts = 0;           // experts of these layers
-    int n_chunks = 0;            // matrices of all experts
-    int token_cycle = 0;         // slots one token touches
+    std::vector<uint8_t> has;    // [n_layer] 1: the set has the layer
+    int n_experts = 0;           // number of experts in these layers
+    int n_chunks = 0;            // number of matrices of all these experts
+    int token_cycle = 0;         // number of experts that one token uses in all these layers
     int n_used_max = 0;          // the most experts that a token uses in a layer
 
-    // The layers with experts for which holds(il) is true.
+    // Selects the layers with experts for which holds(il) is true.
     template <typename Holds>
     LayerSet(const Layout & layout, Holds holds) : has(layout.layers.size(), 0) {
         for (int il : layout.moe_layers) {
@@ -115,18 +115,20 @@ struct LayerSet {
     void add(int il, const Layer & layer);
 };
 
-// The slots that a layer's pool tensor shows: slot ids count from `first_slot`.
+// The range of slots that a layer's pool tensor covers. Slot id 0 stands for slot `first_slot`.
 struct Window {
     int first_slot;
     int n_slots;
 };
 
-// When every expert of the tier's layers has a slot ("resident"), layer il owns the window of its n_expert slots and
-// slot ids equal expert ids. Otherwise its layers share one window of all slots. Layers of other tiers have none.
+// The window of each layer of a tier. If there is a slot for every expert ("resident"), each layer has its own window
+// of n_expert slots, and slot ids are equal to expert ids. Otherwise all layers of the tier share one window of all
+// slots. Layers of other tiers have no window.
 class Numbering {
   public:
-    // n_tensors, not 0: the slots are for staged experts (staged_supply.cpp). Layers take this number of windows in
-    // turn. Each window has a slot for every expert of a layer, so that slot ids equal expert ids.
+    // n_tensors > 0: the slots are places in staging tensors (staged_supply.cpp), one window for each tensor. The
+    // layers use these windows in turn. Each window has a slot for every expert of a layer, so slot ids are equal to
+    // expert ids.
     Numbering(const Layout & layout, const LayerSet & layers, int n_slots, int n_tensors = 0)
         : n_slots_(n_tensors ? n_tensors * layout.n_expert_max : std::min(n_slots, layers.n_experts)),
           resident_(n_tensors || n_slots >= layers.n_experts),
@@ -141,11 +143,13 @@ class Numbering {
     }
 
     int n_slots() const { return n_slots_; }
-    bool resident() const { return resident_; } // any thread
+    bool resident() const { return resident_; } // any thread may call this
     Window window(int il) const { return windows_[il]; }
-    int own_slot(int il, int expert) const { return windows_[il].first_slot + expert; } // while resident
+    // Returns the slot that is reserved for this expert. Valid only while resident.
+    int own_slot(int il, int expert) const { return windows_[il].first_slot + expert; }
 
-    // Lets all layers share all slots, for a pool that shrinks below one slot per expert. It never gets resident again.
+    // Lets all layers share all slots, for a pool that shrinks below one slot per expert. The numbering stays like
+    // this, even if the pool grows again.
     void share_all_slots() {
         resident_ = false;
         for (Window & window : windows_) { window = {0, window.n_slots > 0 ? n_slots_ : 0}; }
@@ -154,7 +158,7 @@ class Numbering {
   private:
     const int n_slots_;
     std::atomic<bool> resident_;
-    std::vector<Window> windows_; // [n_layer]
+    std::vector<Window> windows_; // [n_layer] n_slots is 0 for layers of other tiers
 };
 
 } // namespace moegguf

@@ -1,23 +1,23 @@
-// link.h: a link has a queue of transfers into slots. It chooses the next transfer, and settles the slot when a
-// transfer has ended.
+// link.h: a link has queues of transfers into slots. It chooses the next transfer, and updates the slot when a transfer
+// has ended.
 //
-// A clock carries the transfers (clock.h). In real time the link's own threads do it; in virtual time one transfer
-// follows another. A link fills slots that were assigned before, and assigns none.
+// The clock runs the transfers (clock.h): in real time on the link's own threads, in virtual time one after another.
+// The class Link fills slots that were assigned before, and assigns none.
 #pragma once
 
 #include "tier.h"
 
 namespace moegguf {
 
-// First in, first out, without allocation once it has grown to its working size.
+// A first-in, first-out queue. It allocates nothing once it has grown to its working size.
 template <typename T>
 class Ring {
   public:
     bool empty() const { return size_ == 0; }
-    size_t size() const { return get(size_); } // any thread
+    size_t size() const { return get(size_); } // any thread may call this
     T & operator[](size_t i) { return items_[(head_ + i) & (items_.size() - 1)]; }
 
-    T & add() { // holds an earlier item until it is written to
+    T & add() { // returns a new last item, which still has old contents
         if (size_ == items_.size()) { grow(); }
         T & item = (*this)[size_];
         set_gauge(size_, size_ + 1);
@@ -35,7 +35,8 @@ class Ring {
 
     void clear() { set_gauge(size_, 0); }
 
-    // Keeps the items for which `keep` returns true, in order. Returns the number of removed items.
+    // Removes the items for which `keep` returns false, and keeps the order of the others. Returns the number of
+    // removed items.
     template <typename Keep>
     size_t filter(Keep keep) {
         size_t kept = 0;
@@ -55,12 +56,12 @@ class Ring {
         head_ = 0;
     }
 
-    std::vector<T> items_; // [a power of two]
+    std::vector<T> items_; // the size is 0 or a power of two
     size_t head_ = 0;
     uint64_t size_ = 0;
 };
 
-// Callers hold the store's lock, except for functions marked "any thread".
+// A link: queues of transfers into slots. Callers hold the store's lock, except for functions marked "any thread".
 class Link {
   public:
     Link(const Layout & layout, Shared & shared, const Tiers & tiers)
@@ -73,18 +74,18 @@ class Link {
 
     virtual void start_threads() = 0; // starts the threads that carry transfers, without the lock. Throws Error.
 
-    virtual bool begin_next(Job & job) = 0; // begins the next transfer that is still of use; false: there is none
+    virtual bool begin_next(Job & job) = 0; // begins the next transfer that is still needed; false: none
     virtual void finish(const Job & job, const std::string & why) = 0; // `why`: reason of a failure; empty: success
-    // Virtual time calls these. Bytes that go over the link, 0 if they take no time; the time that a transfer will
-    // take.
+    // Only the virtual clock calls the next two functions. link_bytes() returns the bytes that go over the link, or 0
+    // if the transfer takes no time. note_time() receives the time that a transfer will take, in ns.
     virtual uint64_t link_bytes(const Job & job) const { return job.bytes; }
     virtual void note_time(uint64_t) {}
 
-    uint64_t n_queued(bool demand) const { return (demand ? demand_ : prefetch_).size(); } // any thread
+    uint64_t n_queued(bool demand) const { return (demand ? demand_ : prefetch_).size(); } // any thread may call this
 
   protected:
-    // Queues matrices of a slot as one transfer. demand: a layer needs them. The job is written field by field: to make
-    // it first and copy it as a whole takes several times as long.
+    // Queues matrices of slot s as one transfer. `demand`: a layer waits for them. The fields are written one by one,
+    // because copying a whole Job takes several times as long.
     void push(Tier & to, int s, SlotRef source, uint8_t kinds, bool demand) {
         const Slot & slot = to.residency.slot(s);
         Job & job = (demand ? demand_ : prefetch_).add();
@@ -98,7 +99,7 @@ class Link {
         job.streamed = -1;
         to.residency.queue(s, kinds);
     }
-    // Takes the next transfer that is still of use; false: there is none.
+    // Takes the next transfer that is still needed from a queue; false: there is none.
     bool pop(Ring<Job> & ring, Job & job) {
         job.kinds = 0;
         while (!job.kinds && !ring.empty()) {
@@ -113,9 +114,9 @@ class Link {
         to(job).residency.begin_read(job.destination.slot, job.kinds);
         count(shared_.counters.chunks_reading);
     }
-    // Ends a transfer. After a success its matrices are there. After a failure it is queued again if a later routing
-    // event needs the slot; otherwise the slot has failed, and the function returns false. A slot with a transfer on
-    // its way is never given away, so the job's generation is still valid.
+    // Ends a transfer. After a success, its matrices are marked as there. After a failure, a new transfer is queued if
+    // a later routing event needs the slot. Otherwise the slot is marked as failed, and the function returns false. A
+    // slot keeps its expert while a transfer is under way, so the job's generation is still valid.
     bool end(const Job & job, const std::string & why) {
         Tier & to = this->to(job);
         const int s = job.destination.slot;
@@ -129,8 +130,8 @@ class Link {
         count(shared_.counters.read_errors);
         shared_.error = why;
         const Slot & slot = to.residency.slot(s);
-        // A transfer from before the last routing event says nothing about that event's request: it gets one of its
-        // own.
+        // Since this transfer was queued, another routing event has requested the expert. That request gets its own
+        // transfer.
         if (job.streamed < 0 && slot.pins > 0 && slot.requests != job.requests) {
             push(to, s, job.source, job.kinds, true);
             return true;
@@ -143,12 +144,12 @@ class Link {
     const Layout & layout_;
     Shared & shared_;
     const Tiers & tiers_;
-    Ring<Job> demand_;   // transfers that layers need
+    Ring<Job> demand_;   // transfers that layers wait for
     Ring<Job> prefetch_; // transfers ahead of their use
 };
 
 struct LinkSpeed {
-    double bytes_per_ns = 0; // 0: transfers are free
+    double bytes_per_ns = 0; // bandwidth; 0: transfers take no time
     double latency_ns = 0;   // latency of each transfer
 };
 

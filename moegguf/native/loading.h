@@ -1,5 +1,5 @@
-// loading.h: the functions that llama.cpp calls while it reads a model. They decide which tensors belong to the store,
-// and read and convert the others. They may write the tensors that they are given.
+// loading.h: functions that the patched llama.cpp calls while it loads a model. They read tensors that do not belong to
+// the store, and convert them for the CPU's kernels. They write only to these tensors.
 #pragma once
 
 #include "huge_pages.h"
@@ -18,7 +18,8 @@
 
 namespace moegguf {
 
-// Whether the CPU writes the tensor: its plain buffers have no device, those that convert weights are not for reading.
+// Returns true if the CPU writes this tensor's memory: a host buffer, or a CPU buffer that converts weights (which does
+// not count as a host buffer).
 inline bool is_on_cpu(const ggml_tensor * tensor) {
     ggml_backend_buffer_t buffer = tensor->view_src ? tensor->view_src->buffer : tensor->buffer;
     ggml_backend_dev_t device = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(buffer));
@@ -26,8 +27,8 @@ inline bool is_on_cpu(const ggml_tensor * tensor) {
            (device && ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU);
 }
 
-// Reads n bytes of a llama_file, many of them by two threads: one alone copies from the page cache at half of the
-// memory's speed. What cannot be read so, llama.cpp reads, or says why not.
+// Reads n bytes of a llama_file. Two threads share a large read, because one thread copies from the page cache at only
+// half of the memory's speed. If this fails, llama.cpp's own function reads the bytes or throws the error.
 template <typename File>
 void read_tensor(File & file, void * to, size_t offset, size_t n) {
     constexpr size_t least_bytes = 1u << 20;
@@ -48,18 +49,19 @@ void read_tensor(File & file, void * to, size_t offset, size_t n) {
     file.read_raw(to, n);
 }
 
-// A tensor's bytes as in the file. Not initialised.
+// Memory for a tensor's bytes as they are in the file. The memory is not initialised.
 struct ReadBytes {
     std::unique_ptr<uint8_t[]> memory;
     size_t size = 0;
     uint8_t * data() const { return memory.get(); }
 };
 
-// Converts tensors for the CPU's kernels, each by another thread while the next one is read. Ends with the last tensor.
+// Converts tensors for the CPU's kernels. Each tensor is converted on another thread while the next one is read. The
+// destructor waits for the last tensor.
 class ConvertAhead {
   public:
-    // Reads a tensor, and begins to convert what it returns: valid until the call after the next one. Memory is used
-    // again: fresh memory takes longer to touch than to fill.
+    // Reads a tensor's bytes, starts their conversion, and returns them. The bytes stay valid until the call after the
+    // next one. Memory is reused, because the first touch of fresh memory takes longer than filling it.
     template <typename File>
     const ReadBytes & load(File & file, ggml_tensor * tensor, size_t offset, size_t n) {
         std::swap(next_, last_);
@@ -80,7 +82,7 @@ class ConvertAhead {
 
   private:
     ReadBytes next_, last_;
-    std::future<void> before_; // waits where it is replaced
+    std::future<void> before_; // conversion of the previous tensor; replacing it waits for its end
 };
 
 } // namespace moegguf

@@ -1,6 +1,7 @@
-// os.h: a table of the operations that the operating system or a device may refuse. The store calls them through it.
+// os.h: a table of the operations that the operating system or a device may refuse. The store calls them through this
+// table.
 //
-// The testing library puts a table of its own in place, in which the Nth operation fails (moegguf/testing/faults.cpp).
+// The testing library replaces the table by another one, in which the Nth operation fails (moegguf/testing/faults.cpp).
 #pragma once
 
 #include "moegguf.h"
@@ -14,18 +15,18 @@
 namespace moegguf {
 
 struct OperatingSystem {
-    int (*open)(const char * path, int flags); // open(2) and so on: -1 or nullptr on failure, with errno
+    int (*open)(const char * path, int flags); // like open(2): -1 and errno on failure
     int (*fstat)(int fd, struct stat * status);
     ssize_t (*pread)(int fd, void * buffer, size_t n, off_t offset);
     void * (*aligned_alloc)(size_t alignment, size_t n);
-    ggml_backend_buffer_t (*alloc_buffer)(ggml_backend_buffer_type_t buft, size_t n); // nullptr: refused
-    std::thread (*start_thread)(std::function<void()> body);                          // throws std::system_error
+    ggml_backend_buffer_t (*alloc_buffer)(ggml_backend_buffer_type_t buft, size_t n); // returns nullptr if refused
+    std::thread (*start_thread)(std::function<void()> body); // throws std::system_error if refused
     void (*copy_to_device)(ggml_backend_t backend, ggml_tensor * to, const void * data, size_t offset, size_t n);
 };
 
 MOEGGUF_API const OperatingSystem & os();
 
-// Puts another table in place and returns the one before. `other` must stay. Any thread.
+// Replaces the table, and returns the previous one. `other` must stay valid. Any thread may call this.
 MOEGGUF_API const OperatingSystem & replace_os(const OperatingSystem & other);
 
 } // namespace moegguf

@@ -1,11 +1,11 @@
 // residency.h: the bookkeeping of one tier: which expert is in which slot, and which expert is evicted next.
 //
 // A new expert gets a free slot, or else the slot of a victim. Each layer has one candidate (eviction_order.h). Among
-// the candidates the policy's score decides, in a sweep the distance of the layer, then age. A layer with no more than
-// its share of slots gives one only if no other layer can.
+// the candidates the lowest score of the policy decides; then, in a sweep, the layer that is needed last; then the age.
+// A layer with no more than its share of slots loses one only if no other layer can.
 //
-// Residency owns every slot, and it alone changes one: others call the functions below, mostly through the verbs of
-// their tier (tier.h). It knows no memory, no file and no thread. It counts only for the slots of its tier.
+// Only class Residency changes slots. Other code calls the functions below, mostly through the verbs of the tier
+// (tier.h). It knows no memory, no file and no thread, and its counters cover only its own tier.
 #pragma once
 
 #include "eviction_order.h"
@@ -18,21 +18,21 @@ namespace moegguf {
 constexpr int no_expert = -1;
 
 struct Slot {
-    int il = -1;             // -1: free
-    int expert = -1;         // -1 with a layer: several experts pass through (streamed_supply.cpp)
-    uint32_t generation = 0; // grows at every change of owner
-    int pins = 0;            // layers that compute with the slot and slots that are filled from it; 0: may be evicted
-    uint32_t requests = 0;   // routing events that needed this expert here
-    uint8_t queued = 0;      // matrices that wait for their transfer, a bit per kind
-    uint8_t reading = 0;     // matrices that are on their way, a bit per kind
-    bool prefetched = false; // the expert came early and was not looked up since
-    uint64_t last_use = 0;   // a tick of the tier
+    int il = -1;             // layer of the expert; -1: the slot is free
+    int expert = -1;         // -1 in a slot with a layer: experts are streamed through it (streamed_supply.cpp)
+    uint32_t generation = 0; // increases whenever the slot gets or loses an expert
+    int pins = 0;            // number of layers that compute with it and of slots filled from it; 0: may be evicted
+    uint32_t requests = 0;   // number of routing events that needed this expert
+    uint8_t queued = 0;      // bits of matrices that wait for their transfer
+    uint8_t reading = 0;     // bits of matrices whose transfer is under way
+    bool prefetched = false; // true: the expert was prefetched, and not looked up since
+    uint64_t last_use = 0;   // value of the tier's counter of uses at the last use
 
     bool streams() const { return il >= 0 && expert < 0; }
 };
 
-// Callers hold the store's lock, except for functions marked "any thread": a context reads the state of slots that it
-// has pinned, which keep their owner meanwhile.
+// The slots of one tier. Callers hold the store's lock, except for functions marked "any thread". Without the lock, a
+// thread reads only the state of slots that it has pinned, because pinned slots keep their expert.
 class Residency {
   public:
     Residency(const Layout & layout, const LayerSet & layers, const Numbering & numbering, TierCounters & counters);
@@ -43,55 +43,59 @@ class Residency {
     bool has_free() const { return numbering_.resident() || n_free_ > 0; }
     int find(int il, int expert) const { return slot_of_[layout_.key(il, expert)]; }
 
-    // Returns the matrices of a slot that are there. Any thread: bytes written before publish() are seen after ready().
+    // Returns the bits of a slot's matrices that are there. Any thread: if ready() has a bit, the thread also sees the
+    // bytes that were written before publish().
     uint8_t ready(int s) const { return state_[s].load(std::memory_order_acquire) & ready_bits; }
     bool failed(int s) const { return state_[s].load(std::memory_order_acquire) & failed_bit; }
     bool complete(int s) const { return ready(s) == layout_.layers[slots_[s].il].chunks; }
-    bool all_ready() const { return n_absent_ == 0; } // any thread: every expert is there, in a slot of its own
+    bool all_ready() const { return n_absent_ == 0; } // any thread; true: every expert is there, in its own slot
     void publish(int s, uint8_t kinds);               // marks these matrices as there
     void fail(int s) { state_[s].fetch_or(failed_bit, std::memory_order_release); }
     void clear_failed(int s) { state_[s].fetch_and(uint8_t(~failed_bit), std::memory_order_relaxed); }
 
-    // Returns a free slot or a victim for (il, expert); -1 when every slot is pinned or being read, or the victim is
-    // worth no less than the expert.
+    // Chooses a free slot, or the slot of a victim, for expert (il, expert). Returns -1 if every slot is pinned or
+    // being read, or if the victim is worth at least as much as the expert.
     int choose(int il, int expert, const LayerStep & now, const Worth & worth);
-    void assign(int s, int il, int expert); // gives away a free slot; no_expert: experts of the layer pass through it
-    void end_stream(int s, int expert);     // gives the slot to the last expert that passed through it, which is whole
+    void assign(int s, int il, int expert); // gives a free slot to an expert; no_expert: to a layer's stream
+    void end_stream(int s, int expert);     // gives a streaming slot to the expert that it holds at the end
     void vacate(int s);
 
-    void pin(int s, bool is_use = true); // is_use: the slot becomes the most recently used one
+    void pin(int s, bool is_use = true); // is_use: the slot also becomes the most recently used one
     void unpin(int s);
     void touch(int s);   // makes the slot the most recently used one
-    bool request(int s); // notes that a routing event needs it. Returns true at the first look-up after a prefetch
+    bool request(int s); // counts a routing event's request; true: the first since a prefetch
     void mark_prefetched(int s);
     void queue(int s, uint8_t kinds) { slots_[s].queued |= kinds; }
     void drop(int s, uint8_t kinds) { slots_[s].queued &= ~kinds; } // removes these matrices from `queued`
     void begin_read(int s, uint8_t kinds);
     void end_read(int s, uint8_t kinds);
 
-    const std::vector<uint32_t> & uses() const { return uses_; }   // [n_layer * n_expert_max] look-ups
-    const std::vector<uint32_t> & loads() const { return loads_; } // [n_layer * n_expert_max] slots given
+    const std::vector<uint32_t> & uses() const { return uses_; } // [n_layer * n_expert_max] look-ups of each expert
+    const std::vector<uint32_t> & loads() const {
+        return loads_;
+    } // [n_layer * n_expert_max] slots that each expert got
     void count_look_up(int il, int expert) { uses_[layout_.key(il, expert)] += 1; }
 
     // Exchanges the present policy with `policy`.
     void exchange_policy(std::unique_ptr<EvictionPolicy> & policy);
-    void exchange_scores(std::vector<float> & scores); // empty: the policy decides
+    void exchange_scores(std::vector<float> & scores); // exchanges the table of scores; empty: the policy decides
     void on_routing(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens);
-    void on_routed(int il); // the router has chosen: the forecast of the layer ends
-    // as_predicted: raw probabilities for policies that need them; NULL: equal to `probabilities`.
+    void on_routed(int il); // drops the forecast of the layer, whose router has chosen
+    // Stores the forecast for layer il; NULL: there is none. `as_predicted`: raw probabilities, for policies that need
+    // them; NULL: equal to `probabilities`.
     void on_forecast(int il, const float * probabilities, const float * as_predicted = nullptr);
     bool ordered(const LayerStep & now) const { return policy().orders(now); }
-    float score(int il, int expert, const LayerStep & now) const; // only while ordered() is true
+    float score(int il, int expert, const LayerStep & now) const; // valid only if ordered() is true
 
     // Returns the chance that an expert is used when its layer comes next. This is the forecast; without a forecast it
-    // is the share of the last tokens that used the expert. Works only while uses are counted.
+    // is the share of recent tokens that used the expert. Uses are counted only after count_uses(true).
     float chance(int il, int expert) const;
     void count_uses(bool on);
 
     void set_usable(int n);
 
-    // Verifies the facts that the bookkeeping has twice: free + owned = usable, pins >= 0, the map of experts agrees
-    // with the slots. Verifies the gauges and the order of eviction, too. Throws Error(BROKEN) with the rule and the
+    // Verifies that the bookkeeping agrees with itself: free + owned = usable, pins >= 0, the map of experts and the
+    // slots match. Also verifies the gauges and the eviction order. Throws Error(BROKEN) with the broken rule and the
     // values.
     void check() const;
 
@@ -105,7 +109,7 @@ class Residency {
     void check_slot(int s) const;
     std::string describe(int s) const;
     bool evictable(int s) const;
-    void update_order(int s); // puts a slot into the order of eviction if it is evictable, or takes it out
+    void update_order(int s); // adds a slot to the eviction order if it may be evicted, or removes it
     void set_floors();
 
     const Layout & layout_;
@@ -113,22 +117,22 @@ class Residency {
     const Numbering & numbering_;
     TierCounters & counters_;
     std::vector<Slot> slots_;
-    std::vector<std::atomic<uint8_t>> state_; // [n_slots] a bit per matrix that is there, and failed_bit
-    std::vector<int> slot_of_;                // [n_layer * n_expert_max]
-    std::vector<int> count_;                  // [n_layer] slots held
-    std::vector<int> floor_;                  // [n_layer] slots that other layers may not take
+    std::vector<std::atomic<uint8_t>> state_; // [n_slots] bits of the matrices that are there, and failed_bit
+    std::vector<int> slot_of_;                // [n_layer * n_expert_max] slot of each expert; -1: none
+    std::vector<int> count_;                  // [n_layer] number of slots that the layer has
+    std::vector<int> floor_;                  // [n_layer] number of slots that the layer keeps while others have more
     std::vector<uint32_t> uses_;
     std::vector<uint32_t> loads_;
     EvictionOrder order_;
     std::unique_ptr<EvictionPolicy> policy_;
     mutable ScoreTable scores_;
     std::unique_ptr<FadingAverage> average_use_; // nullptr while uses are not counted
-    std::vector<float> forecast_;                // [n_layer * n_expert_max], valid for layers in forecast_known_
-    std::vector<uint8_t> forecast_known_;        // [n_layer]
+    std::vector<float> forecast_;                // [n_layer * n_expert_max] probabilities, valid if forecast_known_
+    std::vector<uint8_t> forecast_known_;        // [n_layer] 1: the layer has a forecast
     uint64_t tick_ = 0;
-    std::atomic<int> n_absent_; // matrices of all experts that are not there
+    std::atomic<int> n_absent_; // number of the experts' matrices that are not there
     int n_usable_;
-    int n_free_;         // free slots among the usable ones
+    int n_free_;         // number of free slots among the usable ones
     int first_free_ = 0; // no slot before this one is free
 };
 

@@ -1,6 +1,6 @@
-// shared.h: the state that the parts of one store share: the lock, switches, counters, the clock, and the one way in
-// which computing threads wait. READY bits are read without the lock; a thread that does not find them set takes the
-// lock and waits on `done`, which the end of each transfer signals. Knows no slot and no queue.
+// shared.h: the state that all parts of one store share: the lock, switches, counters, the clock, and the functions
+// with which compute threads wait. READY bits are read without the lock. A thread that does not find them set takes the
+// lock and waits on `done`, which is notified at the end of each transfer. Knows no slot and no queue.
 #pragma once
 
 #include "clock.h"
@@ -15,7 +15,8 @@ namespace moegguf {
 
 using Lock = std::unique_lock<std::mutex>;
 
-// Figures of the ABI that the parts of a store count in. Every access is atomic and relaxed: figures order nothing.
+// Counters in a struct of the C ABI (moegguf.h). Every access is atomic with relaxed order, because no other data
+// depends on them.
 template <typename Figures>
 struct Counted : Figures {
     Counted() : Figures{} {}
@@ -23,7 +24,7 @@ struct Counted : Figures {
     Counted & operator=(const Counted &) = delete;
 };
 using Counters = Counted<moegguf_counters>;
-using TierCounters = Counted<moegguf_tier_info>; // a tier counts in the fields before pool_bytes
+using TierCounters = Counted<moegguf_tier_info>; // a tier counts only in the fields before pool_bytes
 
 inline void count(uint64_t & figure, uint64_t n = 1) { __atomic_fetch_add(&figure, n, __ATOMIC_RELAXED); }
 
@@ -33,7 +34,7 @@ inline void set_gauge(uint64_t & figure, uint64_t n) { __atomic_store_n(&figure,
 
 inline uint64_t get(const uint64_t & figure) { return __atomic_load_n(&figure, __ATOMIC_RELAXED); }
 
-// Adds the first n_bytes of figures to `to`.
+// Adds the counters in the first n_bytes of `figures` to `to`, one by one.
 inline void add(const uint64_t * figures, size_t n_bytes, uint64_t * to) {
     for (size_t i = 0; i < n_bytes / sizeof(*to); i++) { to[i] += get(figures[i]); }
 }
@@ -53,15 +54,15 @@ struct Shared {
           clock(make_clock(flags & MOEGGUF_SIMULATE ? &counters.sim_clock_ns : nullptr)) {}
 
     const uint32_t flags;         // enum moegguf_flag
-    std::mutex mutex;             // "the store's lock": residency, numbering and queues
-    std::condition_variable work; // readers wait on it
+    std::mutex mutex;             // "the store's lock", which guards residency, numbering and queues
+    std::condition_variable work; // reader threads wait on it for work
     std::condition_variable done; // threads that need slots or bytes wait on it
     Counters counters;
     const std::unique_ptr<Clock> clock;
     std::atomic<bool> cancelled{false};
     std::atomic<bool> stopping{false};
     std::string error;                 // reason of the last failed transfer; under the lock
-    std::atomic<uint64_t> given_up{0}; // number of times that a cancelled kernel left matrices out
+    std::atomic<uint64_t> given_up{0}; // number of times that a kernel stopped waiting and left matrices out
 
     bool has(moegguf_flag flag) const { return flags & flag; }
 
@@ -74,7 +75,7 @@ struct Shared {
     bool wait(Lock & lock, Done done) {
         return wait_for(lock, done, Clock::Deadline::max(), [this] { return cancelled || stopping; });
     }
-    // Waits like wait(), but at most until the deadline, and also while the store is cancelled.
+    // Waits like wait(), but only until the deadline, and also if the store is cancelled or closed.
     template <typename Done>
     bool wait_regardless(Lock & lock, Done done, Clock::Deadline deadline) {
         return wait_for(lock, done, deadline, [] { return false; });

@@ -1,4 +1,4 @@
-// threads.h: lets a store's own threads and the threads that compute leave the processor to each other. It may start an
+// threads.h: settings with which a store's own threads and the compute threads share the processors. May start an
 // OpenMP team of two threads for the process, which does nothing. Knows no store, and nothing about the work of
 // threads.
 #pragma once
@@ -11,12 +11,13 @@
 
 namespace moegguf {
 
-// Makes the calling thread run in slices of 0.1 ms. Linux from 6.12 on wakes such a thread before threads with longer
-// slices. Its share of the processor does not change, and no privilege is needed. Elsewhere, and with a real-time
-// policy, nothing changes.
+// Requests time slices of 0.1 ms for the calling thread. Linux 6.12 and later wakes such a thread before threads with
+// longer slices. The thread's share of the processor does not change, and no privilege is needed. On other systems, and
+// for real-time threads, nothing changes.
 void ask_for_short_slices();
 
-// Starts a thread that runs in such slices. Throws Error(MEMORY) with `what` in its message if there is no thread left.
+// Starts a thread that runs in short slices. Throws Error(MEMORY), with `what` in the message, if the system refuses a
+// thread.
 template <typename Body>
 std::thread start_thread(const std::string & what, Body body) {
     try {
@@ -27,12 +28,12 @@ std::thread start_thread(const std::string & what, Body body) {
     } catch (const std::system_error & e) { throw Error(MOEGGUF_MEMORY, "cannot start " + what + ": " + e.what()); }
 }
 
-// While an object exists and every processor has a compute thread, compute threads spin only shortly at a barrier
-// before they sleep. (GOMP_SPINCOUNT in GNU OpenMP's manual: the time for more threads than processors.) A spinning
-// thread keeps a processor from readers, or shares a core with one, so that the other threads wait longer for bytes. If
-// every expert is there, compute threads wait only for each other, for microseconds, and sleeping would cost more than
-// it saves. Without OpenMP nothing changes. Throws Error(MEMORY) when its first thread is refused. When the second one
-// is refused, OpenMP ends the process, as it does for compute threads.
+// While an object of this class exists, OpenMP sees more threads than processors (if every processor has a compute
+// thread). Compute threads then spin only briefly at a barrier before they sleep (GNU OpenMP manual, GOMP_SPINCOUNT).
+// This helps while experts are read, because a spinning thread takes processor time from reader threads. If every
+// expert is there, compute threads wait only for each other, for microseconds, and sleeping would take longer than
+// spinning. Without OpenMP nothing changes. Throws Error(MEMORY) if its first thread is refused. If the second one is
+// refused, OpenMP ends the process, as it does for compute threads.
 class ShortSpins {
   public:
     ShortSpins();
@@ -40,7 +41,7 @@ class ShortSpins {
 
   private:
     class Team;
-    std::shared_ptr<Team> team_; // one for the process
+    std::shared_ptr<Team> team_; // shared by all objects of the process
 };
 
 } // namespace moegguf

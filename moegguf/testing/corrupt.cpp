@@ -1,12 +1,12 @@
-// corrupt.cpp: breaks the rules that moegguf_store_check verifies, one at a time. It writes to slots behind the back of
-// their residency.
+// corrupt.cpp: breaks rules that moegguf_store_check verifies, one at a time. It writes to slots directly, without the
+// functions of class Residency.
 #include "api.h"
 #include "testing.h"
 
 namespace moegguf {
 namespace {
 
-// Calls `breaks(tier, s)` for slots that hold an expert until it has broken something.
+// Calls `breaks(tier, s)` for slots that hold an expert, until one call returns true because it has broken a rule.
 template <typename Breaks>
 void corrupt(Store & store, Breaks breaks) {
     for (Tier * tier : store.tiers.all) {

@@ -1,5 +1,5 @@
-// drives.cpp: makes reads of some files as slow as a drive. The first such file replaces the table of system calls by a
-// table whose reads wait (os.h).
+// drives.cpp: makes reads of some files as slow as on a given drive. The first such file replaces the table of system
+// calls (os.h) by a table whose reads wait.
 #include "api.h"
 #include "file_id.h"
 #include "os.h"
@@ -30,7 +30,7 @@ std::vector<Drive> drives;
 
 Clock::duration to_duration(double ns) { return std::chrono::duration_cast<Clock::duration>(Nanoseconds(ns)); }
 
-// Returns when a read of n bytes that begins now has ended.
+// Returns the time at which a read of n bytes ends if it begins now.
 Clock::time_point end_of_read(int fd, size_t n) {
     const Clock::time_point now = Clock::now();
     const std::lock_guard<std::mutex> lock(mutex);

@@ -1,5 +1,5 @@
-// faults.cpp: operations of the system that fail. The first fault that is armed puts a table in which the Nth operation
-// of a kind fails in the place of the store's own (os.h).
+// faults.cpp: makes operations of the system fail. When the first fault is armed, the store's table of operations
+// (os.h) is replaced by a table in which the Nth operation of a kind fails.
 #include "api.h"
 #include "file_id.h"
 #include "os.h"
@@ -25,14 +25,14 @@ struct Arm {
 Arm arms[MOEGGUF_FAULT_KINDS];
 
 std::mutex limiting;
-FileId limited; // the only file whose reads fail; without an inode: there is none
+FileId limited; // the only file whose reads fail; inode 0: reads of all files fail
 
 bool may_fail(int fd) {
     const std::lock_guard<std::mutex> lock(limiting);
     return limited.inode == 0 || file_id(fd) == limited;
 }
 
-// True when this operation is the one that must fail; errno is set. fd: of a read.
+// Returns true if this operation must fail, and sets errno. fd: the file that is read; -1: another operation.
 bool fault(moegguf_fault_kind kind, int fd = -1) {
     Arm & arm = arms[kind];
     const uint64_t nth = arm.nth.load(std::memory_order_relaxed);
@@ -45,7 +45,7 @@ bool fault(moegguf_fault_kind kind, int fd = -1) {
     return false;
 }
 
-// The store's own table; reads before the first fault is armed come here, too.
+// Returns the store's own table of operations. The first call puts the table `failing` in its place.
 const OperatingSystem & real();
 
 const OperatingSystem failing = {
@@ -58,7 +58,7 @@ const OperatingSystem failing = {
             return -1;
         }
         if (fault(MOEGGUF_FAULT_READ, fd)) { return -1; }
-        // A short read keeps the alignment that O_DIRECT requires, as a real one does.
+        // Like a real short read, this read keeps the alignment that O_DIRECT requires.
         if (n > 4096 && fault(MOEGGUF_FAULT_SHORT_READ, fd)) { n = 4096; }
         return real().pread(fd, buffer, n, offset);
     },

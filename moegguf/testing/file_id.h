@@ -1,4 +1,4 @@
-// file_id.h: the file that a descriptor or a path stands for, under any of its names.
+// file_id.h: identifies a file by its device and inode. A descriptor and all paths of one file have equal ids.
 #pragma once
 
 #include <sys/stat.h>
@@ -7,7 +7,7 @@ namespace moegguf {
 
 struct FileId {
     dev_t device = 0;
-    ino_t inode = 0; // 0: no file
+    ino_t inode = 0; // 0: there is no file
 
     bool operator==(const FileId & other) const { return device == other.device && inode == other.inode; }
 };

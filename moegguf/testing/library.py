@@ -1,4 +1,4 @@
-"""Loads libmoegguf-testing, and makes operations of the store fail or its bookkeeping wrong."""
+"""Loads libmoegguf-testing, with which operations of the store fail or its bookkeeping becomes wrong."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CORRUPTION = ABI.enum("corruption")
 
 @functools.cache
 def load() -> c.CDLL:
-    """Returns the testing library, loaded once. Raises LibraryError where it was not built."""
+    """Returns the testing library, which is loaded once. Raises LibraryError if it was not built."""
     library.load()
     try:
         loaded = library.open_part("moegguf-testing")
@@ -37,30 +37,32 @@ def _check(status: int) -> None:
 
 
 def arm_fault(kind: str, nth: int, *, sticky: bool = False, errno: int = 0) -> None:
-    """Makes the nth operation of a kind, one of FAULT, fail: it alone, or it and all later ones. nth 0 disarms it."""
+    """Makes the nth operation of a kind (one of FAULT) fail; sticky: also all later ones. nth 0 disarms the kind."""
     load().moegguf_fault_arm(FAULT[kind], nth, sticky, errno)
 
 
 def limit_faults(path: Path | None) -> None:
-    """Makes only reads and fstat of this file fail; None: of every file. Raises OptionError where there is none."""
+    """Limits faults of reads and fstat to this file; None: all files. Raises OptionError if the file does not exist."""
     load().moegguf_fault_file(None if path is None else bytes(path))
 
 
 def slow_drive(path: Path, link: Link | None) -> None:
-    """Slows reads of this file down to a drive whose reads share its bandwidth; None: reads take their own time.
-    Raises OptionError."""
+    """Slows reads of this file down to the speed of a drive with this link; None: reads are no longer slowed down.
+
+    Reads share the bandwidth of the link. Raises OptionError if the file does not exist or too many files are slow.
+    """
     per_ns, latency_ns = (link.bytes_per_s / 1e9, link.latency_s * 1e9) if link else (0.0, 0.0)
     load().moegguf_drive_slow(bytes(path), per_ns, latency_ns)
 
 
 def count_operations(kind: str) -> int:
-    """Returns how many operations of a kind came since it was armed."""
+    """Returns the number of operations of a kind since the kind was armed."""
     return int(load().moegguf_fault_count(FAULT[kind]))
 
 
 def corrupt(store: Store, rule: str) -> None:
-    """Breaks a rule, one of CORRUPTION, in the bookkeeping of a store, which can only be checked and closed then.
+    """Breaks a rule (one of CORRUPTION) in the bookkeeping of a store. The store may then only be checked and closed.
 
-    Raises OptionError where no slot is in a state in which the rule could be broken.
+    Raises OptionError if no slot is in a state in which the rule could be broken.
     """
     load().moegguf_corrupt(store.handle, CORRUPTION[rule])

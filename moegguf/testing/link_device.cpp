@@ -1,27 +1,28 @@
-// link_device.cpp: a ggml device behind a link in real time, for machines without one.
+// link_device.cpp: a simulated ggml device behind a link in real time, for machines without a GPU.
 //
-// The device's memory lies in RAM, but only the device may touch it: ggml takes it for a device's memory. The device
-// computes as the CPU backend does. It has the CPU's threads or a number of its own, which makes it faster or slower. A
-// copy between the device and the host takes the link's latency, and then its bytes over the bandwidth. Copies in one
-// direction follow each other. A copy within the device takes the time of a memory copy.
+// The device's memory lies in RAM, but only the device may touch it, because ggml treats it as a device's memory. The
+// device computes with the CPU backend. It uses the CPU's threads, or another number of threads, which makes it faster
+// or slower. A copy between the device and the host takes the link's latency, and then the time of its bytes at the
+// link's bandwidth. Copies in one direction follow one another. A copy within the device takes the time of a memory
+// copy.
 //
-// These rules are CUDA's:
-// - Each backend instance has a stream of its own, on a thread of its own. Events connect streams.
-// - Graphs are launched as they are at that moment, or an earlier launch is repeated (link_launch.h).
-// - A launch keeps the caller waiting, and so does a copy from or to memory that is not pinned.
+// The device follows these rules of CUDA:
+// - Each backend instance has its own stream on its own thread. Events connect streams.
+// - A launch computes the graph as it is at that moment, or repeats an earlier launch (link_launch.h).
+// - The caller waits for a launch, and for a copy from or to memory that is not pinned.
 // - If memory cannot be pinned, the host buffer type returns ordinary memory.
 //
-// A strict device is as hard on its users as CUDA may be:
-// - Launches and copies come later, in the order of their stream. The stream does nothing before somebody waits for it,
+// A strict device does the worst that CUDA may do to its users:
+// - Launches and copies run later, in the order of their stream. The stream does nothing before somebody waits for it,
 //   except for some launches, which begin at once.
-// - Binding a quantised tensor zeroes the padding after it. Kernels read rows up to that padding's end, and return NaN
-//   if the padding has wrong bytes.
-// - Fresh memory, and memory that a copy under way writes, is full of NaN. Freed memory is gone for good.
-// - Copies come in pieces of any order, also from memory that is not pinned.
+// - Binding a quantised tensor zeroes the padding after it. Kernels read rows up to the end of this padding, and return
+//   NaN if the padding has wrong bytes.
+// - Fresh memory is full of NaN, and so is memory that a copy under way writes. Freed memory can no longer be accessed.
+// - Copies are done in pieces, in any order, also from memory that is not pinned.
 // - These are faults: a launch with ids that do not exist, a launch that touches freed memory, and a copy whose source
-//   has changed before it came. The device keeps the first fault, and computes no more.
+//   has changed before the copy ran. The device keeps the first fault, and computes nothing from then on.
 //
-// The device touches its own memory and the memory that it copies. It knows no store.
+// The device touches only its own memory and the memory that it copies. It knows no store.
 #include "api.h"
 #include "link_launch.h"
 #include "link_stream.h"
@@ -39,14 +40,14 @@
 namespace moegguf {
 namespace {
 
-constexpr size_t most_memory_bytes = (size_t)1 << 46; // reported size of a device without a limit
+constexpr size_t most_memory_bytes = (size_t)1 << 46; // size that a device without a limit reports
 
 // The device
 
 struct LinkDevice {
     LinkDevice(const moegguf_link & link, int index);
 
-    bool take(size_t n) { // false: it is full
+    bool take(size_t n) { // returns false if the device has too little memory
         std::lock_guard<std::mutex> lock(mutex);
         const bool fits = n <= memory_bytes - used_bytes;
         used_bytes += fits ? n : 0;
@@ -54,24 +55,25 @@ struct LinkDevice {
     }
 
     void copy(LinkDirection & direction, void * to, const void * from, size_t n) {
-        constexpr double reserve = 1.25; // the copy's time varies, and early costs less than late
+        constexpr double reserve = 1.25; // copies begin a bit early, because their time varies
         if (strict) { memset(to, poison, n); }
         direction.transfer((double)n, reserve * n / copy_bytes_per_ns, [&] {
             const uint64_t start = now_ns();
             move(to, from, n);
-            constexpr size_t least = 1 << 16; // smaller ones say nothing of the speed
+            constexpr size_t least = 1 << 16; // smaller copies do not show the speed
             if (n >= least) { copy_bytes_per_ns = copy_bytes_per_ns * 0.75 + 0.25 * n / (now_ns() - start + 1); }
         });
     }
 
-    // Strict: asks whether the device's side of a copy is still there.
+    // Returns true if the device's side of a copy is still allocated; otherwise notes a fault. Only a strict device
+    // checks this.
     bool bears_copy(const void * there, size_t n) {
         const bool bears = !strict || allocated.contain(there, n);
         note(bears ? "" : "a copy reads or writes memory that is not there");
         return bears;
     }
 
-    // Strict: the end comes before the beginning, and both some time later.
+    // Copies n bytes. A strict device copies the second half first, and waits a moment before each half.
     void move(void * to, const void * from, size_t n) {
         if (!strict) {
             memcpy(to, from, n);
@@ -94,7 +96,7 @@ struct LinkDevice {
         std::this_thread::sleep_for(std::chrono::microseconds(random() % longest_us));
     }
 
-    // Keeps the first fault; empty: there is none.
+    // Stores `why` as the device's fault, unless there was one before. Does nothing if `why` is empty.
     void note(const std::string & why) {
         std::lock_guard<std::mutex> lock(mutex);
         if (why.empty() || !fault.empty()) { return; }
@@ -111,12 +113,12 @@ struct LinkDevice {
     const size_t memory_bytes;
     const moegguf_pinned pins;
     const size_t most_buffer_bytes;
-    const int n_threads; // 0: as told
+    const int n_threads; // 0: the number that ggml sets
     const bool strict;
     std::atomic<size_t> used_bytes{0};
     LinkDirection to_device, to_host;
-    std::atomic<double> copy_bytes_per_ns{4}; // speed of this machine's own memory
-    Ranges allocated, pinned; // memory of the device; host memory, copies from and to which go on after their calls
+    std::atomic<double> copy_bytes_per_ns{4}; // speed of copies within this machine's memory
+    Ranges allocated, pinned;                 // device memory; host memory whose copies go on after their calls
     std::atomic<uint64_t> n_launches{0}, n_replays{0}, n_copies{0}, n_launches_beside_copies{0};
     std::atomic<int> copies_under_way{0};
     std::mutex mutex; // guards the next two fields
@@ -130,14 +132,14 @@ LinkDevice & of(ggml_backend_dev_t device) { return *(LinkDevice *)device->conte
 
 // Memory of the device
 
-void * map(size_t n) { // nullptr: there is none
+void * map(size_t n) { // returns n bytes of fresh memory; nullptr: refused
     void * base = mmap(nullptr, n ? n : 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     return base == MAP_FAILED ? nullptr : base;
 }
 
 void unmap(void * base, size_t n) { munmap(base, n ? n : 1); }
 
-// Gives the memory back, and nothing else these addresses.
+// Frees the memory but keeps its addresses reserved, so that every later access fails.
 void forbid(void * base, size_t n) {
     mmap(base, n ? n : 1, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
 }
@@ -151,7 +153,7 @@ bool on_device(const ggml_tensor * t, ggml_backend_buffer_type_t memory) {
     return buffer && buffer->buft == memory;
 }
 
-// Zeroes the padding when a tensor is bound to memory, unless it is the memory of a graph's results.
+// Zeroes the padding after a tensor that is bound to memory, unless the memory is for results of a graph.
 void zero_padding(ggml_backend_buffer_t buffer, const ggml_tensor * t) {
     if (!t->view_src && buffer->usage != GGML_BACKEND_BUFFER_USAGE_COMPUTE) {
         memset((char *)t->data + ggml_nbytes(t), 0, padded_bytes(t) - ggml_nbytes(t));
@@ -200,7 +202,7 @@ ggml_backend_buffer_t allocate(ggml_backend_buffer_type_t buft, size_t size) {
     return buffer;
 }
 
-// Pinned memory of the host: the CPU's, with a note of where it lies; as in CUDA's backend
+// Pinned host memory: CPU memory whose address ranges are noted, as in CUDA's backend
 
 ggml_backend_buffer_t allocate_pinned(ggml_backend_buffer_type_t buft, size_t size) {
     LinkDevice & device = of(buft->device);
@@ -220,7 +222,7 @@ ggml_backend_buffer_t allocate_pinned(ggml_backend_buffer_type_t buft, size_t si
 
 struct Backend {
     LinkDevice & device;
-    ggml_backend_ptr cpu; // used when the queue comes to it, or is empty
+    ggml_backend_ptr cpu; // used only by work in the queue, or while the queue is empty
     Launches launches;
     CommandQueue queue;
 };
@@ -229,7 +231,7 @@ Backend & of(ggml_backend_t backend) { return *(Backend *)backend->context; }
 
 void synchronize(ggml_backend_t backend) { of(backend).queue.mark().wait(); }
 
-// A copy that goes on after the call.
+// Queues a copy, which goes on after the call.
 void push_copy(Backend & backend, std::function<void()> copy) {
     LinkDevice & device = backend.device;
     device.n_copies += 1;
@@ -253,7 +255,7 @@ void set_async(ggml_backend_t backend, ggml_tensor * t, const void * data, size_
     if (!device.strict) {
         push_copy(of(backend), [copy, data] { copy(data); });
         if (!device.pinned.contain(data, n)) { synchronize(backend); }
-    } else if (!device.pinned.contain(data, n)) { // it is read before the call returns, and comes later
+    } else if (!device.pinned.contain(data, n)) { // the source is read before the call returns, and written later
         std::vector<uint8_t> staged((const uint8_t *)data, (const uint8_t *)data + n);
         push_copy(of(backend), [copy, staged = std::move(staged)] { copy(staged.data()); });
     } else {
@@ -277,7 +279,8 @@ void wait_in(Backend & backend, const CommandQueue::Point & point) {
     backend.queue.push([point] { point.wait(); });
 }
 
-// Copies within the device, after the present work of the source's stream and of the destination's stream.
+// Queues a copy within the device, after the present work in the streams of source and destination. Returns false for
+// any other copy.
 bool copy_tensor_async(ggml_backend_t source, ggml_backend_t destination, const ggml_tensor * from, ggml_tensor * to) {
     ggml_backend_buffer_type_t memory = &of(destination).device.memory;
     if (source->device != destination->device || !on_device(from, memory) || !on_device(to, memory)) { return false; }
@@ -321,14 +324,14 @@ ggml_status compute(ggml_backend_t of_device, ggml_cgraph * graph) {
     if (device.strict) {
         const bool at_once = device.random() % 2;
         backend.queue.push([&backend, launch] { run(backend, *launch); }, at_once);
-    } else { // here: threads that hand work over take part of the time that is measured
+    } else { // computes on this thread, because passing work to another one takes time that is measured
         synchronize(of_device);
         run(backend, *launch);
     }
     return GGML_STATUS_SUCCESS;
 }
 
-// Events: the point that was recorded last
+// Events: each event has the point that was recorded last
 
 struct Event {
     std::mutex mutex;
@@ -395,7 +398,7 @@ void get_memory(ggml_backend_dev_t device, size_t * free, size_t * total) {
     *free = *total - of(device).used_bytes;
 }
 
-// All devices so far. They stay: ggml forgets none.
+// All devices so far. They are never destroyed, because ggml cannot remove a device.
 
 struct Registry {
     std::mutex mutex;
@@ -403,7 +406,7 @@ struct Registry {
 };
 
 Registry & registry() {
-    static Registry * all = new Registry; // backends may be freed after static objects
+    static Registry * all = new Registry; // never destroyed: backends may be freed after static objects
     return *all;
 }
 
@@ -487,7 +490,7 @@ LinkDevice::LinkDevice(const moegguf_link & link, int index)
     host_memory.iface.is_host = [](ggml_backend_buffer_type_t) { return true; };
 }
 
-// The name is ggml's: LINK0, LINK1, ... Throws Error(INVALID).
+// Adds a device, and returns ggml's name of it: LINK0, LINK1, ... Throws Error(INVALID).
 const char * add_link_device(const moegguf_link & link) {
     if (!(link.bytes_per_ns > 0 && std::isfinite(link.bytes_per_ns) && link.latency_ns >= 0 &&
           std::isfinite(link.latency_ns))) {

@@ -1,4 +1,4 @@
-"""Adds devices behind links in real time, for machines without one (link_device.cpp says how they behave)."""
+"""Adds simulated devices behind links in real time, for machines without a GPU. link_device.cpp describes them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def add_link_device(
     n_threads: int = 0,
     strict_seed: int = 0,
 ) -> str:
-    """Adds a simulated device behind `link`, which ggml knows until the process ends, and returns ggml's name of it.
+    """Adds a simulated device behind `link`, and returns ggml's name of it. The device stays until the process ends.
 
     llama.cpp uses the device as a GPU for every model loaded later. The other arguments are fields of struct
     moegguf_link (testing.h). Raises OptionError for a link without bandwidth.
@@ -48,7 +48,7 @@ class LinkFigures:
 
 
 def link_figures(name: str) -> LinkFigures:
-    """Returns the figures of a simulated device. Raises OptionError where there is none of this name."""
+    """Returns the counts of a simulated device. Raises OptionError if no device has this name."""
     read = ABI.LinkFigures()
     load().moegguf_link_read(name.encode(), c.byref(read))
     return LinkFigures(
@@ -62,16 +62,18 @@ def link_figures(name: str) -> LinkFigures:
 
 @functools.cache
 def link_device(link: Link, n_threads: int = 0) -> str:
-    """Returns the name of this process's simulated device with this link and number of threads, which the first such
-    call adds."""
+    """Returns the name of a simulated device with this link and number of threads.
+
+    The first call with these arguments adds the device.
+    """
     return add_link_device(link, n_threads=n_threads)
 
 
 def memory_copy_bytes_per_s() -> float:
-    """Measures how fast one thread copies within this machine's memory, as no simulated link is faster. Takes 20 ms."""
+    """Measures how fast one thread copies within this machine's memory. No simulated link is faster. Takes 20 ms."""
     source, copy = np.ones(1 << 24, np.uint8), np.empty(1 << 24, np.uint8)
     times = []
-    for _ in range(4):  # the first one also asks the system for the pages
+    for _ in range(4):  # the first copy is slower: the system provides the pages
         start = time.perf_counter()
         np.copyto(copy, source)
         times.append(time.perf_counter() - start)

@@ -1,11 +1,11 @@
-// link_launch.h: copies a graph at its launch on a simulated device (link_device.cpp). The copy has the operations,
-// parameters, shapes and addresses of that moment, as a launch of CUDA's kernels has them. Some launches only repeat an
-// earlier one. They are chosen as ggml's CUDA backend chooses them (ggml_backend_cuda_graph_compute). Knows no device,
-// and computes nothing.
+// link_launch.h: copies a graph when it is launched on a simulated device (link_device.cpp). The copy has the
+// operations, parameters, shapes and addresses of that moment, like a launch of CUDA's kernels. Some launches only
+// repeat an earlier launch, under the same conditions as in ggml's CUDA backend (ggml_backend_cuda_graph_compute). This
+// file knows no device, and computes nothing.
 #pragma once
 
-#include "ggml-backend-impl.h" // buffers are not public; patches/README.md lists what we lean on
-#include "ggml-impl.h"         // nor is ggml_cgraph
+#include "ggml-backend-impl.h" // buffers are not public; patches/README.md lists such uses
+#include "ggml-impl.h"         // ggml_cgraph is not public either
 
 #include <cstring>
 #include <deque>
@@ -15,7 +15,7 @@
 
 namespace moegguf {
 
-// The nodes of a graph and their sources, copied: what becomes of the originals does not reach them.
+// Copies of the nodes of a graph and of their sources. Later changes of the originals do not change the copies.
 class Launch {
   public:
     explicit Launch(const ggml_cgraph & graph)
@@ -36,7 +36,7 @@ class Launch {
     int n_nodes() const { return (int)nodes_.size(); }
     const ggml_tensor * node(int i) const { return nodes_[i]; }
 
-    // Returns the nodes from `first` on and before `end`, for a backend that computes them.
+    // Returns nodes [first, end) as a graph, for a backend that computes them.
     ggml_cgraph part(int first, int end) {
         ggml_cgraph graph = {};
         graph.n_nodes = end - first;
@@ -46,7 +46,7 @@ class Launch {
         return graph;
     }
 
-    // Returns where the buffer of a weight ends; nullptr: it is none, or a view.
+    // Returns the end of the buffer that a weight lies in; nullptr: the tensor is not a weight, or is a view.
     const uint8_t * end_of_weights(const ggml_tensor * copied) const {
         const auto found = ends_of_weights_.find(copied);
         return found == ends_of_weights_.end() ? nullptr : found->second;
@@ -60,24 +60,26 @@ class Launch {
         if (!t->view_src && t->buffer && t->buffer->usage == GGML_BACKEND_BUFFER_USAGE_WEIGHTS) {
             ends_of_weights_[known] = (const uint8_t *)ggml_backend_buffer_get_base(t->buffer) + t->buffer->size;
         }
-        known->buffer = nullptr; // it may be freed before this is computed
+        known->buffer = nullptr; // the buffer may be freed before the copy is computed
         std::fill(std::begin(known->src), std::end(known->src), nullptr);
         return known;
     }
 
     std::deque<ggml_tensor> memory_;
     std::vector<ggml_tensor *> nodes_;
-    std::unordered_map<const ggml_tensor *, ggml_tensor *> copies_; // keys: the originals
+    std::unordered_map<const ggml_tensor *, ggml_tensor *> copies_; // key: the original
     std::unordered_map<const ggml_tensor *, const uint8_t *> ends_of_weights_;
     ggml_hash_set uses_;
-    std::vector<int32_t> use_counts_; // kernels that compute two nodes at once read them
+    std::vector<int32_t> use_counts_; // kernels that compute two nodes at once read these
 };
 
-// The launches of one stream. A graph is known by its first node. Where neither its uid nor, without one, any node has
-// changed since its second launch, that one is repeated, whatever its tensors say by now.
+// The launches of one stream. A graph is identified by its first node. If the graph is launched twice without a change,
+// later launches repeat the second one until the graph changes. A graph has changed if its uid is new; if it has no
+// uid, if any node has changed.
 class Launches {
   public:
-    // Returns what is to be computed for this graph; nullptr: it has the uid of a graph with another number of nodes.
+    // Returns the launch to compute for this graph; nullptr: the graph has the uid of a graph with another number of
+    // nodes.
     std::shared_ptr<Launch> launch(const ggml_cgraph & graph) {
         Known & known = known_[graph.nodes[0]];
         if (graph.uid != 0 && graph.uid == known.uid && (int)known.properties.size() != graph.n_nodes) {
@@ -108,13 +110,13 @@ class Launches {
 
     struct Known {
         uint64_t uid = 0;
-        bool settled = false; // launched twice without a change: `repeated` is what is launched from then on
+        bool settled = false; // true: launched twice without a change, so `repeated` is launched again
         std::vector<Properties> properties;
         std::shared_ptr<Launch> repeated;
     };
 
     static void describe(const ggml_tensor * node, Properties & out) {
-        memset((void *)&out, 0, sizeof(out)); // bytes between fields are compared, too
+        memset((void *)&out, 0, sizeof(out)); // memcmp compares the bytes between fields, too
         memcpy((void *)&out.node, node, sizeof(out.node));
         for (int j = 0; j < GGML_MAX_SRC; j++) {
             const ggml_tensor * source = node->src[j];
@@ -125,7 +127,7 @@ class Launches {
         }
     }
 
-    // Returns whether the graph is another one than at its last launch, and remembers it as it is now.
+    // Returns true if the graph has changed since its last launch, and stores its present properties.
     static bool update(Known & known, const ggml_cgraph & graph) {
         if (graph.uid != 0 && graph.uid == known.uid) { return false; }
         known.uid = graph.uid;
@@ -142,7 +144,7 @@ class Launches {
         return changed;
     }
 
-    std::unordered_map<const void *, Known> known_; // keys: first nodes
+    std::unordered_map<const void *, Known> known_; // key: first node of a graph
     uint64_t n_replays_ = 0;
 };
 

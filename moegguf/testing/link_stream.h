@@ -1,5 +1,5 @@
-// link_stream.h: the streams of a simulated device (link_device.cpp), in which work is done in order, and the two
-// directions of a link in real time. Knows no device, and nothing about the work.
+// link_stream.h: streams of a simulated device (link_device.cpp), which do their work in order, and the directions of a
+// link in real time. Knows no device, and nothing about the work.
 #pragma once
 
 #include "clock.h"
@@ -9,7 +9,7 @@
 
 namespace moegguf {
 
-// Work done in order on a thread of its own, and points in it to wait for, as a GPU's stream has them.
+// Does work in order on its own thread. Other threads can wait for points in the queue, as in a GPU's stream.
 class CommandQueue {
     struct Queue {
         std::mutex mutex;
@@ -17,14 +17,14 @@ class CommandQueue {
         std::deque<std::function<void()>> work;
         uint64_t n_pushed = 0;
         uint64_t n_done = 0;
-        uint64_t n_wanted = UINT64_MAX; // pieces of work that may be done
+        uint64_t n_wanted = UINT64_MAX; // number of pieces of work that may be done
     };
 
   public:
     // The point after the first n pieces of work. It may outlive the queue.
     class Point {
       public:
-        Point() = default; // nothing to wait for
+        Point() = default; // a point that is always reached
         Point(std::shared_ptr<Queue> queue, uint64_t n) : queue_(std::move(queue)), n_(n) {}
 
         void wait() const {
@@ -40,13 +40,13 @@ class CommandQueue {
         uint64_t n_ = 0;
     };
 
-    // late: nothing is done before somebody waits for a point behind it, or work is pushed that begins at once.
+    // late: no work is done before somebody waits for a point after it, or other work is pushed with at_once.
     explicit CommandQueue(bool late = false) : queue_(std::make_shared<Queue>()) {
         queue_->n_wanted = late ? 0 : UINT64_MAX;
         thread_ = std::thread([this] { run(); });
     }
 
-    // Does what was pushed before.
+    // Finishes all work in the queue.
     ~CommandQueue() {
         push(nullptr);
         {
@@ -65,7 +65,7 @@ class CommandQueue {
         queue_->changed.notify_all();
     }
 
-    // Returns the point after everything pushed so far.
+    // Returns the point after all work that was pushed so far.
     Point mark() const {
         std::lock_guard<std::mutex> lock(queue_->mutex);
         return {queue_, queue_->n_pushed};
@@ -92,13 +92,13 @@ class CommandQueue {
     std::thread thread_;
 };
 
-// One direction of a link, which carries one copy after another. It may keep a caller waiting.
+// One direction of a link, which carries one copy after another. Callers wait for the end of their copy.
 class LinkDirection {
   public:
     LinkDirection(double bytes_per_ns, double latency_ns) : bytes_per_ns_(bytes_per_ns), latency_ns_(latency_ns) {}
 
-    // Returns when `bytes` have come through, and runs `copy` meanwhile. `copy` begins as late as its own time,
-    // `copy_ns`, allows, so that no byte is there before the link has brought it.
+    // Waits for the time in which the link carries `bytes`, and runs `copy` meanwhile. `copy` takes `copy_ns` and
+    // begins as late as possible, so that no byte arrives earlier than over a real link.
     template <typename Copy>
     void transfer(double bytes, double copy_ns, Copy && copy) {
         std::unique_lock<std::mutex> lock(mutex_);
@@ -111,7 +111,8 @@ class LinkDirection {
     }
 
   private:
-    // The clock of this thread wakes up some 60 us late: the rest is spent looking at it.
+    // Waits until a point in time. A sleep ends some 60 us late, so the last part of the wait reads the clock in a
+    // loop.
     static void wait_until(double until_ns) {
         constexpr double early_ns = 100e3;
         const double left_ns = until_ns - now_ns();
@@ -121,7 +122,7 @@ class LinkDirection {
 
     const double bytes_per_ns_, latency_ns_;
     std::mutex mutex_;
-    double free_ns_ = 0; // when the last copy ends
+    double free_ns_ = 0; // time at which the last copy ends
 };
 
 } // namespace moegguf

@@ -1,6 +1,6 @@
-// link_strict.h: the rules of CUDA for users of its memory and its kernels. A strict simulated device checks them
-// (link_device.cpp). The padding after rows is zero, ids exist, and memory is there. Computes with the CPU backend, and
-// knows no device.
+// link_strict.h: checks the rules that CUDA has for the use of memory and kernels, for a strict simulated device
+// (link_device.cpp). The padding after rows must be zero, ids must exist, and memory must be allocated. Computes with
+// the CPU backend, and knows no device.
 #pragma once
 
 #include "link_launch.h"
@@ -13,9 +13,9 @@
 
 namespace moegguf {
 
-constexpr int poison = 0xff; // bytes that are NaN, or close to it, as numbers of any type, and -1 as an id
+constexpr int poison = 0xff; // a byte that fills numbers of any type with NaN (or nearly), and ids with -1
 
-// Ranges of memory that do not overlap. Any thread.
+// Ranges of memory that do not overlap. Any thread may call the functions.
 class Ranges {
   public:
     void add(const void * base, size_t n) {
@@ -28,7 +28,7 @@ class Ranges {
         ranges_.erase((const uint8_t *)base);
     }
 
-    // Returns whether one of them has all of these bytes.
+    // Returns true if one range contains all of these bytes.
     bool contain(const void * data, size_t n) const {
         std::lock_guard<std::mutex> lock(mutex_);
         auto after = ranges_.upper_bound((const uint8_t *)data);
@@ -42,18 +42,20 @@ class Ranges {
 
 // Padding
 
-constexpr int64_t row_padding = 512; // MATRIX_ROW_PADDING of ggml-cuda; its kernels take rows in steps of 256 or 512
+constexpr int64_t row_padding = 512; // MATRIX_ROW_PADDING of ggml-cuda: kernels read rows in steps of 256 or 512 values
 
 inline int64_t padding_values(const ggml_tensor * t) {
     const int64_t beyond = ggml_is_quantized(t->type) ? t->ne[0] % row_padding : 0;
     return beyond ? row_padding - beyond : 0;
 }
 
-// Bytes that a tensor takes: behind the last row of a quantised one lies padding up to a multiple of 512 values.
+// Returns the bytes that a tensor takes. After the last row of a quantised tensor there is padding, up to a multiple of
+// 512 values.
 inline size_t padded_bytes(const ggml_tensor * t) { return ggml_nbytes(t) + ggml_row_size(t->type, padding_values(t)); }
 
-// Computes a launch as the CPU does. Kernels read beyond the last row of quantised weights. The bytes there have to be
-// zeros, or the next expert of a tensor without gaps. Otherwise the products with these bytes are NaN.
+// Computes a launch on the CPU, and checks the rules. CUDA's kernels read beyond the last row of quantised weights. The
+// bytes there have to be zeros, or the next expert of a tensor without gaps. Otherwise this class sets the products to
+// NaN.
 class StrictRun {
   public:
     StrictRun(ggml_backend_t cpu, Launch & launch, const Ranges & memory)
@@ -61,7 +63,8 @@ class StrictRun {
           launch_(launch),
           memory_(memory) {}
 
-    // Returns what is wrong with the launch, which is then computed up to there, and NaN behind; empty: nothing.
+    // Returns the first rule that the launch breaks; empty: none. Nodes before the breach are computed, and the results
+    // of all others are set to NaN.
     std::string run() {
         std::string why = find_freed();
         for (int i = 0; why.empty() && i < launch_.n_nodes(); i++) { why = take(i); }
@@ -71,7 +74,8 @@ class StrictRun {
     }
 
   private:
-    // Nodes that need nothing are computed with those before them.
+    // Checks node i, and computes it or earlier nodes if the check needs this. Other nodes are computed later,
+    // together.
     std::string take(int i) {
         const ggml_tensor * node = launch_.node(i);
         if (!is_computed(node)) { return {}; }
@@ -79,7 +83,7 @@ class StrictRun {
         if (n_choices(node) || sorts(node)) {
             why = compute_before(i);
             if (why.empty()) { why = find_wrong_id(node); }
-            if (why.empty() && sorts(node) && has_nan(node->src[0])) { // a sort of NaN might not end
+            if (why.empty() && sorts(node) && has_nan(node->src[0])) { // a sort with NaN might not end
                 spoil_all(node);
                 first_ = i + 1;
             }
@@ -98,7 +102,8 @@ class StrictRun {
         return done ? "" : "the CPU could not compute a graph";
     }
 
-    // Kernels pass over nodes that only name memory, and those that a graph leaves out this time.
+    // Returns false for nodes that kernels skip: nodes that only name memory, and nodes that the graph leaves out this
+    // time.
     static bool is_computed(const ggml_tensor * node) {
         return !ggml_op_is_empty(node->op) && !ggml_is_empty(node) && (node->flags & GGML_TENSOR_FLAG_COMPUTE);
     }
@@ -146,7 +151,7 @@ class StrictRun {
         }
     }
 
-    // Returns how many there are of what the ids of a node choose from; 0: it has no ids.
+    // Returns the number of rows or matrices from which the ids of a node choose; 0: the node has no ids.
     static int64_t n_choices(const ggml_tensor * node) {
         switch (node->op) {
             case GGML_OP_GET_ROWS:
@@ -195,7 +200,7 @@ class StrictRun {
         return multiplies && padding_values(node->src[0]) > 0 && launch_.end_of_weights(node->src[0]);
     }
 
-    // Returns whether kernels find garbage behind the last row of one matrix.
+    // Returns true if kernels would read garbage after the last row of one matrix.
     bool finds_garbage(const ggml_tensor * w, int64_t matrix) const {
         const int64_t n = padding_values(w);
         const uint8_t * behind = (const uint8_t *)w->data + matrix * w->nb[2] + w->ne[1] * w->nb[1];
@@ -209,7 +214,7 @@ class StrictRun {
         return !std::all_of(values.begin(), values.end(), [](float value) { return std::isfinite(value); });
     }
 
-    // Makes products with such a matrix NaN.
+    // Sets results to NaN if there is garbage after the last row of their matrix.
     void spoil(const ggml_tensor * product) const {
         const ggml_tensor *w = product->src[0], *ids = product->src[2];
         char * out = (char *)product->data;
@@ -229,7 +234,7 @@ class StrictRun {
     ggml_backend_t cpu_;
     Launch & launch_;
     const Ranges & memory_;
-    int first_ = 0; // node that is not computed yet
+    int first_ = 0; // first node that is not computed yet
 };
 
 } // namespace moegguf

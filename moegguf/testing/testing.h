@@ -1,8 +1,8 @@
 // testing.h: the C ABI of the testing library: devices behind simulated links, operations that fail, and bookkeeping
 // that is wrong. Wheels do not contain this library; tests, tools and `bench --simulate-link` load it.
 //
-// Calls that return an int return a moegguf_status and leave the reason in moegguf_testing_last_error(). Any thread may
-// make every call.
+// Functions that return an int return a moegguf_status, and moegguf_testing_last_error() then returns the reason of a
+// failure. Any thread may call every function.
 #pragma once
 
 #include "moegguf.h"
@@ -11,38 +11,38 @@
 extern "C" {
 #endif
 
-// Returns why the last call of this thread failed; empty after one that succeeded.
+// Returns why this thread's last call failed; empty if it succeeded.
 MOEGGUF_API const char * moegguf_testing_last_error(void);
 
-// Host memory of a simulated device: not pinned; pinned; or the host memory of the first simulated device, which is
-// pinned for the first one alone, as with Vulkan.
+// The host memory of a simulated device. NOT: it is not pinned. OWN: it is pinned. FIRST: it is the host memory of the
+// first simulated device, which is pinned only for that device, as with Vulkan.
 enum moegguf_pinned { MOEGGUF_PINNED_NOT, MOEGGUF_PINNED_OWN, MOEGGUF_PINNED_FIRST };
 
-// A device behind a link in real time (link_device.cpp), for machines without one.
+// A simulated device behind a link in real time (link_device.cpp), for machines without a GPU.
 struct moegguf_link {
     double bytes_per_ns;        // bandwidth of each direction
     double latency_ns;          // latency of each copy
-    uint64_t memory_bytes;      // memory of the device; 0: without a limit
-    uint64_t most_buffer_bytes; // size of one buffer, and of experts that its kernels take; 0: without a limit
+    uint64_t memory_bytes;      // size of the device's memory; 0: no limit
+    uint64_t most_buffer_bytes; // largest buffer, and largest tensor of experts for its kernels; 0: no limit
     int32_t pinned;             // enum moegguf_pinned
-    int32_t n_threads;          // threads that compute; 0: the number that llama.cpp sets for the CPU
-    uint32_t strict_seed;       // not 0: as hard on its users as CUDA (link_device.cpp), with delays by this seed
+    int32_t n_threads;          // number of threads that compute; 0: the number that llama.cpp sets for the CPU
+    uint32_t strict_seed;       // not 0: a strict device (link_device.cpp), with random delays from this seed
 };
 
-// Adds a simulated device, which ggml knows until the process ends, so that models loaded later can lie on it. Writes
-// ggml's name of the device, which stays valid, to `name`. INVALID: a field of `link` is out of range.
+// Adds a simulated device. ggml knows the device until the process ends, so models that are loaded later can use it.
+// Writes ggml's name of the device to `name`; the text stays valid. INVALID: a field of `link` is out of range.
 MOEGGUF_API int moegguf_link_add(const struct moegguf_link * link, const char ** name);
 
 // Counts of a simulated device.
 struct moegguf_link_figures {
-    uint64_t launches;               // launches of graphs
-    uint64_t replays;                // launches that repeated an earlier one, as CUDA's graphs do
-    uint64_t copies;                 // copies that went on after the call for them
+    uint64_t launches;               // number of launches of graphs
+    uint64_t replays;                // launches that only repeated an earlier launch, like CUDA's graphs
+    uint64_t copies;                 // copies that went on after their call had returned
     uint64_t launches_beside_copies; // launches while such a copy was under way
-    char fault[256];                 // the first call to a strict device that CUDA may not bear; empty: none
+    char fault[256];                 // first fault of a strict device; empty: there is none
 };
 
-// Reads them. INVALID: no simulated device has this name.
+// Reads the counts of a simulated device. INVALID: no simulated device has this name.
 MOEGGUF_API int moegguf_link_read(const char * name, struct moegguf_link_figures * out);
 
 enum moegguf_fault_kind {
@@ -51,7 +51,7 @@ enum moegguf_fault_kind {
     MOEGGUF_FAULT_STAT,
     MOEGGUF_FAULT_ALLOC,
     MOEGGUF_FAULT_THREAD,
-    MOEGGUF_FAULT_SHORT_READ, // a read returns 4096 bytes
+    MOEGGUF_FAULT_SHORT_READ, // a read returns only 4096 bytes
     MOEGGUF_FAULT_EINTR,
     MOEGGUF_FAULT_SLOW_READ, // a read takes 2 seconds longer
     MOEGGUF_FAULT_COPY,      // a copy from host memory to a device fails
@@ -62,22 +62,23 @@ enum moegguf_fault_kind {
 // nth 0 disarms the kind. sys_errno: the error number; 0: EIO.
 MOEGGUF_API void moegguf_fault_arm(int kind, uint64_t nth, int sticky, int sys_errno);
 
-// Returns how many operations of a kind came while it was armed.
+// Returns the number of operations of a kind while it has been armed.
 MOEGGUF_API uint64_t moegguf_fault_count(int kind);
 
-// Limits faults of reads and of fstat to one file; NULL: they fail for every file. INVALID: there is no such file.
+// Limits faults of reads and of fstat to one file; NULL: faults occur for every file. INVALID: there is no such file.
 MOEGGUF_API int moegguf_fault_file(const char * path);
 
-// Slows reads of a file down to a drive. Reads share its bandwidth, and each waits for its latency. bytes_per_ns 0:
-// reads take their own time again. INVALID: there is no such file, a figure is negative, or 8 other files are slow.
+// Slows reads of a file down to the speed of a given drive. Reads share the drive's bandwidth, and each read takes at
+// least its latency. bytes_per_ns 0: reads are no longer slowed down. INVALID: there is no such file, a number is
+// negative, or 8 other files are slowed down.
 MOEGGUF_API int moegguf_drive_slow(const char * path, double bytes_per_ns, double latency_ns);
 
-// A rule of moegguf_store_check that is to be broken.
+// A rule of moegguf_store_check that moegguf_corrupt() breaks.
 enum moegguf_corruption {
-    MOEGGUF_CORRUPT_FREE,   // an expert's slot is called free
+    MOEGGUF_CORRUPT_FREE,   // a slot that holds an expert is marked as free
     MOEGGUF_CORRUPT_PINS,   // a slot has -1 pins
-    MOEGGUF_CORRUPT_MAP,    // a slot holds another expert than the map says
-    MOEGGUF_CORRUPT_SOURCE, // a slot that another is filled from is not pinned
+    MOEGGUF_CORRUPT_MAP,    // a slot holds another expert than the map of experts says
+    MOEGGUF_CORRUPT_SOURCE, // a slot from which another slot is filled is not pinned
 };
 
 // Breaks a rule in the bookkeeping of a store. The store may then only be checked and closed.

@@ -1,9 +1,10 @@
-// drafts.h: tokens that may come next, guessed by llama.cpp's own speculative code (its `common` library).
+// drafts.h: guesses the next tokens of sequences ("drafts") with llama.cpp's own speculative code (its `common`
+// library).
 //
-// This is a library of its own, over libllama, which itself needs libmoegguf. A draft comes from the sequence's own
-// tokens (n-grams), or from a draft context. A draft context computes a smaller model, or the target's heads for more
-// tokens than the next one (MTP). The caller verifies every token. All calls come from one thread, and no call throws.
-// engine/drafts.py declares these functions for Python.
+// This is a separate library, because it needs libllama, and libllama needs libmoegguf. A draft repeats earlier tokens
+// of the sequence (n-grams), or comes from a draft context. A draft context computes a smaller model, or the target
+// model's own heads for further tokens (MTP). The caller verifies every token. All calls come from one thread, and no
+// call throws. engine/drafts.py declares these functions for Python.
 #pragma once
 
 #include "llama.h"
@@ -18,21 +19,22 @@ extern "C" {
 
 typedef struct drafts drafts;
 
-// Sources of drafts, in the order in which they are tried: repetitions of the last `key` tokens, the longest key first,
-// then the draft context.
+// Sources of drafts, in the order in which they are tried: the long n-gram, the short n-gram, the draft context. An
+// n-gram draft has the tokens after an earlier occurrence of the last `key` tokens.
 enum drafts_source { DRAFTS_LONG_NGRAM, DRAFTS_SHORT_NGRAM, DRAFTS_MODEL, DRAFTS_SOURCES };
 
 struct drafts_config {
-    int32_t key[2]; // tokens of the long and the short n-gram; 0: none
-    int32_t n_seq;  // sequences of the target context
-    int32_t n_max;  // tokens of a draft at most
+    int32_t key[2]; // length of the long and of the short n-gram, in tokens; 0: not used
+    int32_t n_seq;  // number of sequences in the target context
+    int32_t n_max;  // largest number of tokens in a draft
     struct llama_context * target;
-    struct llama_context * draft; // or null; has as many sequences as the target; must outlive the drafts
-    int32_t heads;                // 1: the draft context computes the target's own heads
+    struct llama_context * draft; // draft context or NULL; has as many sequences as the target; must outlive the drafts
+    int32_t heads;                // 1: the draft context computes the target model's own heads (MTP)
 };
 
-// A request for a draft of one sequence, with at most `n_max` tokens of each source (0: the source is not tried). The
-// reply is `n` tokens from `source` in `tokens`, which has room for the config's n_max.
+// A request for a draft of one sequence. n_max is the largest number of tokens from each source; 0: the source is not
+// tried. The answer is `n` tokens in `tokens`, and the `source` that made them. `tokens` must have room for the
+// config's n_max.
 struct drafts_request {
     int32_t sequence;
     int32_t n_max[DRAFTS_SOURCES];
@@ -41,19 +43,20 @@ struct drafts_request {
     int32_t * tokens;
 };
 
-// Functions return null after success. Otherwise they return the reason, which is valid until the thread's next call.
+// The functions below return NULL on success. Otherwise they return the reason of the failure, a text that is valid
+// until the thread's next call.
 DRAFTS_API const char * drafts_open(const struct drafts_config * config, drafts ** opened);
 DRAFTS_API void drafts_close(drafts * drafts);
 
-// Replaces the tokens of a sequence after its first `n_kept` by these.
+// Keeps the first `n_kept` tokens of a sequence, and replaces the tokens after them by these n tokens.
 DRAFTS_API const char * drafts_set_tokens(drafts * drafts, int32_t sequence, int32_t n_kept, const int32_t * tokens,
                                           int32_t n);
 DRAFTS_API const char * drafts_draft(drafts * drafts, struct drafts_request * requests, int32_t n);
 
-// Notes that the target context has just evaluated this batch. The target's heads evaluate it, too, if they draft. The
-// tokens of a sequence follow each other in the batch.
+// Must be called when the target context has just evaluated this batch. If the target's heads make drafts, they also
+// evaluate the batch. The tokens of each sequence are consecutive in the batch.
 DRAFTS_API const char * drafts_evaluated(drafts * drafts, const struct llama_batch * batch);
-// Notes that n tokens of the sequence's last draft were accepted.
+// Must be called when the first n tokens of the sequence's last draft were accepted.
 DRAFTS_API const char * drafts_accept(drafts * drafts, int32_t sequence, int32_t n);
 
 #ifdef __cplusplus

@@ -1,6 +1,6 @@
-// attention.h: computes attention for a tile of rows and a block of keys. Products are added value by value, sums key
-// by key, each in a lane of its own. So they depend neither on the number of rows nor on the instructions. A key that a
-// row does not see adds zero.
+// attention.h: computes attention for a tile of rows (queries) and a block of keys. The product of a row and a key is
+// summed value by value, and sums over keys are computed key by key, each sum in its own lane. So the bits depend
+// neither on the number of rows nor on the instruction set. A key that a row does not see adds zero.
 #pragma once
 
 #include "kernels.h"
@@ -12,8 +12,8 @@ template <class Isa>
 struct Attention {
     using F = typename Isa::F;
     static constexpr int lanes = Isa::n_cols;
-    static constexpr int few_halves = 128;               // halves of keys that are copied and multiplied at once
-    static constexpr int most_vectors = Isa::n_cols / 4; // vectors of rows in registers: 4 with AVX-512, else 2
+    static constexpr int few_halves = 128; // half floats of each key that are copied and multiplied at once
+    static constexpr int most_vectors = Isa::n_cols / 4; // vectors of rows held in registers: 4 with AVX-512, else 2
 
     template <CacheType type>
     static MOEGGUF_INLINE F load(const char * values, int64_t i) {
@@ -39,7 +39,7 @@ struct Attention {
         F sum = {};
         for (int64_t i = 0; i < n; i += lanes) {
             const F x = type == CacheType::f16 ? load<CacheType::f16>(values, i) : load<CacheType::f32>(values, i);
-            sum = Isa::fma(x, F{}, sum); // NaN where x is not finite
+            sum = Isa::fma(x, F{}, sum); // becomes NaN if an x is not finite
         }
         return Isa::greatest(Isa::abs(sum)) == 0;
     }
@@ -86,7 +86,8 @@ struct Attention {
         for (; row < n_rows; row += lanes) { score_rows<1>(queries + row, n_lanes, keys, n_keys, n, scores + row); }
     }
 
-    // Halves i to i + 7 of 2 * lanes rows: x[j] gets half i + j of the first ones, y[j] of the others.
+    // Transposes half floats i to i + 7 of 2 * lanes rows: x[j] gets number i + j of the first `lanes` rows, y[j]
+    // number i + j of the other rows.
     static MOEGGUF_INLINE void transpose_halves(const uint16_t (*rows)[few_halves], int64_t i, F (&x)[8], F (&y)[8]) {
         typename Isa::I h[8], g[8];
 #pragma GCC unroll 8
@@ -102,7 +103,7 @@ struct Attention {
         for (int j = 0; j < 4; j++) {
             g[2 * j] = Isa::low_64(h[j], h[j + 4]), g[2 * j + 1] = Isa::high_64(h[j], h[j + 4]);
         }
-        alignas(64) uint16_t halves[8][2 * lanes]; // conversions from memory need no shuffle
+        alignas(64) uint16_t halves[8][2 * lanes]; // a conversion to float needs no shuffle if it reads from memory
 #pragma GCC unroll 8
         for (int j = 0; j < 8; j++) {
             Isa::store(halves[j], g[j]);
@@ -115,13 +116,14 @@ struct Attention {
                                const RowsToPrefetch & soon, int soon_row, int n_soon, float * scores) {
         F sums[n_rows][2] = {};
         for (int64_t begin = 0; begin < n; begin += few_halves) {
-            // Rows of a KV cache lie at distances at which they push one another out of the processor's first-level
-            // cache, so they are copied next to each other here.
+            // Rows of a KV cache lie at distances at which they evict each other from the processor's first-level
+            // cache. So parts of them are copied next to each other here.
             alignas(64) uint16_t rows[2 * lanes][few_halves];
             const int64_t n_halves = n - begin < few_halves ? n - begin : few_halves;
             for (int k = 0; k < 2 * lanes; k++) { memcpy(rows[k], keys[k] + 2 * begin, 2 * n_halves); }
             for (int64_t i = 0; i < n_halves; i += 8, queries += 8 * n_lanes) {
-                // One after the other while others are multiplied, into the second cache: few rows wait for memory.
+                // Prefetches later rows to the second-level cache, a few in each step, because with few queries the
+                // time is spent on waiting for memory.
                 for (int r = 0; r < n_soon && soon_row < soon.n; r++, soon_row++) {
                     for (int64_t at = 0; at < soon.n_bytes; at += 64) {
                         __builtin_prefetch(soon.rows[soon_row] + at, 0, 2);
@@ -162,12 +164,12 @@ struct Attention {
 
     // ---- softmax ----
 
-    // e^x for x <= 0, exactly 1 at 0, and 0 below -87.
+    // Returns e^x for x <= 0: exactly 1 at 0, and 0 below -87.
     static MOEGGUF_INLINE F exp(F x) {
-        const F least = Isa::broadcast(-87.0f), magic = Isa::broadcast(12582912.0f); // 1.5 * 2^23: rounds to integers
+        const F least = Isa::broadcast(-87.0f), magic = Isa::broadcast(12582912.0f); // 1.5 * 2^23: adding it rounds
         const F in_range = Isa::max(x, least);
         const F shifted = Isa::fma(in_range, Isa::broadcast(1.44269504f), magic), n = shifted - magic;
-        F r = Isa::fma(n, Isa::broadcast(-0.693359375f), in_range); // ln 2 in two parts
+        F r = Isa::fma(n, Isa::broadcast(-0.693359375f), in_range); // r = x - n * ln 2, with ln 2 in two parts
         r = Isa::fma(n, Isa::broadcast(2.12194440e-4f), r);
         constexpr float taylor[] = {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
         F p = Isa::broadcast(1.0f / 720);
@@ -269,7 +271,7 @@ struct Attention {
     template <CacheType type, int n_rows>
     static void mix_rows(const float * p, int key_stride, int row_stride, const char * const * values, int64_t n,
                          const uint8_t * keys, int n_keys, const float * rescale, float * out) {
-        constexpr int n_wide = n_rows == 1 ? 8 : 4; // a row alone needs as many sums under way
+        constexpr int n_wide = n_rows == 1 ? 8 : 4; // a single row needs 8 vectors, to have enough sums at once
         int64_t i = 0;
         for (; i + n_wide * lanes <= n; i += n_wide * lanes) {
             mix_tile<type, n_rows, n_wide>(p, key_stride, row_stride, values, i, n, keys, n_keys, rescale, out);

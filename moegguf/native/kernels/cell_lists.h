@@ -1,6 +1,6 @@
-// cell_lists.h: the cells of a KV cache that each sequence has, in the order of their positions. llama.cpp fills the
-// lists with a mask, and attention reads them. So a sequence's bits depend neither on the places of its cells nor on
-// other cells.
+// cell_lists.h: lists of each sequence's cells in a KV cache, in the order of their positions. llama.cpp fills the
+// lists when it fills a mask, and attention reads them. So the bits of a sequence depend neither on the places of its
+// cells nor on other cells.
 #pragma once
 
 #include <algorithm>
@@ -10,10 +10,10 @@
 
 namespace moegguf {
 
-constexpr int32_t part_keys = 512; // positions whose sums are merged as one
+constexpr int32_t part_keys = 512; // positions in one part; sums are computed for each part and then merged
 
-// (position, cell) of one sequence and stream: [n], in order. Entry parts[i] is the first one of part i: parts end at
-// multiples of part_keys, and those without cells are left out.
+// The cells of one sequence in one stream: pairs (position, cell) [n], ordered by position. parts[i] is the index of
+// the first pair of part i. Parts end at positions that are multiples of part_keys, and empty parts are left out.
 struct CellList {
     const std::pair<int32_t, int32_t> * cells;
     int64_t n;
@@ -23,9 +23,9 @@ struct CellList {
 
 class CellLists {
   public:
-    // Fills the lists for n_tokens tokens. n_tokens / n_stream tokens follow one another in each stream.
-    // sequence_of(token) numbers their sequences. position_in(token, cell) is the position of a cell in the token's
-    // sequence, else negative.
+    // Fills the lists for n_tokens tokens of all streams, one stream after another. sequence_of(token) returns the
+    // number of the token's sequence. position_in(token, cell) returns the position of a cell in the token's sequence;
+    // negative: the cell does not belong to it.
     template <class SequenceOf, class PositionIn>
     void fill(int64_t n_tokens, int64_t n_cells, SequenceOf sequence_of, PositionIn position_in) {
         list_of_.assign(n_tokens, 0);
@@ -56,7 +56,7 @@ class CellLists {
     template <class PositionIn>
     void add_list(int64_t token, int64_t n_cells, PositionIn position_in) {
         lists_.resize(std::max(lists_.size(), sequences_.size()));
-        List & of_sequence = lists_[sequences_.size() - 1]; // memory is used again
+        List & of_sequence = lists_[sequences_.size() - 1]; // reuses its memory
         auto & list = of_sequence.cells;
         list.clear();
         for (int64_t cell = 0; cell < n_cells; cell++) {

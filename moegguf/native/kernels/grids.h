@@ -1,6 +1,6 @@
-// grids.h: plain weights of 256 values whose codes come from tables: how a block is unpacked. Signs are bits, and sizes
-// lie in upstream's grids, of 8 or 4 successive values. Indices are found for several columns before the grids are
-// read, so that a read seldom waits for its index.
+// grids.h: unpacks plain weights in blocks of 256 values whose codes come from tables (grids). An entry of upstream's
+// grids has the sizes of 8 or 4 successive values; their signs are separate bits. The indices for several columns are
+// computed before the grids are read, so that reads seldom wait for an index.
 #pragma once
 
 #include "plain_types.h"
@@ -21,7 +21,7 @@ inline float half_of(const void * from) { return half_at((const uint8_t *)from);
 
 // ---- signs ----
 
-// Groups of 7 bits, one in each byte, and an eighth bit that makes the number of bits even.
+// Adds an eighth bit to the 7 bits in each byte, so that the number of bits that are set is even.
 inline __m256i with_even_bits(__m256i sevens) {
     const __m256i odd = _mm256_setr_epi8(0, -128, -128, 0, -128, 0, 0, -128, -128, 0, 0, -128, 0, -128, -128, 0, 0,
                                          -128, -128, 0, -128, 0, 0, -128, -128, 0, 0, -128, 0, -128, -128, 0);
@@ -30,7 +30,7 @@ inline __m256i with_even_bits(__m256i sevens) {
     return _mm256_or_si256(sevens, _mm256_xor_si256(a, b));
 }
 
-// Four such groups in the first 28 bits of each lane.
+// Returns the four groups of 7 bits in the first 28 bits of each lane, one in each byte, with their eighth bits.
 inline __m256i signs_of_28(__m256i x) {
     __m256i sevens = _mm256_and_si256(x, _mm256_set1_epi32(0x7f));
     for (int i = 1; i < 4; i++) {
@@ -42,7 +42,7 @@ inline __m256i signs_of_28(__m256i x) {
 
 // ---- scales ----
 
-// A scale for each 32 values, from the lowest byte of each lane, written twice.
+// Returns the scales of 32 values each, from the lowest byte of each lane. Each scale is written twice, for 16 values.
 inline __m128i twice(__m256i lanes) {
     const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(lanes), _mm256_extracti128_si256(lanes, 1));
     const __m128i bytes = _mm_packus_epi16(words, words);
@@ -50,14 +50,14 @@ inline __m128i twice(__m256i lanes) {
 }
 inline __m128i doubled_plus_1(__m128i x) { return _mm_add_epi8(_mm_add_epi8(x, x), _mm_set1_epi8(1)); }
 
-// The nibbles of 8 bytes, the low one first.
+// Returns the nibbles of 8 bytes, the low nibble of each byte first.
 inline __m128i nibbles_of_8(__m128i x) {
     return _mm_and_si128(_mm_unpacklo_epi8(x, _mm_srli_epi16(x, 4)), _mm_set1_epi8(15));
 }
 
 // ---- grids ----
 
-// Four groups of n_bits (at most 4) at the end of each lane, one in each byte.
+// Moves four groups of n_bits (at most 4) from the low end of each lane to the four bytes of the lane.
 template <int n_bits>
 __m256i spread_groups(__m256i x) {
     constexpr int one = (1 << n_bits) - 1, two = (1 << 2 * n_bits) - 1;
@@ -67,7 +67,7 @@ __m256i spread_groups(__m256i x) {
     return _mm256_and_si256(x, _mm256_set1_epi8(one));
 }
 
-// Indices of 16 bits from two bytes each.
+// Joins low and high bytes to indices of 16 bits.
 inline void join(const uint8_t * low, __m256i high, uint16_t * out) {
     const __m256i a = _mm256_unpacklo_epi8(load_32(low), high), b = _mm256_unpackhi_epi8(load_32(low), high);
     _mm256_store_si256((__m256i *)out, _mm256_permute2x128_si256(a, b, 0x20));
@@ -104,14 +104,15 @@ struct PlainIq4Xs : Superblock<Signed, 32> {
     }
 };
 
-// The indices, signs and scales of a block, as far as its type has them.
+// The indices, signs and scales of a block. They are computed before its codes. Some types have only some of these
+// fields.
 struct Found {
     alignas(32) uint16_t index[64];
-    alignas(32) uint32_t more[8]; // signs of each 32 values, or a number that is added to them
+    alignas(32) uint32_t more[8]; // signs of each 32 values, or a number to add to them
     __m128i scales;
 };
 
-// T: of a type. `find` fills a Found, and `codes` returns 32 codes.
+// The base of types with grids. T is the derived type: T::prepare fills a Found, and T::codes returns 32 codes.
 template <class T, class Codes, int scale_values_ = 16>
 struct Grid : Superblock<Codes, scale_values_> {
     using Prepared = Found;
@@ -145,7 +146,7 @@ struct PlainIq3S : Grid<PlainIq3S, Unsigned<16, 4>> {
     static float d(const uint8_t * from) { return half_at(from); }
 };
 
-// Signs and scales of 32 values in each lane.
+// Unpacks signs and scales. Each lane has 28 bits for the signs of 32 values, and 4 bits for their scale.
 inline void find_signs_and_scales(__m256i packed, Found & out) {
     _mm256_store_si256((__m256i *)out.more, signs_of_28(packed));
     out.scales = doubled_plus_1(twice(_mm256_srli_epi32(packed, 28)));
@@ -220,7 +221,8 @@ struct PlainIq2S : Grid<PlainIq2S, Signed> {
     static float d(const uint8_t * from) { return 0.125f * half_at(from); }
 };
 
-// Values of -1, 0 and 1 less or plus an eighth, eight times; and 9 more. `more`: 8 or 10 in each byte.
+// Returns 8 * (v - 1/8) + 9 or 8 * (v + 1/8) + 9 for values v of -1, 0 and 1. `more`: in each byte, 8 for minus and 10
+// for plus.
 inline __m256i eighths(__m256i values, __m256i more) {
     const __m256i times_8 = _mm256_and_si256(_mm256_slli_epi16(values, 3), _mm256_set1_epi8((char)0xf8));
     return _mm256_add_epi8(times_8, more);
@@ -234,7 +236,7 @@ struct PlainIq1S : Grid<PlainIq1S, Unsigned<9, 4>> {
         const auto & x = *(const block_iq1_s *)from;
         const __m256i lanes = _mm256_cvtepi16_epi32(load_16((const uint8_t *)x.qh));
         join(x.qs, spread_groups<3>(_mm256_and_si256(lanes, _mm256_set1_epi32(0xfff))), out.index);
-        const __m256i sign = _mm256_srai_epi32(lanes, 31); // 0, or -1
+        const __m256i sign = _mm256_srai_epi32(lanes, 31); // 0 or -1 in each lane
         _mm256_store_si256((__m256i *)out.more, _mm256_add_epi32(_mm256_add_epi32(sign, sign), _mm256_set1_epi32(10)));
         out.scales = doubled_plus_1(twice(_mm256_and_si256(_mm256_srli_epi32(lanes, 12), _mm256_set1_epi32(7))));
     }
@@ -254,9 +256,9 @@ struct PlainIq1M : Grid<PlainIq1M, Unsigned<9, 4>> {
         const __m128i qh = load_16(x.qh), high = _mm_unpackhi_epi64(qh, qh);
         const __m256i nibbles = _mm256_set_m128i(nibbles_of_8(high), nibbles_of_8(qh));
         join(x.qs, _mm256_and_si256(nibbles, _mm256_set1_epi8(7)), out.index);
-        const __m256i sign = _mm256_and_si256(_mm256_srli_epi16(nibbles, 2), _mm256_set1_epi8(2)); // 0, or 2
+        const __m256i sign = _mm256_and_si256(_mm256_srli_epi16(nibbles, 2), _mm256_set1_epi8(2)); // bytes: 0 or 2
         _mm256_store_si256((__m256i *)out.more, _mm256_sub_epi8(_mm256_set1_epi8(10), sign));
-        // 12 bits of each 16 are scales
+        // the lower 12 bits of each 16 bits are scales
         const __m128i twelve = _mm_and_si128(_mm_loadl_epi64((const __m128i *)x.scales), _mm_set1_epi16(0xfff));
         const __m256i three = spread_groups<3>(_mm256_cvtepu16_epi32(twelve));
         out.scales = doubled_plus_1(_mm256_castsi256_si128(three));
@@ -267,7 +269,8 @@ struct PlainIq1M : Grid<PlainIq1M, Unsigned<9, 4>> {
         const __m256i more = _mm256_shuffle_epi8(_mm256_set1_epi32((int)found.more[i]), bytes_of_4);
         return eighths(of_grid(iq1s_grid, found.index + 4 * i), more);
     }
-    // The scale of a block, an eighth of a half: its 16 bits are the upper 4 of each of the four words in `scales`.
+    // Returns an eighth of the block's scale. The scale is a half float in the upper 4 bits of each of the four words
+    // in `scales`.
     static float d(const uint8_t * from) {
         const __m128i packed = _mm_loadl_epi64((const __m128i *)((const block_iq1_m *)from)->scales);
         const auto four = (uint64_t)_mm_cvtsi128_si64(_mm_srli_epi16(packed, 12));

@@ -1,5 +1,6 @@
-// isa_avx2.h: 8 columns of weights at once, with AVX2. A lane is a column; a vector of codes has four successive values
-// of each. What it gives is what isa_avx512.h gives. Vectors have the operators + - * / | of GCC and Clang.
+// isa_avx2.h: operations on 8 columns of weights at once, with AVX2. A lane is a column; a vector of codes has four
+// successive values of each column. isa_avx512.h has operations with the same results, bit by bit. Vectors have the
+// operators + - * / | of GCC and Clang.
 #pragma once
 
 #include "kernels.h"
@@ -15,7 +16,7 @@ namespace {
 struct Avx2 {
     using OneRow = Avx2;
     static constexpr int n_cols = 8, n_groups = 1, max_rows = 4;
-    static constexpr bool signed_codes = true; // products of two 8-bit values would not fit maddubs as unsigned ones
+    static constexpr bool signed_codes = true; // 8-bit codes: as unsigned ones, sums would overflow in maddubs
     using I = __m256i;
     using F = __m256;
 
@@ -27,7 +28,7 @@ struct Avx2 {
     }
     static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
     static F to_float(I x) { return _mm256_cvtepi32_ps(x); }
-    static void store(float * out, F x, int n) { // the first n results
+    static void store(float * out, F x, int n) { // stores the first n results
         if (n == 8) {
             _mm256_storeu_ps(out, x);
         } else {
@@ -58,14 +59,14 @@ struct Avx2 {
     static F load_halves(const void * const (&groups)[1]) {
         return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)groups[0]));
     }
-    static F half_powers(const uint8_t * const (&groups)[1]) { // 2^(e - 128) of bytes
+    static F half_powers(const uint8_t * const (&groups)[1]) { // 2^(e - 128) for each byte e
         const I e = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)groups[0]));
         const I normal = _mm256_slli_epi32(_mm256_add_epi32(e, _mm256_set1_epi32(-1)), 23);
         const I denormal = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), e);
         return _mm256_castsi256_ps(_mm256_blendv_epi8(normal, denormal, _mm256_cmpgt_epi32(_mm256_set1_epi32(2), e)));
     }
 
-    // Scales of the form that scaled_sum takes: the same 16 bits twice in each lane.
+    // The next functions return scales in the form that scaled_sum needs: the same 16 bits twice in each lane.
     static I twice(I x) { return _mm256_or_si256(x, _mm256_slli_epi32(x, 16)); }
     static I scales(const uint8_t * of_columns) {
         return twice(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)of_columns)));
@@ -80,8 +81,9 @@ struct Avx2 {
     }
     static I add_pairs(I sum, I a, I b) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
 
-    // The 16 products of a column lie in two sums of 16 bits, which fit: with an offset the codes count as signed.
-    // n_minus: of the numbers that stand for the offset in these 16 values.
+    // Returns sum + scale * (w . x) for 16 values of each column. The products are added in two sums of 16 bits. These
+    // do not overflow, because the offset of the codes is subtracted first. n_minus: how many numbers in `minus` stand
+    // for the offset in these 16 values.
     template <int, int n_minus>
     static I scaled_sum(I sum, const I * w, const int8_t * x, const int32_t * minus, I scale) {
         I part = {};
@@ -92,7 +94,7 @@ struct Avx2 {
         return add_pairs(sum, part, scale);
     }
 
-    // Adds products of signed codes, which do not fit into 16 bits.
+    // Returns sum + scale * (w . x) for signed codes, whose products do not fit into 16 bits together.
     template <int n_vectors>
     static I wide_sum(I sum, const I * w, const int8_t * x, const int32_t *, I scale) {
 #pragma GCC unroll 8
@@ -101,7 +103,8 @@ struct Avx2 {
     }
     static I signed_pairs(I w, I x) { return _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)); }
 
-    // n_dots: of how many vectors the products fit 16 bits together. Signed codes lend their sign to x.
+    // Returns w . x for 32 values of each column. n_dots: number of vectors whose products together fit into 16 bits.
+    // The signs of signed codes are moved to x, because maddubs takes unsigned codes.
     template <int n_dots, bool is_signed>
     static I sum_32(const I * w, const int8_t * x, const int32_t * minus) {
         I sum = is_signed ? I{} : broadcast(minus);
@@ -119,12 +122,14 @@ struct Avx2 {
         return sum;
     }
 
-    // The sums of 8 values from sums of pairs [16], times -offset, as two of 16 bits: of pairs 0 and 2, 1 and 3.
+    // Returns the sum of each 8 values times -offset, from sums of pairs [16]. Each sum is split into two numbers of 16
+    // bits: pairs 0 and 2, and pairs 1 and 3.
     static __m256i minus_8(__m256i pairs, int offset) {
         const __m256i fours = _mm256_mullo_epi16(pairs, _mm256_set1_epi16((short)-offset));
         return _mm256_add_epi16(fours, _mm256_shuffle_epi32(fours, 0xb1));
     }
-    // Likewise of 16 values: of pairs 0, 2, 4 and 6, 1, 3, 5 and 7.
+    // Returns the sum of each 16 values times -offset, from sums of pairs [16]. Each sum is split into two numbers of
+    // 16 bits: even pairs and odd pairs.
     static __m256i minus_16(__m256i pairs, int offset) {
         const __m256i eights = minus_8(pairs, offset);
         return _mm256_add_epi16(eights, _mm256_shuffle_epi32(eights, 0x4e));
@@ -135,7 +140,7 @@ struct Avx2 {
     static I load_codes(const uint8_t * x) { return _mm256_loadu_si256((const I *)x); }
     static void store_codes(uint8_t * out, I x) { _mm256_storeu_si256((I *)out, x); }
 
-    // 16 bytes of column `i` of each four columns
+    // Loads 16 bytes of column i and 16 bytes of column i + 4.
     template <class At>
     static MOEGGUF_INLINE I load_lanes(At at, int i) {
         const auto part = [at](int column) { return _mm_loadu_si128((const __m128i *)at(column)); };
@@ -149,7 +154,7 @@ struct Avx2 {
         };
         return _mm256_cvtph_ps(_mm_setr_epi16(half(0), half(1), half(2), half(3), half(4), half(5), half(6), half(7)));
     }
-    // Byte `i` of each lane, of the form that scaled_sum or wide_sum takes.
+    // Returns byte i of each lane as a scale, in the form that scaled_sum and wide_sum need.
     template <bool>
     static I scale_of(I x, int i) {
         const I byte = _mm256_srai_epi32(_mm256_slli_epi32(x, 24 - 8 * i), 24);
@@ -158,12 +163,12 @@ struct Avx2 {
     static I even_bytes(I x) { return _mm256_and_si256(x, _mm256_set1_epi16(0xff)); }
     static I odd_bytes(I x) { return _mm256_srli_epi16(x, 8); }
 
-    // Four products of each lane.
+    // Returns the sum of the four products in each lane.
     template <bool is_signed>
     static I fours(I w, I x) {
         return _mm256_madd_epi16(is_signed ? signed_pairs(w, x) : _mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1));
     }
-    // A byte for each bit: 0 or `value`.
+    // Returns a byte for each bit: 0, or `value` if the bit is set.
     static __m256i spread_bits(uint32_t bits, char value) {
         const __m256i byte = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
         const __m256i bit = _mm256_set1_epi64x((int64_t)0x8040201008040201);
@@ -171,7 +176,7 @@ struct Avx2 {
         return _mm256_and_si256(_mm256_cmpeq_epi8(found, bit), _mm256_set1_epi8(value));
     }
 
-    // x + sizes, or x - sizes where a bit is set
+    // Returns x + sizes for each byte, or x - sizes if its bit in `minus` is set.
     static __m256i plus_or_minus(__m256i x, __m256i sizes, uint32_t minus) {
         const __m256i mask = spread_bits(minus, (char)0xff);
         return _mm256_add_epi8(x, _mm256_sub_epi8(_mm256_xor_si256(sizes, mask), mask));
@@ -207,7 +212,7 @@ struct Avx2 {
         most = _mm_max_ps(most, _mm_movehl_ps(most, most));
         return _mm_cvtss_f32(_mm_max_ss(most, _mm_movehdup_ps(most)));
     }
-    static uint32_t bits(I a, I b) { // one bit for each lane of 16 bits of a, then of b
+    static uint32_t bits(I a, I b) { // returns a bit for each 16-bit lane of a, then of b
         return (uint32_t)_mm256_movemask_epi8(_mm256_permute4x64_epi64(_mm256_packs_epi16(a, b), 0xd8));
     }
     static SeenKeys see(const uint16_t * mask) {
@@ -216,7 +221,7 @@ struct Avx2 {
         const uint32_t seen = ~bits(_mm256_cmpeq_epi16(a, masked), _mm256_cmpeq_epi16(b, masked));
         return {seen, seen & ~bits(_mm256_cmpeq_epi16(a, I{}), _mm256_cmpeq_epi16(b, I{}))};
     }
-    // 16 bytes of two rows
+    // Loads 16 bytes of two rows.
     static I load_parts(const uint16_t * row, int64_t stride) {
         const auto part = [row, stride](int i) { return _mm_load_si128((const __m128i *)(row + i * stride)); };
         return _mm256_inserti128_si256(_mm256_castsi128_si256(part(0)), part(1), 1);

@@ -1,5 +1,5 @@
-// isa_avx512.h: 16 columns of weights at once, or 8, with AVX-512 and VNNI. A lane is a column; a vector of codes has
-// four successive values of each. Vectors have the operators + - * / | of GCC and Clang.
+// isa_avx512.h: operations on 16 columns of weights at once, or on 8, with AVX-512 and VNNI. A lane is a column; a
+// vector of codes has four successive values of each column. Vectors have the operators + - * / | of GCC and Clang.
 #pragma once
 
 #include "isa_avx2.h"
@@ -21,7 +21,7 @@ struct Columns16 {
     static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
     static F to_float(I x) { return _mm512_cvtepi32_ps(x); }
 
-    // the first n results
+    // Stores the first n results.
     static void store(float * out, F x, int n) { _mm512_mask_storeu_ps(out, (__mmask16)((1 << n) - 1), x); }
 
     static I low_nibbles(I x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
@@ -30,14 +30,15 @@ struct Columns16 {
     static I look_up(I nibbles, const int8_t * table) {
         return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table)), nibbles);
     }
-    // bits `shift` and following of the mask `bits` as bits 4 and following
+    // Moves the bits of each byte from bit `shift` on to bit 4 and above. `bits` (1 or 3) keeps one or two bits.
     template <int shift>
     static I high_bits(I x, int bits) {
         const I moved = shift <= 4 ? _mm512_slli_epi16(x, 4 - shift) : _mm512_srli_epi16(x, shift - 4);
         return _mm512_and_si512(moved, _mm512_set1_epi8((char)(bits << 4)));
     }
 
-    // Line `i` of two groups of 8 interleaved columns, 8 bytes of each: its first and its last four bytes.
+    // Loads line i of two groups of 8 interleaved columns. A line has 8 bytes of each column: `first` gets the first
+    // four, `last` the last four.
     static void load_line(const uint8_t * const (&groups)[2], int i, I & first, I & last) {
         const I even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
         const I odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
@@ -62,7 +63,8 @@ struct Columns16 {
         return x;
     }
 
-    // Scales of the form that scaled_sum takes: 16 bits of each lane, the others 0.
+    // The next functions return scales in the form that scaled_sum needs: in the lower 16 bits of each lane, with zeros
+    // above.
     static I scales(const uint8_t * of_columns) {
         return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)of_columns));
     }
@@ -70,7 +72,7 @@ struct Columns16 {
         const __m128i x = _mm_set_epi64x(load_8(groups[1]), load_8(groups[0]));
         return _mm512_and_si512(_mm512_cvtepi8_epi32(x), _mm512_set1_epi32(0xffff));
     }
-    // Pairs of 16 bits: of two sub-blocks for each column.
+    // Returns two numbers of 16 bits for each column: one of the first and one of the second sub-block.
     static I pairs(const uint8_t * first, const uint8_t * second) {
         const __m128i a = _mm_loadu_si128((const __m128i *)first), b = _mm_loadu_si128((const __m128i *)second);
         return _mm512_cvtepu8_epi16(_mm256_set_m128i(_mm_unpackhi_epi8(a, b), _mm_unpacklo_epi8(a, b)));
@@ -132,7 +134,7 @@ struct Columns16 {
         const uint32_t seen = _mm512_cmpneq_epi16_mask(m, _mm512_set1_epi16((short)0xfc00));
         return {seen, seen & _mm512_test_epi16_mask(m, m)};
     }
-    // 16 bytes of four rows
+    // Loads 16 bytes of four rows.
     static MOEGGUF_INLINE I load_parts(const uint16_t * row, int64_t stride) {
         const auto part = [row, stride](int i) { return _mm_load_si128((const __m128i *)(row + i * stride)); };
         const I x = _mm512_inserti32x4(_mm512_castsi128_si512(part(0)), part(1), 1);
@@ -160,7 +162,7 @@ struct Columns16 {
     static __m256 fold(Lanes x) { return _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1)); }
 };
 
-// AVX2 with the scales that Vnni::scaled_sum needs.
+// Operations on 8 columns: AVX2, with scales in the form that Vnni::scaled_sum needs.
 struct Columns8 : Avx2 {
     static I scales(const uint8_t * of_columns) {
         return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)of_columns));
@@ -173,7 +175,7 @@ struct Columns8 : Avx2 {
     static I add_fours(I sum, I a, I b) { return _mm256_dpbusd_epi32(sum, a, b); }
     static I multiply_add(I sum, I a, I b) { return _mm256_add_epi32(sum, _mm256_mullo_epi32(a, b)); }
     template <bool is_signed>
-    static I fours(I w, I x) { // signs cost less than dpbusd gains where weights come from memory
+    static I fours(I w, I x) { // signed codes use AVX2: memory limits the speed here
         return is_signed ? Avx2::fours<true>(w, x) : add_fours(I{}, w, x);
     }
     static __m256i spread_bits(uint32_t bits, char value) { return _mm256_maskz_set1_epi8(bits, value); }
@@ -184,11 +186,11 @@ struct Columns8 : Avx2 {
 
 template <class Width>
 struct Vnni : Width {
-    static constexpr bool signed_codes = false; // codes that use all 8 bits are multiplied as unsigned ones
+    static constexpr bool signed_codes = false; // 8-bit codes are multiplied as unsigned ones, with an offset
     using I = typename Width::I;
 
-    // sum + scale * (w . x) for 16 values of each column, exactly: partial sums of 4 * n_dots products fit 16 bits,
-    // which dpwssd multiplies with the scale.
+    // Returns sum + scale * (w . x) for 16 values of each column, exactly. Partial sums of 4 * n_dots products fit into
+    // 16 bits, and dpwssd multiplies them with the scale.
     template <int n_dots, int n_minus>
     static I scaled_sum(I sum, const I * w, const int8_t * x, const int32_t * minus, I scale) {
         static_assert(n_minus == 0 || n_dots * n_minus == 4);
@@ -202,7 +204,7 @@ struct Vnni : Width {
         return sum;
     }
 
-    // Adds products whose partial sums do not fit.
+    // Returns sum + scale * (w . x) for products whose partial sums do not fit into 16 bits.
     template <int n_vectors>
     static I wide_sum(I sum, const I * w, const int8_t * x, const int32_t * minus, I scale) {
         I part = Width::broadcast(minus);
@@ -211,7 +213,7 @@ struct Vnni : Width {
         return Width::multiply_add(sum, part, scale);
     }
 
-    // w . x for 32 values of each column, less offset times the sum of x.
+    // Returns w . x for 32 values of each column, minus the offset times the sum of x.
     template <int, bool>
     static I sum_32(const I * w, const int8_t * x, const int32_t * minus) {
         I sum = Width::broadcast(minus);
@@ -220,7 +222,7 @@ struct Vnni : Width {
         return sum;
     }
 
-    // The sums of 8 values from sums of pairs [16], times -offset.
+    // Returns the sum of each 8 values times -offset, from sums of pairs [16].
     static __m256i minus_8(__m256i pairs, int offset) {
         const __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16((short)-offset));
         return _mm256_add_epi32(fours, _mm256_shuffle_epi32(fours, 0xb1));

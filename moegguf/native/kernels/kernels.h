@@ -1,5 +1,5 @@
-// kernels.h: products of activations with interleaved weights whose bits do not depend on how many rows are multiplied
-// together, nor on which of these kernels do it.
+// kernels.h: kernels that multiply activations with weights, and compute attention. The bits of a row's result depend
+// neither on the number of rows that are computed together nor on the instruction set (AVX2 or AVX-512).
 #pragma once
 
 #include "ggml.h"
@@ -13,114 +13,124 @@ namespace moegguf::kernels {
 
 struct Panels;
 
-// A row of activations becomes blocks; rows that are multiplied together, a tile, lie block by block.
+// A kernel that multiplies activations with weights of one type. Each row of activations is quantised to blocks. A tile
+// has rows that are multiplied together: the first block of every row, then the second block of every row, and so on.
 struct Kernel {
     int block_values;
     size_t block_bytes;
-    int max_rows; // a tile has 1, 2, 4 and so on up to this number of rows
+    int max_rows; // a tile has 1, 2, 4, ... rows, up to this number
 
-    // A row of n values into blocks that are `stride` bytes apart.
+    // Quantises a row of n values to blocks that begin `stride` bytes apart.
     void (*quantize)(const float * x, int64_t n, char * blocks, size_t stride);
 
-    // A tile from rows that lie each by itself.
+    // Copies quantised rows, which lie anywhere in memory, to one tile.
     void (*gather)(const char * const * rows, int n_rows, int64_t n, char * tile);
 
-    // out[r][0, n_cols) = a tile of rows times weights. n_cols is a multiple of 8 if weights are interleaved.
-    // row_bytes: bytes of n weights. soon: weights to prefetch while panels are multiplied; nullptr: none.
+    // Multiplies a tile of rows with n_cols columns of weights, and writes out[r][0, n_cols). n_cols is a multiple of 8
+    // if weights are interleaved. row_bytes: bytes of the n weights of a column. soon: weights to prefetch while a
+    // panel is multiplied; nullptr: none.
     void (*multiply)(const char * weights, size_t row_bytes, int64_t n_cols, const char * tile, int n_rows, int64_t n,
                      float * const * out, const char * soon);
 
-    const Panels * panels; // multiplies more than max_rows rows with weights that are not interleaved
+    const Panels * panels; // used for more than max_rows rows; nullptr: weights are interleaved
 };
 
-// Weights that are unpacked, in groups of columns, to be multiplied with many rows.
+// The way to multiply many rows: a group of columns is unpacked once, to a panel, and the panel is multiplied with all
+// rows.
 struct Panels {
-    const Kernel * kernel; // row_bytes of its calls are block_bytes times the number of blocks
-    size_t block_bytes;    // bytes of a column's block of kernel->block_values weights
+    const Kernel * kernel; // multiplies panels; its row_bytes is block_bytes times the number of blocks
+    size_t block_bytes;    // bytes in a panel of one column's block of kernel->block_values weights
     void (*unpack)(const char * weights, size_t row_bytes, int64_t n_cols, int64_t n, char * panel);
 };
 
-// out[r][0, n_cols) = n_rows rows of n floats times n_cols rows of weights, `stride` bytes apart.
+// A function that multiplies n_rows rows of n floats with n_cols columns of weights, and writes out[r][0, n_cols).
+// Columns begin `stride` bytes apart.
 using MultiplyFloats = void (*)(const char * weights, size_t stride, int64_t n_cols, const float * const * rows,
                                 int n_rows, int64_t n, float * const * out);
 
 // ---- attention: rows are queries, keys are cells of a cache that some of them see ----
 
-constexpr int most_rows = 64, most_keys = 32; // size of a tile
+constexpr int most_rows = 64, most_keys = 32; // largest tile of attention
 constexpr int few_rows = 8;
 
-// A score is factor * (query . key), soft-capped where cap is not 0: cap * tanh(factor * (query . key)).
+// The scale of scores. A score is factor * (query . key), or cap * tanh(factor * (query . key)) if cap is not 0.
 struct AttentionScale {
     float factor, cap;
 };
 
-// Sums of each row: the greatest score, the sum of e^(score - max), and the sum of values times these, [n_rows][n].
+// Running sums of each row. max: the greatest score; sum: the sum of e^(score - max); values: the sum of the keys'
+// values weighted with e^(score - max), [n_rows][n].
 struct AttentionSums {
     float *max, *sum, *values;
 };
 
-// A bit for each of 32 keys: whether a row sees the key, and whether the mask of a seen key is not 0.
+// Two sets of 32 keys, with a bit for each key. `seen` has the keys that a row sees. `biased` has the seen keys whose
+// value in the mask is not 0.
 struct SeenKeys {
     uint32_t seen, biased;
 };
 
-// Rows that are read soon, of n_bytes each.
+// Rows of n_bytes that will be read soon. They are prefetched to the processor's cache.
 struct RowsToPrefetch {
     const char * const * rows;
     int64_t n, n_bytes;
 };
 
-// Keys and values are rows of n floats, or of halves, one pointer each; n is a multiple of 16.
+// The type of keys and values. Each is a row of n floats (f32) or half floats (f16) with its own pointer; n is a
+// multiple of 16.
 enum class CacheType { f32, f16 };
 
-// Two ways with the same bits: of many rows, each has a lane, and a score is at [key][row], of n_lanes rows. Of few
-// rows, each key has a lane, and a score is at [row][key], of most_keys keys. queries: [n][n_lanes] in both.
+// The kernels of attention. There are two ways, which compute the same bits. With many rows, each row has a vector
+// lane, and scores are [key][n_lanes]. With few rows (score_few, soften_few), each key has a lane, and scores are
+// [row][most_keys]. `queries` is [n][n_lanes] in both.
 struct AttentionKernels {
-    int lanes; // n_lanes is a multiple
+    int lanes; // lanes of a vector; n_lanes is a multiple of it
 
-    SeenKeys (*see)(const uint16_t * mask); // mask [32] of halves
+    SeenKeys (*see)(const uint16_t * mask); // mask [32]: half floats
     void (*q8_0_to_float)(const char * values, int64_t n, float * out);
     void (*f16_to_float)(const char * values, int64_t n, float * out);
 
     bool (*is_finite)(const char * values, int64_t n, CacheType type);
 
-    // n_rows: a multiple of lanes. keys: [n_keys rounded up to 16][n]
+    // Multiplies queries with keys. n_rows: a multiple of `lanes`. keys: [n_keys, rounded up to 16][n].
     void (*score)(const float * queries, int n_lanes, int n_rows, const float * keys, int n_keys, int64_t n,
                   float * scores);
-    // n_rows: at most few_rows. keys [most_keys]: halves
+    // Multiplies at most few_rows queries with keys. keys [most_keys]: keys of half floats. soon: rows to prefetch.
     void (*score_few)(const float * queries, int n_lanes, int n_rows, const char * const * keys, int n_keys, int64_t n,
                       const RowsToPrefetch & soon, float * scores);
 
-    // Replaces scores by e^(score - max), and updates max and sum of each row. The bias has the shape of scores, with
-    // -inf if a row does not see a key; nullptr: 0. rescale [n_rows]: factors for `values`.
+    // Replaces scores by e^(score - max), and updates max and sum of each row. `bias` is added to the scores, and is
+    // -inf if a row does not see a key; nullptr: no bias. Writes to `rescale` [n_rows] the factors for the earlier sums
+    // of values.
     void (*soften)(float * scores, const float * bias, int n_lanes, int n_rows, int n_keys,
                    const AttentionScale & scale, const AttentionSums & sums, float * rescale);
     void (*soften_few)(float * scores, const float * bias, int n_rows, int n_keys, const AttentionScale & scale,
                        const AttentionSums & sums, float * rescale);
 
-    // out [n_rows][n] = out * rescale + the keys' values times p, which is at [key * key_stride + row * row_stride].
-    // keys [n_keys]: which of the values and of p.
+    // Computes out [n_rows][n] = out * rescale + the sum over keys of p * value. The weight p of a key is at [key *
+    // key_stride + row * row_stride]. keys [n_keys]: indices of the keys in `values` and `p`.
     void (*mix)(const float * p, int key_stride, int row_stride, int n_rows, CacheType type,
                 const char * const * values, int64_t n, const uint8_t * keys, int n_keys, const float * rescale,
                 float * out);
 
-    // The sums over two parts of the keys.
+    // Adds the sums over one part of the keys (`part`) to the sums over other keys (`into`).
     void (*merge)(const AttentionSums & into, const AttentionSums & part, int n_rows, int64_t n);
 };
 
 // ---- by processor ----
 
 struct Kernels {
-    const Kernel * (*of_interleaved)(ggml_type type); // weights of 8 rows in the layout of upstream's repack.cpp
-    const Kernel * (*of_plain)(ggml_type type);       // weights in the layout of a file
-    MultiplyFloats (*of_floats)(ggml_type type);      // each nullptr for other types
+    const Kernel * (*of_interleaved)(ggml_type type); // weights of 8 interleaved rows, as in upstream's repack.cpp
+    const Kernel * (*of_plain)(ggml_type type);       // weights in a file's layout
+    MultiplyFloats (*of_floats)(ggml_type type);      // floats; all three return nullptr for other types
     const AttentionKernels * attention;
 };
 
 extern const Kernels avx2;   // needs FMA and F16C
-extern const Kernels avx512; // needs VNNI, too
+extern const Kernels avx512; // needs VNNI as well
 
-// Returns the kernels for this processor. MOEGGUF_KERNELS=avx2 chooses AVX2 to compare. nullptr: upstream's kernels.
+// Returns the kernels for this processor; nullptr: upstream's kernels are used. For comparisons, the environment
+// variable MOEGGUF_KERNELS chooses "avx2" or "upstream".
 const Kernels * processor_kernels();
 
 } // namespace moegguf::kernels

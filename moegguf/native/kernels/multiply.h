@@ -1,4 +1,5 @@
-// multiply.h: the functions that ggml's CPU backend calls: MUL_MAT and MUL_MAT_ID with the kernels of kernels.h.
+// multiply.h: functions that ggml's CPU backend calls to compute MUL_MAT, MUL_MAT_ID and attention with the kernels of
+// kernels.h.
 #pragma once
 
 #include "ggml.h"
@@ -11,21 +12,22 @@ struct ggml_compute_params;
 extern "C" {
 #endif
 
-// MUL_MAT and MUL_MAT_ID with weights as they lie in a file, and MUL_MAT with floats: computes this thread's share.
-// False: upstream's kernels do it.
+// Computes this thread's share of MUL_MAT or MUL_MAT_ID with weights in a file's layout, or of MUL_MAT with weights
+// that are floats. Returns false if upstream's kernels have to compute the operation.
 bool moegguf_multiply(const struct ggml_compute_params * params, struct ggml_tensor * op);
 
-// The bytes of work memory that it needs.
+// Returns the bytes of work memory that moegguf_multiply needs.
 size_t moegguf_multiply_work_size(const struct ggml_tensor * op, int n_threads);
 
-// FLASH_ATTN_EXT: computes this thread's share. False: upstream's kernels do it.
+// Computes this thread's share of FLASH_ATTN_EXT. Returns false if upstream's kernels have to compute the operation.
 bool moegguf_attention(const struct ggml_compute_params * params, struct ggml_tensor * op);
 
-// The bytes of work memory that it needs.
+// Returns the bytes of work memory that moegguf_attention needs.
 size_t moegguf_attention_work_size(const struct ggml_tensor * op, int n_threads);
 
-// TOP_K: puts a row's candidates into an order that others do not change, since it decides which of equal scores are
-// taken. Cells of a KV cache come in the order of their positions. Candidates that a mask hides come last.
+// Sorts the candidates of one row of TOP_K before they are compared, because their order decides which of several equal
+// scores are taken. Cells of a KV cache are sorted by position, so other sequences do not change the result. Candidates
+// that a mask hides come last.
 void moegguf_order_candidates(const struct ggml_tensor * scores, int64_t row, int32_t * candidates);
 
 #ifdef __cplusplus
@@ -33,13 +35,15 @@ void moegguf_order_candidates(const struct ggml_tensor * scores, int64_t row, in
 
 namespace moegguf::kernels {
 
-// Whether this processor has kernels for weights of that type, interleaved in groups of 8 rows and 8 bytes.
+// Returns true if this processor has kernels for weights of this type, interleaved in groups of 8 rows and 8 bytes.
 bool has_kernels(ggml_type type);
 
-// The bytes of work memory that `multiply` needs. False: upstream's kernels do it.
+// Writes to `size` the bytes of work memory that multiply() needs. Returns false if upstream's kernels compute the
+// operation.
 bool work_size(int n_threads, const ggml_tensor * op, int64_t n_cols, int64_t interleaved_bytes, size_t & size);
 
-// Computes this thread's share of the product. False: upstream's kernels do it.
+// Computes this thread's share of a product with interleaved weights. Returns false if upstream's kernels have to
+// compute it.
 bool multiply(ggml_compute_params * params, ggml_tensor * op, int64_t n_cols, int64_t interleaved_bytes);
 
 } // namespace moegguf::kernels

@@ -1,8 +1,8 @@
 // plain.h: multiplies weights that lie row by row as in a file. These rows are called columns here, because they are
-// columns of the result. One row of activations is multiplied with 8 columns at once. For more rows, columns are
-// unpacked once into a panel, which tile.h multiplies with all of them. A panel has codes of 8 bits, four successive
-// values of each column in a vector, and scales. Both ways add products of a block exactly, as integers, and blocks one
-// after the other with fma, so their bits are equal.
+// columns of the result. A single row of activations is multiplied with 8 columns at once. For more rows, columns are
+// unpacked once to a panel, and tile.h multiplies the panel with all rows. A panel has codes of 8 bits, four successive
+// values of each column in a vector, and scales. Both ways add the products of a block exactly, as integers, and then
+// add block after block with fma. So their bits are equal.
 //
 // To add a type, write only its unpacking:
 // 1. Write a struct in plain_types.h. There are two kinds:
@@ -10,9 +10,9 @@
 //      `ScaledWithMin`, as PlainQ5_1 does. `codes` returns the 32 codes of a block.
 //    - blocks of 256 values with integer scales of 8 bits for each 16 values: derive from `Superblock`, as PlainQ2K and
 //      PlainQ3K do. `unpack` fills an `Unpacked` with codes, scales, and d. A scale for 32 values is written twice.
-//    Where codes come from tables, derive from `Grid` in grids.h: `prepare` finds the tables' indices.
-// 2. Choose its codes: `Unsigned<zero, fit>` where all are from 0 to 32 and `zero` stands for 0, which is the fastest,
-//    or `Signed` for codes from -127 to 127.
+//    If codes come from tables, derive from `Grid` in grids.h: `prepare` finds the indices into the tables.
+// 2. Choose its kind of codes: `Unsigned<zero, fit>` (the fastest) if codes are from 0 to 63 and the code `zero` stands
+//    for the value 0, or `Signed` if codes are from -127 to 127.
 // 3. Add it to `find_plain` below, and its name to PLAIN in tests/native/test_width_check.py.
 #pragma once
 
@@ -28,7 +28,8 @@ namespace {
 
 // ---- panels: unpacked weights of Isa::n_cols columns, block by block ----
 
-// Weights of 32 values with a scale: 8 vectors of codes, scales, minima.
+// A panel of weights with a scale for each 32 values. A block has 8 vectors of codes, one of scales, and one of minima
+// if the type has them.
 template <class Isa, class T>
 struct ScaledPanel {
     static constexpr int n_values = 32, n_dots = T::n_dots;
@@ -55,8 +56,8 @@ struct ScaledPanel {
     }
 };
 
-// Weights of 256 values with integer scales: 64 vectors of codes, 16 of scales, 8 of pairs of minima, d and its
-// minimum.
+// A panel of weights in blocks of 256 values with integer scales. A block has 64 vectors of codes, 16 of scales, and
+// one of d. If the type has minima, 8 vectors of pairs of minima follow, and one of their factors.
 template <class Isa, class T>
 struct SuperblockPanel {
     static constexpr int n_values = 256, n_steps = 8, n_codes = 32 / T::scale_values, n_dots = T::n_dots, n_pairs = 8;
@@ -94,7 +95,7 @@ struct SuperblockPanel {
     };
 };
 
-// 16 bytes of each column: four vectors, each with four successive bytes of all columns.
+// Loads 16 bytes of each column to four vectors. Each vector has four successive bytes of all columns.
 template <class Isa, class At>
 MOEGGUF_INLINE void load_columns(At at, typename Isa::I * out) {
     typename Isa::I x[4];
@@ -105,7 +106,7 @@ MOEGGUF_INLINE void load_columns(At at, typename Isa::I * out) {
     out[2] = Isa::low_64(b, d), out[3] = Isa::high_64(b, d);
 }
 
-// The beginnings of n columns. The last of n_cols columns stands for missing ones.
+// The addresses of n columns. If there are fewer than n (n_cols), the last one is repeated.
 template <int n>
 struct Columns {
     const uint8_t * of[n];
@@ -115,7 +116,7 @@ struct Columns {
     }
 };
 
-// Unpacks a block of each column. Returns the end.
+// Unpacks one block of each column to `out`. Returns the end of the output.
 template <class Isa, class T>
 MOEGGUF_INLINE uint8_t * unpack_scaled(const Columns<Isa::n_cols> & columns, int64_t at, uint8_t * out) {
     using I = typename Isa::I;
@@ -137,7 +138,7 @@ MOEGGUF_INLINE uint8_t * unpack_scaled(const Columns<Isa::n_cols> & columns, int
     return out;
 }
 
-// Unpacks a block of each column, and calls visit with the column's number and the block.
+// Unpacks one block of each column, and calls visit(number of the column, block) for each.
 template <class Isa, class T, int n, class Visit>
 MOEGGUF_INLINE void unpack_each(const Columns<n> & columns, int64_t at, Visit visit) {
     if constexpr (std::is_empty_v<typename T::Prepared>) {
@@ -211,20 +212,20 @@ void unpack_columns(const char * weights, size_t row_bytes, int64_t n_cols, int6
 
 // ---- one row of activations ----
 
-// The sums of the lanes of 8 vectors.
+// Returns the sum of the lanes of each of 8 vectors.
 MOEGGUF_INLINE __m256i sums_of(const __m256i * x) {
     const __m256i a = _mm256_hadd_epi32(_mm256_hadd_epi32(x[0], x[1]), _mm256_hadd_epi32(x[2], x[3]));
     const __m256i b = _mm256_hadd_epi32(_mm256_hadd_epi32(x[4], x[5]), _mm256_hadd_epi32(x[6], x[7]));
     return _mm256_add_epi32(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31));
 }
 
-// Returns signed bytes as 16 bits: bytes at even places, then bytes at odd ones.
+// Returns signed bytes as 16-bit numbers: first the bytes at even places, then the bytes at odd places.
 MOEGGUF_INLINE __m256i even_then_odd(__m128i x) {
     return _mm256_cvtepi8_epi16(
         _mm_shuffle_epi8(x, _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15)));
 }
 
-// Multiplies one row with 8 columns (Isa: with vectors of 8 lanes).
+// Multiplies one row of activations with 8 columns. Isa must have vectors of 8 lanes.
 template <class Isa, class T>
 struct OneRow {
     using Row = typename T::Row;
@@ -265,7 +266,7 @@ struct OneRow {
         }
     }
 
-    // Parts of the sum of scales times codes less the offset, times the row.
+    // Returns partial sums, one in each lane, of scale * (code - offset) * activation over a block of one column.
     static MOEGGUF_INLINE __m256i products_of(const Unpacked & block, const Row & row, __m256i row_sums) {
         const __m256i scales = even_then_odd(block.scales);
         __m256i sum = {};
@@ -293,7 +294,7 @@ struct OneRow {
             __m256 sums = {}, mins = {};
             for (int64_t b = 0; b < n / T::n_values; b++) {
 #pragma GCC unroll 64
-                for (int i = 0; i < 8 * T::bytes; i += 64) { // the order is the order of addresses
+                for (int i = 0; i < 8 * T::bytes; i += 64) { // prefetches in the order of addresses
                     __builtin_prefetch(first + b * 8 * T::bytes + i + prefetch_ahead_bytes, 0, 2);
                 }
                 if constexpr (T::n_values == 32) {

@@ -1,4 +1,4 @@
-// plain_types.h: unpacks each type of weights that lie row by row; plain.h says how a type is added.
+// plain_types.h: unpacks each type of weights that lie row by row, as in a file. plain.h explains how to add a type.
 #pragma once
 
 #include "isa_avx2.h"
@@ -13,17 +13,17 @@ namespace moegguf::kernels {
 
 // ---- rows of activations ----
 
-// 32 values with a scale, for weights with minima.
+// A block of activations: 32 values with a scale, for weights with minima.
 struct RowSum {
     int8_t qs[32];
-    float sum, d; // sum: of the values times d
+    float sum, d; // sum: sum of the values, times d
 };
 
-// 256 values with a scale, for weights with integer scales for each 16 values.
+// A block of activations: 256 values with a scale, for weights with integer scales for each 16 values.
 struct RowPlain {
     int8_t qs[256];
-    int16_t sums[16];  // sums of each 16 values: first the values at even places, then at odd ones
-    int32_t minus[16]; // sum of each 16 values times -T::offset, in the order of Isa::minus_16
+    int16_t sums[16];  // sum of each group of 16 values: first the even groups, then the odd groups
+    int32_t minus[16]; // sum of each 16 values, times -T::offset, in the form of Isa::minus_16
     float d;
 };
 
@@ -40,7 +40,8 @@ inline __m256i load_32(const uint8_t * from) { return _mm256_loadu_si256((const 
 
 // ---- codes ----
 
-// Codes from -127 to 127. They are multiplied as unsigned ones if products of unsigned codes are added to 32 bits.
+// Codes from -127 to 127. They are multiplied as signed codes with AVX2, and as unsigned codes with the offset 128 with
+// VNNI, which adds products in 32 bits.
 struct Signed {
     static constexpr bool has_sign = true;
     static constexpr int n_dots = 1, zero = 0;
@@ -56,13 +57,14 @@ struct Signed {
     }
 };
 
-// Codes from 0 on: `zero_` stands for 0. fit: number of vectors whose products have a sum that fits 16 bits.
+// Codes from 0 on. The code `zero_` stands for the value 0. fit: number of vectors whose products fit into 16 bits
+// together.
 template <int zero_, int fit>
 struct Unsigned {
     static constexpr bool has_sign = false;
     static constexpr int n_dots = fit, zero = zero_;
     template <class Isa>
-    static constexpr bool is_wide = !Isa::signed_codes && zero != 0 && fit < 4; // 16 products take 32 bits
+    static constexpr bool is_wide = !Isa::signed_codes && zero != 0 && fit < 4; // sums of 16 products may need 32 bits
     template <class Isa>
     static constexpr bool is_signed = false;
     template <class Isa>
@@ -75,14 +77,15 @@ struct Unsigned {
 
 // ---- 32 values with a scale ----
 
-// A block begins with its scale, a half, and where `adds_min` a half that is added to every value.
+// The base of types with a scale for each 32 values. A block begins with its scale, a half float. If `adds_min`,
+// another half float follows, which is added to every value.
 template <class Codes>
 struct Scaled : Codes {
     static constexpr int n_values = 32;
     static constexpr bool has_mins = false, adds_min = false;
     using Row = Row32;
 
-    // Returns the scales of the blocks at `at` in each column.
+    // Returns the scale of the block at offset `at` in each column.
     template <class Isa>
     static typename Isa::F scales(const uint8_t * const * columns, int64_t at) {
         return Isa::gather_halves(columns, at);
@@ -95,7 +98,7 @@ struct ScaledWithMin : Scaled<Codes> {
     using Row = RowSum;
 };
 
-// 16 low nibbles, then 16 high ones.
+// Returns the 16 low nibbles of 16 bytes, then the 16 high nibbles.
 inline __m256i nibbles_of(const uint8_t * from) {
     const __m256i shifts = _mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4);
     const __m256i moved = _mm256_srlv_epi32(_mm256_broadcastsi128_si256(load_16(from)), shifts);
@@ -175,10 +178,11 @@ struct PlainMxfp4 : Scaled<Unsigned<12, 4>> {
 
 // ---- 256 values with integer scales ----
 
-// scale_values_: how many values have a scale, 16 or, of signed codes, 32.
+// The base of types in blocks of 256 values. scale_values_: number of values with one scale: 16, or 32 for signed
+// codes.
 template <class Codes, int scale_values_ = 16>
 struct Superblock : Codes {
-    struct Prepared {}; // grids.h has types that find indices before codes
+    struct Prepared {}; // empty here; types in grids.h find indices before codes
     static constexpr int n_values = 256, scale_values = scale_values_;
     static constexpr bool has_mins = false;
     using Row = RowPlain;
@@ -189,14 +193,15 @@ struct SuperblockWithMins : Superblock<Codes> {
     static constexpr bool has_mins = true;
 };
 
-// A block of one column. Bytes of scales and minima, for 16 values each, are signed.
+// An unpacked block of one column. Scales and minima are signed bytes, one for each 16 values.
 struct Unpacked {
     __m256i codes[8];
     __m128i scales, mins;
-    float d, min; // factors of scales and of minima
+    float d, min; // factor of the scales, and factor of the minima
 };
 
-// Halves of 128 values: 32 in bits 0 and 1 of 32 bytes, 32 in bits 2 and 3, and so on.
+// Unpacks codes of 2 bits. A half of 128 values has 32 bytes: bits 0 and 1 are the first 32 values, bits 2 and 3 the
+// next 32, and so on.
 inline void two_bits(const uint8_t * from, __m256i * out) {
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
@@ -221,8 +226,8 @@ struct PlainQ2K : SuperblockWithMins<Unsigned<0, 4>> {
     }
 };
 
-// A third bit of each value in 32 bytes: of the first 32 values in bit 0 and so on. Scales of 6 bits, less 32: the low
-// nibbles in 8 bytes, the other bits in 4.
+// Q3_K: codes of 2 bits, and the third bit of each value in 32 more bytes: bit 0 belongs to the first 32 values, and so
+// on. Scales have 6 bits, from which 32 is subtracted: 4 bits in the nibbles of 8 bytes, 2 bits in 4 bytes.
 struct PlainQ3K : Superblock<Unsigned<4, 4>> {
     static constexpr int bytes = 110;
     template <class Isa>
@@ -245,7 +250,8 @@ struct PlainQ3K : Superblock<Unsigned<4, 4>> {
     }
 };
 
-// Scales and minima of 6 bits for 32 values, in 12 bytes; parts of 64 values, the first 32 in low nibbles.
+// Q4_K and Q5_K: 12 bytes have the scales and minima of 6 bits, for each 32 values. In a part of 64 values, the low
+// nibbles are the first 32 values.
 template <bool has_fifth_bit>
 struct PlainQ45K : SuperblockWithMins<Unsigned<0, has_fifth_bit ? 2 : 4>> {
     static constexpr int bytes = has_fifth_bit ? 176 : 144;
@@ -273,7 +279,7 @@ struct PlainQ45K : SuperblockWithMins<Unsigned<0, has_fifth_bit ? 2 : 4>> {
     }
 };
 
-// Halves of 128 values: 32 in each of low and high nibbles of 64 bytes, two more bits of each in 32 bytes.
+// Q6_K: a half of 128 values has 4 bits of each value in the nibbles of 64 bytes, and 2 bits of each value in 32 bytes.
 struct PlainQ6K : Superblock<Unsigned<32, 2>> {
     static constexpr int bytes = 210;
     template <class Isa>

@@ -1,5 +1,6 @@
-// tile.h: multiplies tiles of rows with interleaved weights. A result is one sum for any number of rows and any
-// instructions. Products of a block are added exactly, as integers, and blocks one after the other with fma.
+// tile.h: multiplies tiles of rows with interleaved weights or panels. Each result is computed by the same additions
+// for any number of rows and any instruction set. The products of a block are added exactly, as integers, and then
+// block after block with fma.
 #pragma once
 
 #include "kernels.h"
@@ -13,7 +14,7 @@ namespace {
 
 // ---- rows of activations, as blocks of 8 bits with a scale, with the values that upstream's blocks have ----
 
-// 32 rounded values; returns the sums of successive pairs.
+// Rounds 32 values to integers, and returns the sums of successive pairs.
 inline __m256i round_32(const float * x, float inverse, int8_t * out) {
     __m256i q[4];
     for (int i = 0; i < 4; i++) {
@@ -39,7 +40,8 @@ float largest(const float * x, int n) {
     return Isa::greatest(max);
 }
 
-// A scale of 16 bits, as quantize_row_q8_0 has it. Returns the sum of the values.
+// Quantises 32 values. The scale is rounded to 16 bits, as in quantize_row_q8_0. Returns the sum of the quantised
+// values.
 template <class Isa, class Row>
 int32_t quantize_32(const float * x, Row & row) {
     const float max = largest<Isa>(x, 32);
@@ -58,7 +60,8 @@ void quantize_block(const float * x, RowSum & row) {
     row.sum = (float)sum * row.d;
 }
 
-// The scale of quantize_row_q8_K, which may change the sign of values and scale together.
+// Finds the scale of 256 values and returns its inverse. The products are as with quantize_row_q8_K, which may also
+// negate values and scale together.
 template <class Isa, class Row>
 float scale_of(const float * x, Row & row) {
     const float max = largest<Isa>(x, 256), inverse = max > 0 ? 127.0f / max : 0.0f;
@@ -109,20 +112,20 @@ void quantize(const float * x, int64_t n, char * blocks, size_t stride) {
 
 // ---- tiles ----
 
-constexpr int prefetch_ahead_bytes = 32768; // prefetched to the second cache: only few lines can go to the first
+constexpr int prefetch_ahead_bytes = 32768; // prefetch distance, to the second cache: few lines can go to the first
 
 template <class Isa, class T>
 struct Tile {
     using I = typename Isa::I;
     using F = typename Isa::F;
     using Row = typename T::Row;
-    using Groups = const uint8_t * [Isa::n_groups]; // groups of 8 columns
+    using Groups = const uint8_t * [Isa::n_groups]; // addresses of groups of 8 columns
     using OneRow = std::conditional_t<T::is_streamed, typename Isa::OneRow, Isa>;
 
     static constexpr int32_t no_minus = 0;
     static constexpr int max_rows = Isa::max_rows < 8 && T::n_values == 256 && !T::is_streamed ? 8 : Isa::max_rows;
 
-    // Weights of 32 values with a scale: one block of n_rows rows.
+    // Adds one block of n_rows rows, for weights with a scale for each 32 values.
     template <int n_rows>
     static MOEGGUF_INLINE void add_32(const Groups & block, const Row * rows, F * sums, F *) {
         I w[8];
@@ -142,7 +145,7 @@ struct Tile {
         }
     }
 
-    // 16 or 32 values of each column with their scale.
+    // Adds the products of 16 or 32 values of each column, times their scale.
     template <int n_rows, int step, int i, class Block>
     static MOEGGUF_INLINE void add_codes(const Block & block, const Row * rows, I * sums) {
         constexpr int n_vectors = 8 / T::n_codes;
@@ -170,7 +173,7 @@ struct Tile {
         if constexpr (step + 1 < T::n_steps) { add_steps<n_rows, step + 1>(block, rows, sums); }
     }
 
-    // Weights of 256 values with integer scales: one block of n_rows rows.
+    // Adds one block of n_rows rows, for weights in blocks of 256 values with integer scales.
     template <int n_rows>
     static MOEGGUF_INLINE void add_256(const Groups & from, const Row * rows, F * sums, F * mins) {
         typename T::template Block<Isa> block(from);
@@ -208,7 +211,7 @@ struct Tile {
             const Parts<Isa> block(weights, b * T::bytes);
             if (soon) {
 #pragma GCC unroll 64
-                for (int at = 0; at < T::template read_bytes<Isa>; at += 64) { // the order is the order of addresses
+                for (int at = 0; at < T::template read_bytes<Isa>; at += 64) { // prefetches in the order of addresses
                     __builtin_prefetch(soon + b * T::template read_bytes<Isa> + at, 0, 2);
                 }
             }
@@ -227,7 +230,7 @@ struct Tile {
                             float * const * out, const uint8_t * soon) {
         for (int64_t col = 0; col < n_cols; col += Isa::n_cols) {
             const int n_out = n_cols - col < Isa::n_cols ? (int)(n_cols - col) : Isa::n_cols;
-            Groups groups; // the last 8 columns stand for 16
+            Groups groups; // if only 8 columns are left, they are used twice
             for (int i = 0; i < Isa::n_groups; i++) {
                 groups[i] = weights + (col + (8 * i < n_out ? 8 * i : 0)) * row_bytes;
             }
@@ -298,7 +301,7 @@ struct Floats {
         }
     }
 
-    // The last n % 16 values, then zeros.
+    // Loads the last n % 16 values, followed by zeros.
     template <ggml_type type>
     static V load_last(const char * values, int64_t i, int64_t n) {
         constexpr size_t size = type == GGML_TYPE_F32 ? 4 : 2;
@@ -342,7 +345,7 @@ struct Floats {
         return _mm_cvtss_f32(_mm_add_ss(x4, _mm_movehdup_ps(x4)));
     }
 
-    // Columns of n_rows rows, four or two at once, then one by one.
+    // Multiplies n_rows rows with all columns: four or two columns at once, then the rest one by one.
     template <ggml_type type, int n_rows>
     static void columns(const char * weights, size_t stride, int64_t n_cols, const float * const * rows, int64_t n,
                         float * const * out) {

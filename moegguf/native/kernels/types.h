@@ -1,4 +1,4 @@
-// types.h: unpacks each type of interleaved weights. Layouts are upstream's. They have 8 interleaved rows, which are
+// types.h: unpacks each type of interleaved weights, in upstream's layouts. These have 8 interleaved rows, which are
 // called columns here because they are columns of the result. A line has 64 bytes, 8 of each column.
 #pragma once
 
@@ -11,33 +11,34 @@ namespace moegguf::kernels {
 
 // ---- rows of activations, as the kernels read them ----
 
-// 32 values with a scale.
+// A block of activations: 32 values (int8) with a scale.
 struct Row32 {
     int8_t qs[32];
-    int32_t minus; // sum of the values times -T::offset
+    int32_t minus; // sum of the values, times -T::offset
     float d;
 };
 
-// 256 activations as int8 with a scale, and the sums that weights with minima need.
+// A block of activations: 256 values (int8) with a scale, and the sums that weights with minima need.
 struct RowMins {
     int8_t qs[256];
-    int16_t sums[8]; // sums of each 32 values
+    int16_t sums[8]; // sum of each 32 values
     float d;
 };
 
-// 256 values with a scale, for weights with integer scales whose codes have an offset.
+// A block of activations: 256 values with a scale, for weights with integer scales whose codes have an offset.
 struct RowOffset {
     int8_t qs[256];
-    int32_t minus[32]; // sum of each 8 values times -T::offset, in the order of Isa::minus_8
+    int32_t minus[32]; // sum of each 8 values, times -T::offset, in the form of Isa::minus_8
     float d;
 };
 
 namespace {
 
 const int8_t iq4_nl_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-const int8_t mxfp4_values[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0}; // and 12
+const int8_t mxfp4_values[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0}; // values plus 12
 
-// The beginnings of blocks, or of parts of blocks, in each group of columns.
+// The addresses of a part of a block, one for each group of 8 columns. `offset`: where the part begins in the block, in
+// bytes.
 template <class Isa>
 struct Parts {
     const uint8_t * of[Isa::n_groups];
@@ -49,7 +50,8 @@ struct Parts {
 
 // ---- 32 values with a scale ----
 
-// A half for each column, then nibbles: lines of values 0-7 and 16-23, 8-15 and 24-31.
+// Weights of 4 bits with a scale for each 32 values. A block has a scale for each column, then two lines of nibbles:
+// values 0-7 (low nibbles) and 16-23 (high nibbles), then 8-15 and 24-31.
 template <int scale_bytes>
 struct NibblesX8 {
     static constexpr int n_values = 32, bytes = 8 * scale_bytes + 128;
@@ -85,7 +87,7 @@ struct Q4_0x8 : NibblesX8<2> {
     template <class Isa>
     static constexpr bool is_signed = false;
 
-    // Upstream's layout has signed nibbles: bit 3 of each is flipped.
+    // Flips bit 3 of each nibble, because nibbles in upstream's layout are signed.
     template <class Isa>
     static void codes(const uint8_t * const (&blocks)[Isa::n_groups], typename Isa::I * w) {
         nibbles<Isa>(blocks, 0x88, w);
@@ -119,7 +121,7 @@ struct Mxfp4X8 : NibblesX8<1> {
         for (int i = 0; i < 8; i++) { w[i] = Isa::look_up(w[i], mxfp4_values); }
     }
 
-    // Half of 2^(e - 127), as the values are doubled.
+    // Returns half of 2^(e - 127), because the values in mxfp4_values are doubled.
     template <class Isa>
     static typename Isa::F scale(const uint8_t * const (&blocks)[Isa::n_groups]) {
         return Isa::half_powers(blocks);
@@ -128,7 +130,8 @@ struct Mxfp4X8 : NibblesX8<1> {
 
 // ---- 256 values with integer scales: sub-blocks of 32 or 16 ----
 
-// Scales and minima of 6 bits, in 12 bytes for each of the 8 sub-blocks: [sub-block][column].
+// Scales and minima, unpacked to [sub-block][column]. In a block they have 6 bits: 12 bytes for each of the 8
+// sub-blocks.
 template <class Isa>
 struct Scales6 {
     alignas(64) uint8_t scales[8][Isa::n_cols], mins[8][Isa::n_cols];
@@ -141,11 +144,12 @@ struct Scales6 {
     }
 
   private:
-    // Pairs of sub-blocks, 8 bytes each: out[0] has 0, 1, 4 and 5, out[1] the others.
+    // Unpacks scales to s and minima to m. s[0] and m[0] get sub-blocks 0, 1, 4 and 5, s[1] and m[1] the others, each
+    // with 8 bytes.
     static void unpack(const uint8_t * packed, __m256i * s, __m256i * m) {
         const auto * from = (const __m256i *)packed;
         const __m256i a = _mm256_loadu_si256(from), b = _mm256_loadu_si256(from + 1), c = _mm256_loadu_si256(from + 2);
-        // each third word of 24: lanes of a, b and c that do not overlap
+        // takes each third word of 24, from lanes of a, b and c that do not overlap
         const __m256i low_s = _mm256_permutevar8x32_epi32(_mm256_blend_epi32(_mm256_blend_epi32(a, b, 0x92), c, 0x24),
                                                           _mm256_setr_epi32(0, 3, 6, 1, 4, 7, 2, 5));
         const __m256i low_m = _mm256_permutevar8x32_epi32(_mm256_blend_epi32(_mm256_blend_epi32(a, b, 0x24), c, 0x49),
@@ -179,7 +183,8 @@ struct Scales6 {
     }
 };
 
-// Q4_K and Q5_K: 4 parts of 64 values, the first 32 in low nibbles, with a scale and a minimum for each 32.
+// Q4_K and Q5_K: 4 parts of 64 values, with a scale and a minimum for each 32 values. The low nibbles of a part are its
+// first 32 values.
 template <bool has_fifth_bit>
 struct Q45KX8 {
     static constexpr int n_values = 256, bytes = 32 + 96 + (has_fifth_bit ? 256 : 0) + 1024;
@@ -209,7 +214,7 @@ struct Q45KX8 {
         }
         typename Isa::I mins(int i) const { return Isa::pairs(packed.mins[2 * i], packed.mins[2 * i + 1]); }
 
-        // Step: 16 values of the first 32 of a part, and 16 of the other.
+        // A step has 16 of the first 32 values of a part (i = 0) and 16 of the other 32 values (i = 1).
         static int first_value(int step, int i) { return step / 2 * 64 + i * 32 + step % 2 * 16; }
         typename Isa::I scales(int step, int i) const { return Isa::scales(packed.scales[step / 2 * 2 + i]); }
         template <int step>
@@ -232,8 +237,8 @@ struct Q45KX8 {
 using Q4KX8 = Q45KX8<false>;
 using Q5KX8 = Q45KX8<true>;
 
-// Q6_K: halves of 128 values, 32 in each of low and high nibbles of 64 bytes, two more bits of each in 32 bytes; a
-// signed scale for each 16.
+// Q6_K: a half of 128 values has 4 bits of each value in the nibbles of 64 bytes, and 2 bits of each value in 32 bytes.
+// There is a signed scale for each 16 values.
 struct Q6KX8 {
     static constexpr int n_values = 256, bytes = 16 + 128 + 1024 + 512;
     static constexpr int n_steps = 8, n_codes = 2, n_dots = 2, offset = 32, n_minus = 2;
@@ -252,7 +257,8 @@ struct Q6KX8 {
 
         typename Isa::F scale() const { return Isa::load_halves((const void * const(&)[Isa::n_groups])blocks); }
 
-        // Step: half, 16 of 32 values, and first or second 32 bytes of the half.
+        // Bit 2 of `step` selects the half, bit 1 the first or second 16 of 32 values, bit 0 the first or second 32
+        // bytes. `i` selects low or high nibbles.
         static int first_value(int step, int i) { return step / 4 * 128 + i * 64 + step % 2 * 32 + step / 2 % 2 * 16; }
         typename Isa::I scales(int step, int i) const {
             return Isa::signed_scales(Parts<Isa>(blocks, 16 + first_value(step, i) / 16 * 8).of);

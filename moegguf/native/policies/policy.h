@@ -1,5 +1,5 @@
-// policy.h: the interface of an eviction policy, which gives every expert a score that events renew, and the parts that
-// several policies are made of. Arithmetic only: no threads, no locks.
+// policy.h: the interface of an eviction policy, and parts that several policies use. A policy has a score for every
+// expert, and routing events change the scores. Arithmetic only: no threads, no locks.
 //
 // A new policy is a class in this folder, with a line in the table of policies.cpp.
 #pragma once
@@ -13,62 +13,63 @@
 
 namespace moegguf {
 
-// The layer of a pass for which slots are chosen.
+// The place of a layer in a pass. Slots are chosen for this layer.
 struct LayerStep {
-    int il = 0;           // the layer that computes now
+    int il = 0;           // layer that computes now
     bool sweep = false;   // the pass chooses nearly all experts of a layer, or more experts than there are slots
     bool token = false;   // the pass has one token
-    uint64_t number = 0;  // counts layers over all passes: pass * n_layer + il
+    uint64_t number = 0;  // number of the layer over all passes: pass * n_layer + il
     bool decodes = false; // the pass has one token, or one token of each of several sequences
 };
 
-// The worth of an expert that is about to be loaded. It takes the slot of an expert with less worth only.
+// The worth of an expert that is about to be loaded. Only an expert that is worth less may be evicted for it.
 struct Worth {
-    float score = INFINITY;  // the policy's score, if the policy orders by score
+    float score = INFINITY;  // score of the policy, if the policy orders by score
     float chance = INFINITY; // chance that the expert is used when its layer comes next
 };
 
-// The expert with the lowest score is evicted first, the least recently used among equals. The score at a moment is
-// score(il, expert) + layer_offset(il, step). So the order within a layer is valid from one of its routing events to
-// the next, and an eviction compares one expert per layer.
+// An eviction policy. The expert with the lowest score is evicted first; among equal scores, the least recently used
+// expert. The present score of an expert is score(il, expert) + layer_offset(il, step). So the order of experts within
+// a layer stays valid between two routing events of the layer, and an eviction compares only one expert of each layer.
 //
-// All calls come under the store's lock.
+// Callers hold the store's lock.
 class EvictionPolicy {
   public:
     virtual ~EvictionPolicy() = default;
 
-    // Returns whether scores decide at this step. Otherwise recency decides.
+    // Returns true if scores decide at this step. Otherwise only recency decides.
     virtual bool orders(const LayerStep & now) const = 0;
 
-    // Notes the choice of the router at layer il, expert_ids [n_tokens][n_expert_used]. Returns true when scores of
-    // this layer changed: its order is then built again before the next eviction.
+    // Receives the router's choice at layer il: expert_ids [n_tokens][n_expert_used]. Returns true if scores of this
+    // layer have changed. The order of the layer is then built again before the next eviction.
     virtual bool on_routing(int /*il*/, const int32_t * /*expert_ids*/, int /*n_expert_used*/, int /*n_tokens*/) {
         return false;
     }
 
-    // Is called when the router of layer il has chosen, before a victim is evicted for its experts. Returns true when
-    // scores of this layer changed.
+    // Is called when the router of layer il has chosen, before any expert is evicted for the chosen ones. Returns true
+    // if scores of this layer have changed.
     virtual bool on_routed(int /*il*/) { return false; }
 
-    // Receives a predictor's probability for each expert [n_expert] of layer il to be used when this layer comes next;
-    // NULL: unknown, as at each routing event of the layer itself. Returns true when scores of this layer changed.
+    // Receives a forecast for layer il: for each expert [n_expert], the probability that it is used when this layer
+    // comes next. NULL: there is no forecast any more; this happens at each routing event of the layer. Returns true if
+    // scores of this layer have changed.
     virtual bool on_forecast(int /*il*/, const float * /*probabilities*/) { return false; }
     // If true, on_forecast() receives the predictor's raw probabilities; otherwise calibrated ones.
     virtual bool takes_as_predicted() const { return false; }
 
-    // Notes that the expert was used (a routing event chose it), got a slot, or lost its slot. A missing expert gets
-    // on_load right before on_use. These calls may change the score of this expert only. A new policy gets on_load for
-    // every resident expert.
+    // The next functions are called when an expert was used (a routing event chose it), got a slot, or lost its slot.
+    // For a missing expert, on_load is called right before on_use. They may change the score of only this expert. On a
+    // new policy, on_load is called for every resident expert.
     virtual void on_use(int /*il*/, int /*expert*/) {}
     virtual void on_load(int /*il*/, int /*expert*/) {}
     virtual void on_evict(int /*il*/, int /*expert*/) {}
-    virtual void on_prefetch(int /*il*/, int /*expert*/) {} // the expert was loaded early
+    virtual void on_prefetch(int /*il*/, int /*expert*/) {} // a prefetch has loaded it
 
-    virtual float score(int il, int expert) const = 0; // never NaN
+    virtual float score(int il, int expert) const = 0; // never returns NaN
     virtual float layer_offset(int /*il*/, const LayerStep & /*now*/) const { return 0.0f; }
 };
 
-// Numbers that replace the constants of a policy, in the policy's order.
+// Numbers that replace the constants of a policy. Each policy defines their order.
 using Values = std::vector<float>;
 
 inline float value_or(const Values & values, size_t i, float otherwise) {
@@ -82,21 +83,22 @@ std::unique_ptr<EvictionPolicy> make_policy_of(const Layout & layout, const Valu
 
 struct PolicyType {
     const char * name;
-    bool takes_forecast; // makes use of on_forecast
+    bool takes_forecast; // true: on_forecast() changes scores
     std::unique_ptr<EvictionPolicy> (*make)(const Layout & layout, const Values & values);
 };
 
-extern const PolicyType next_use_policy, locality_policy; // expected_use.cpp
+extern const PolicyType next_use_policy, locality_policy; // defined in expected_use.cpp
 
 // Makes the policy with this name. Throws Error(INVALID) for an unknown name, or a value out of range.
 std::unique_ptr<EvictionPolicy> make_policy(const Layout & layout, const std::string & name,
                                             const Values & values = {});
-const PolicyType * policy_at(int index); // nullptr after the last one
+const PolicyType * policy_at(int index); // nullptr after the last policy
 
 // Returns p as a probability; NaN becomes 0.
 inline float probability(float p) { return p > 0.0f ? std::min(p, 1.0f) : 0.0f; }
 
-// Returns the weight that an average keeps after n_tokens tokens. Throws Error(INVALID).
+// Returns the weight that earlier tokens keep in a fading average after n_tokens more tokens. Throws Error(INVALID) if
+// the half-life is not above 0.
 inline float kept_after(float half_life_tokens, int n_tokens) {
     if (!(half_life_tokens > 0.0f) || !std::isfinite(half_life_tokens)) {
         throw Error(MOEGGUF_INVALID,
@@ -105,7 +107,7 @@ inline float kept_after(float half_life_tokens, int n_tokens) {
     return std::exp2(-(float)n_tokens / half_life_tokens);
 }
 
-// The share of tokens that used each expert, [n_layer * n_expert_max]. The last tokens count most.
+// A table [n_layer * n_expert_max] with the share of tokens that used each expert. The latest tokens count most.
 class FadingAverage {
   public:
     FadingAverage(const Layout & layout, float half_life_tokens)
@@ -133,7 +135,7 @@ class FadingAverage {
     std::vector<float> table_;
 };
 
-// Scores that a caller has set, one per expert. A table comes before the chosen policy.
+// Scores that a caller has set, one for each expert. While there is a table, it replaces the chosen policy.
 class ScoreTable final : public EvictionPolicy {
   public:
     explicit ScoreTable(const Layout & layout) : layout_(layout) {}
@@ -142,14 +144,14 @@ class ScoreTable final : public EvictionPolicy {
     bool orders(const LayerStep &) const override { return set(); }
     float score(int il, int expert) const override { return table_[layout_.key(il, expert)]; }
 
-    // Returns a table in which scores that are not finite are 0.
+    // Returns a copy of the scores. Scores that are not finite become 0.
     static std::vector<float> finite(const float * scores, size_t n) {
         std::vector<float> table(scores, scores + n);
         std::replace_if(table.begin(), table.end(), [](float score) { return !std::isfinite(score); }, 0.0f);
         return table;
     }
 
-    // Exchanges the present table with `scores`. Calls changed(il) for every row that differs.
+    // Exchanges the present table with `scores`. Calls changed(il) for every layer whose scores differ.
     template <typename Changed>
     void exchange(std::vector<float> & scores, Changed changed) {
         table_.swap(scores);

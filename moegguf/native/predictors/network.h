@@ -1,5 +1,5 @@
-// network.h: a small interpreter of arrays. A network is a list of steps that each change one vector: dense layers,
-// T5's norm, attention and sums. ProMoE's, DuoServe-MoE's and ExpertFlow's networks are such lists.
+// network.h: a small interpreter of neural networks. A network is a list of steps that each change one vector: dense
+// layers, T5's norm, attention and sums. The networks of ProMoE, DuoServe-MoE and ExpertFlow are such lists.
 //
 // Arithmetic only: no threads, no locks, and no allocation once warm.
 #pragma once
@@ -11,7 +11,7 @@
 
 namespace moegguf {
 
-// W [n_rows][n_cols] with a scale per row; bias [n_rows] may be NULL.
+// A weight matrix W [n_rows][n_cols] of int8 with one scale for each row. bias [n_rows] may be NULL.
 struct ByteMatrix {
     const int8_t * weights = nullptr;
     const float * scale = nullptr;
@@ -20,10 +20,10 @@ struct ByteMatrix {
     int n_cols = 0;
 };
 
-// A vector in steps of 16 bits.
+// A vector that is rounded to 16-bit integers. A value is integer * step().
 class RoundedVector {
   public:
-    // False, and a vector of zeros, when x holds numbers that are not finite.
+    // Rounds n values. If a number in x is not finite, stores zeros and returns false.
     bool round(const float * x, int n);
 
     int size() const { return (int)values_.size(); }
@@ -31,18 +31,18 @@ class RoundedVector {
     float step() const { return step_; }
 
   private:
-    std::vector<int16_t> values_; // keeps its memory
+    std::vector<int16_t> values_; // reused, so that the memory is allocated once
     float step_ = 0.0f;
 };
 
-// out [n_rows] = W x + bias; relu: max(that, 0).
+// Computes out [n_rows] = W x + bias. relu: negative results become 0.
 void multiply(const ByteMatrix & w, const RoundedVector & x, bool relu, float * out);
 
 inline void add(float * x, const float * y, int n) {
     std::transform(x, x + n, y, x, [](float a, float b) { return a + b; });
 }
 
-// Each times a factor, 1 at most.
+// Multiplies each probability by a factor. Results above 1 become 1.
 inline void scale_probabilities(float * p, int n, float factor) {
     std::transform(p, p + n, p, [factor](float value) { return std::min(value * factor, 1.0f); });
 }
@@ -51,7 +51,7 @@ inline void sigmoid(const float * logits, int n, float * p) {
     std::transform(logits, logits + n, p, [](float logit) { return 1.0f / (1.0f + std::exp(-logit)); });
 }
 
-// e^x of all, scaled to add up to `sum`.
+// Replaces each x by e^x, scaled so that all results add up to `sum`.
 inline void softmax(float * x, int n, float sum) {
     const float peak = *std::max_element(x, x + n);
     float total = 0.0f;
@@ -62,7 +62,7 @@ inline void softmax(float * x, int n, float sum) {
     for (int i = 0; i < n; i++) { x[i] *= sum / total; }
 }
 
-// Keys and values of the positions that an attention looks at, [n][width] of all heads.
+// The keys and values of an attention: [n_positions][width], with all heads side by side.
 class Positions {
   public:
     Positions(int n_positions, int n_head, int width)
@@ -71,9 +71,9 @@ class Positions {
           keys_((size_t)n_positions * width),
           values_(keys_.size()) {}
 
-    void keep(std::vector<float> & x,
-              int position);                 // takes a key and a value from the end of x; it is the last position
-    void attend(std::vector<float> & query); // already scaled; it becomes the mixture of values
+    // Moves a key and a value from the end of x to this position, which is then the last one.
+    void keep(std::vector<float> & x, int position);
+    void attend(std::vector<float> & query); // replaces a scaled query by the mixture of values
 
   private:
     const int n_head_, width_;
@@ -82,19 +82,21 @@ class Positions {
     std::vector<float> scores_, mixed_; // scratch
 };
 
-// Steps are added once, and read in place what they are given.
+// A network: a list of steps. Steps are added once. Their matrices and positions are not copied, and must stay valid.
 class Network {
   public:
-    Network & dense(const ByteMatrix & w, bool relu = false); // x = W x + bias; relu: max(that, 0)
+    Network & dense(const ByteMatrix & w, bool relu = false); // x = W x + bias; relu: negative results become 0
     Network & norm();                                         // x /= its root mean square: T5's norm
     Network & keep(Positions & positions);
     Network & attend(Positions & positions);
-    Network & save(); // the residual
-    Network & add();  // x += what was saved
+    Network & save(); // saves x for the next add()
+    Network & add();  // x += the saved vector
 
-    // Takes the steps, at this position of those that `keep` fills. Returns false where numbers were not finite.
+    // Applies all steps to x. The steps `keep` store their key and value at this position. Returns false if a number
+    // was not finite.
     bool run(std::vector<float> & x, int position = 0);
-    // Takes the steps from the first dense layer's input, which is rounded already; the result is in `x`.
+    // Applies all steps to an input that is already rounded for the first dense layer. The result is in `x`. Returns
+    // false if a number was not finite.
     bool run(const RoundedVector & input, std::vector<float> & x);
     void set_saved(const std::vector<float> & x) { saved_ = x; }
 
