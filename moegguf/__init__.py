@@ -40,12 +40,13 @@ __all__ = ["MoeggufError", "__version__", *_MODULES]
 
 
 class BindingsFinder:
-    """Finds the `llama_cpp` bindings that lie in this package, also where llama-cpp-python is installed, and loads our
-    libllama before they are imported."""
+    """Finds the `llama_cpp` bindings in this package, even if llama-cpp-python is installed. Loads this package's
+    libllama before the bindings are imported."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """The bindings' spec; None for other modules. Raises LibraryError where the native library does not load."""
+        """Returns the spec of the bindings, or None for other modules. Raises LibraryError if the native library cannot
+        be loaded."""
         if name != "llama_cpp":
             return None
         found: ModuleSpec | None = importlib.import_module("moegguf.native.library").find_bindings()

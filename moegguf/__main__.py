@@ -1,4 +1,4 @@
-"""`python -m moegguf` is the `moegguf` command."""
+"""Lets `python -m moegguf` run the `moegguf` command."""
 
 import sys
 

@@ -1,6 +1,7 @@
-"""Atomic replacement of files: a reader sees the old contents or the new ones, never a part.
+"""Replaces files atomically: a reader sees either the old contents or the new contents, never a part of them.
 
-A temporary file is locked while it is written. So a file without a lock comes from a killed process, and is removed.
+A temporary file is locked while it is written. So a temporary file without a lock comes from a killed process, and is
+removed.
 """
 
 from __future__ import annotations
@@ -25,19 +26,21 @@ DESCRIPTOR = re.compile(r"/dev/(stdin|stdout|stderr)|/(?:dev|proc/self)/fd/(\d+)
 
 
 def can_be_replaced(path: Path) -> bool:
-    """Returns whether a new file can take the place of `path`: not of a pipe, a device, a folder or a descriptor."""
+    """Returns True if a new file can replace `path`: a file, or nothing yet. A pipe, a device, a folder and the path of
+    an open descriptor cannot be replaced."""
     return (path.is_file() or not path.exists()) and not DESCRIPTOR.fullmatch(os.path.abspath(path))
 
 
 def make_private(path: Path) -> None:
-    """Takes the rights of other users from a file or a folder, but not from what a link leads to. Raises OSError."""
+    """Removes the access rights of other users from a file or a folder. Does not follow links. Raises OSError."""
     mode = path.lstat().st_mode
     if mode & 0o077 and not stat.S_ISLNK(mode):
         path.chmod(mode & 0o700)
 
 
 def write_atomically(path: Path, data: bytes | Iterable[bytes], mode: int = MODE) -> None:
-    """Replaces the file at `path` by `data`, or its parts, flushed to disk; removes what killed processes have left.
+    """Replaces the file at `path` with `data` (bytes, or parts of bytes) and flushes it to disk. Also removes temporary
+    files of killed processes.
 
     Raises OSError; the old file is then unchanged, and no temporary file remains.
     """
@@ -50,24 +53,25 @@ def write_atomically(path: Path, data: bytes | Iterable[bytes], mode: int = MODE
             os.fsync(file.fileno())
             os.chmod(name, mode)
             os.replace(name, path)
-    except BaseException:  # also an interrupt: no temporary file stays
+    except BaseException:  # includes an interrupt, which must leave no temporary file
         Path(name).unlink(missing_ok=True)
         raise
 
 
 def locked_temporary(folder: Path, prefix: str, suffix: str) -> tuple[int, str]:
-    """(descriptor, path) of a new file in `folder`, locked until the descriptor is closed. Raises OSError."""
+    """Creates a temporary file in `folder` and returns (descriptor, path). The file is locked until the descriptor is
+    closed. Raises OSError."""
     while True:
         handle, name = tempfile.mkstemp(prefix=prefix, suffix=suffix, dir=folder)
-        with suppress(OSError):  # some network file systems have no locks; there nothing is taken for abandoned
+        with suppress(OSError):  # network file systems without locks never remove temporary files
             fcntl.flock(handle, fcntl.LOCK_EX)
         if os.fstat(handle).st_nlink:
             return handle, name
-        os.close(handle)  # another process took it for an abandoned one before it was locked
+        os.close(handle)  # another process removed the file before it was locked
 
 
 def remove_abandoned(paths: Iterable[Path]) -> None:
-    """Removes the temporary files in `paths` that no process has locked."""
+    """Removes the temporary files in `paths` that no process has locked. Such files come from killed processes."""
     for path in paths:
         with suppress(OSError):
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

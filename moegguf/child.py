@@ -1,4 +1,4 @@
-"""Processes of this package: they are started with the same Python, which finds what this one finds, and killed."""
+"""Starts and kills child processes of this package. They run the same Python with the same module folders."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ if TYPE_CHECKING:
 
 
 def child_command(module: str) -> tuple[str, ...]:
-    """The command that runs `module`. Where Python is embedded and does not know its program, the first in PATH."""
-    # -P: a folder named moegguf in the working directory does not shadow this package.
+    """Returns the command that runs `module`. If Python is embedded and does not know its program, it is the first
+    python3 in PATH."""
+    # -P: so that a folder named moegguf in the working directory does not shadow this package.
     return (sys.executable or "python3", "-P", "-m", module)
 
 
 def child_environment(**more: str) -> dict[str, str]:
-    """Returns the environment of this process with the folders of `sys.path`, also folders added later, and `more`."""
-    path = os.pathsep.join(folder for folder in sys.path if folder and isinstance(folder, str))  # Python's form
+    """Returns the environment variables for a child: this process's variables and `more`. PYTHONPATH has the current
+    folders of `sys.path`."""
+    path = os.pathsep.join(folder for folder in sys.path if folder and isinstance(folder, str))
     return {**os.environ, "PYTHONPATH": path, **more}
 
 
 def kill_child(child: Process) -> None:
-    """Kills a process, unless it has ended. Its own `kill` would first look for the exit code, which asyncio's watcher
-    then misses: it logs "Unknown child process pid"."""
+    """Kills a process, unless it has ended. Does not call `Process.kill`, which may fetch the exit code. asyncio's
+    watcher then misses the code and logs "Unknown child process pid"."""
     if child.returncode is None:
         with suppress(ProcessLookupError):
             os.kill(child.pid, signal.SIGKILL)

@@ -1,8 +1,8 @@
 """Every error moegguf raises on purpose.
 
-One base class, `MoeggufError`; one subclass per kind of error, which also inherits the builtin that a caller would
-expect (`ValueError`, `OSError`, ...). A message states the rule, the value that broke it and the next step. Only the
-frontends print them.
+All errors have the base class `MoeggufError`. Each kind of error has a subclass, which also inherits the builtin error
+that a caller would expect (`ValueError`, `OSError`, ...). A message states the rule, the value that broke it and the
+next step. Only the frontends print messages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class MoeggufError(Exception):
 
 
 class ModelNotFoundError(MoeggufError, FileNotFoundError):
-    """No model of that name, or no file at that path. `hint`: what to do, without the reason."""
+    """There is no model with this name, or no file at this path. `hint` is only the next step, without the reason."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -38,24 +38,25 @@ class OptionError(MoeggufError, TypeError):
     def unknown(
         cls, name: str, known: Iterable[str], listed: str = "help(moegguf.Llama)", what: str = "option"
     ) -> OptionError:
-        """The error for a keyword that does not exist, naming the nearest known one, or where they are listed."""
+        """Returns the error for an unknown option. The message has the most similar known name, or the place where all
+        names are listed."""
         near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
         hint = f"did you mean {near[0]!r}?" if near else f"see {listed} for the list."
         return cls(f"unknown {what} {name!r}; {hint}")
 
 
 class TraceError(MoeggufError, ValueError):
-    """A routing trace is damaged, of another version or of another model; the message has the difference."""
+    """A routing trace is damaged, or belongs to another version or model. The message has the difference."""
 
 
 class LibraryError(MoeggufError, RuntimeError):
-    """The native library is missing, is for another processor, or could not compute, or a stock `llama_cpp` was
-    imported first."""
+    """The native library is missing, is built for another processor, or failed to compute. Or `llama_cpp` of another
+    package was imported before moegguf."""
 
 
 class ExpertIOError(MoeggufError, OSError):
-    """Reading a model's file failed: while loading, or of an expert after a retry, where only the request that needed
-    it has failed."""
+    """Reading a model's file failed during a load, or reading an expert failed even after a retry. In the second case
+    only the request that needed the expert fails."""
 
 
 class AllocationError(MoeggufError, MemoryError):
@@ -75,7 +76,7 @@ class GenerationCancelled(MoeggufError):  # noqa: N818 (a requested state, not a
 
 
 class CallbackError(MoeggufError, RuntimeError):
-    """A callback of the user raised, and the original exception is the `__cause__`; or it called the model that waits
+    """A callback of the user raised an exception, which is the `__cause__`. Or the callback called the model that waits
     for it."""
 
 
@@ -107,11 +108,11 @@ class BusyError(MoeggufError, RuntimeError):
     """A file, a model or the server is in use or about to end; try again later."""
 
 
-QUEUE_IS_FULL = "server busy, please try again.  maximum pending requests exceeded"  # Ollama's words
+QUEUE_IS_FULL = "server busy, please try again.  maximum pending requests exceeded"  # text of Ollama's error
 
 
 class QueueFullError(BusyError):
-    """The queue of requests is full. `retry_after_s`: when it may have room again."""
+    """The queue of requests is full. `retry_after_s` is the number of seconds after which it may have room again."""
 
     def __init__(self, message: str = QUEUE_IS_FULL, retry_after_s: int = 1) -> None:
         super().__init__(message)
@@ -119,20 +120,21 @@ class QueueFullError(BusyError):
 
 
 class WorkerError(MoeggufError, RuntimeError):
-    """A worker process has ended or does not respond; only its own requests have failed."""
+    """A worker process has ended or does not respond. Only requests to this process have failed."""
 
 
 class DeviceLostError(WorkerError):
-    """A device stopped answering while a model computed on it, which ended the worker process; the model is loaded
-    again without the device."""
+    """A GPU failed while a model computed on it, which ended the worker process. The next request loads the model again
+    without this GPU."""
 
 
 class BatchFileError(MoeggufError, ValueError):
-    """A batch's input or answers cannot be used: not in the format, of other requests, or in use by another process."""
+    """The file of requests or the answers of a batch cannot be used: the format is wrong, the answers belong to other
+    requests, or another process uses them."""
 
 
 class StorageError(MoeggufError, OSError):
-    """A file cannot be stored: the disk, or what the server may store, is full. Nothing that was stored is lost."""
+    """A file cannot be stored, because the disk is full or the server's limit is reached. Stored files are not lost."""
 
 
 class UnknownIdError(MoeggufError, LookupError):

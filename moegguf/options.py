@@ -1,7 +1,7 @@
-"""The one table of options: as keyword, flag and environment variable, with what they mean.
+"""The table of all options, with their keywords, flags, environment variables and help texts.
 
-Commands take their flags from it, `settings` reads the environment by it, and `python -m moegguf.options` prints
-docs/options.md. Imports nothing heavy, as `--help` reads it.
+Commands take their flags from this table, `settings` reads the environment with it, and `python -m moegguf.options`
+prints it as docs/options.md. The module imports nothing that is slow, because `--help` needs it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ GROUPS = (MODEL, MEMORY, SAMPLING, OUTPUT, SERVER, RESEARCH)
 KV_CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 """Names that llama.cpp's tools take."""
 MAX_CONTEXT_TOKENS = 1 << 24
-MAX_KV_TOKENS = 1 << 28  # tokens of all sequences of a context
+MAX_KV_TOKENS = 1 << 28  # limit of tokens in a context, for all its sequences together
 MAX_BATCH_PARALLEL = 256
 MAX_PARALLEL = 256  # llama.cpp's LLAMA_MAX_SEQ
 MAX_THREADS = 512  # ggml's GGML_MAX_N_THREADS
@@ -43,30 +43,26 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class Option:
-    """One option.
+    """One option of the table."""
 
-    `name` is the keyword of `Llama`, the field of `settings.Settings` or `settings.Environment`, or the parameter of a
-    request.
-    """
-
-    name: str
-    scope: Literal["load", "request", "server"]  # chosen when a model is loaded, for each request, or by the server
+    name: str  # keyword of `Llama`, parameter of a request, or field of `settings.Settings` or `settings.Environment`
+    scope: Literal["load", "request", "server"]  # set at the load of a model, in a request, or for the server
     group: str
     help: str
-    flags: tuple[str, ...] = ()  # empty: no command has a flag for it
+    flags: tuple[str, ...] = ()  # names of the flag; empty: no command has a flag for the option
     metavar: str = ""
-    variable: str = ""  # environment variable after MOEGGUF_; "": none
-    kind: Kind = "text"  # form of the option's text
-    default: str = ""  # words for the help
-    choices: tuple[str, ...] = ()  # values of a "choice"
-    least: float | None = None  # least number
-    most: float | None = None  # largest number
-    zero_is_default: bool = False  # a 0 in the environment counts as unset
-    often: bool = False  # people use it most: help lists it first
+    variable: str = ""  # environment variable without the prefix MOEGGUF_; "": none
+    kind: Kind = "text"  # decides how the option's text is parsed
+    default: str = ""  # description of the default, for the help
+    choices: tuple[str, ...] = ()  # allowed values if `kind` is "choice"
+    least: float | None = None  # smallest allowed number
+    most: float | None = None  # largest allowed number
+    zero_is_default: bool = False  # True: a 0 in the environment counts as unset
+    often: bool = False  # True: often used, so that the help lists it first
 
     @property
     def full_help(self) -> str:
-        """The help with the default, of the environment first."""
+        """Returns the help text, followed by the environment variable and the default."""
         default = ", or ".join(filter(None, (f"MOEGGUF_{self.variable}" if self.variable else "", self.default)))
         return self.help + (f"  [default: {default}]" if default else "")
 
@@ -276,12 +272,12 @@ KEYWORDS: Mapping[str, tuple[str, ...]] = {
 
 
 def load_keywords(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keywords of `Llama` that these options set."""
+    """Converts {option: value} to keyword arguments of `Llama`."""
     return {keyword: value for name, value in given.items() for keyword in KEYWORDS.get(name, (name,))}
 
 
 def page() -> Iterator[str]:
-    """The lines of docs/options.md."""
+    """Yields the lines of docs/options.md."""
     yield "<!-- made by `python -m moegguf.options > docs/options.md` -->"
     yield "# Options"
     yield ""

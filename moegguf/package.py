@@ -1,4 +1,4 @@
-"""The version of moegguf, and the folders that it is installed in."""
+"""The version of moegguf, and the folders in which it is installed."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ __version__ = "0.1.0"
 
 
 def package_folders() -> list[Path]:
-    """The folders of the package: one, or in an editable install the sources and what was built from them."""
+    """Returns the folders of the package. An editable install has two: the sources, and the files built from them."""
     return [Path(folder) for folder in sys.modules[__package__].__path__]

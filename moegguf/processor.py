@@ -1,23 +1,23 @@
-"""The processor's name and instruction sets, as the operating system knows them."""
+"""Reads the processor's name and instruction sets from the operating system."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-NEEDED_FLAGS = {"avx2", "fma", "f16c"}  # the kernels of `native/kernels` need these
+NEEDED_FLAGS = {"avx2", "fma", "f16c"}  # instruction sets that the kernels of `native/kernels` need
 
 
 @dataclass(frozen=True)
 class Processor:
-    """A processor's name, and its instruction sets by Linux's names. No flags: they are unknown."""
+    """A processor's name, and the names of its instruction sets in Linux. Empty `flags` are unknown."""
 
     model: str
     flags: frozenset[str]
 
 
 def read_processor(root: Path = Path("/")) -> Processor:
-    """The first processor in /proc/cpuinfo."""
+    """Returns the first processor in /proc/cpuinfo."""
     try:
         text = (root / "proc/cpuinfo").read_text(errors="replace")
     except OSError:
@@ -34,5 +34,6 @@ def read_processor(root: Path = Path("/")) -> Processor:
 
 
 def has_kernels(processor: Processor, chosen: str) -> bool:
-    """Returns whether this processor computes with the kernels of `native/kernels`. chosen: MOEGGUF_KERNELS."""
+    """Returns True if the processor can use the kernels of `native/kernels` and the user has not turned them off.
+    `chosen` is the value of MOEGGUF_KERNELS."""
     return chosen != "upstream" and processor.flags >= NEEDED_FLAGS

@@ -1,7 +1,7 @@
-"""Sizes in bytes, budgets for experts and durations: parsed from text, and formatted. What is called human is as Ollama
-has it.
+"""Parses and formats sizes in bytes, budgets for experts and durations.
 
-What a budget means for a model on a machine is in engine/solver.py.
+Functions whose names begin with `human` format as Ollama does. engine/solver.py applies a budget to a model and a
+machine.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _UP_TO_100 = re.compile(r"(?:[1-9]\d?(?:\.\d{1,9})?|100)", re.ASCII)
 
 
 def _shown(value: object) -> str:
-    """`value` for a message, cut to 60 characters."""
+    """Returns the repr of a value for a message, cut to 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def parse_size(value: str | int) -> int:
-    """Bytes from "4GiB", "2.5 GB", "512M" (K, M, G, T alone are powers of 1024) or a plain whole number. Raises
-    ValueError for anything else, for zero, for negative and for more than 2^60."""
+    """Returns the bytes in "4GiB", "2.5 GB", "512M" (K, M, G and T alone are powers of 1024) or a whole number. Raises
+    ValueError for anything else, and for numbers that are not positive or above 2^60."""
     n_bytes = -1
     if isinstance(value, int) and not isinstance(value, bool):
         n_bytes = value
@@ -66,14 +66,14 @@ def parse_size(value: str | int) -> int:
 
 
 def parse_store_size(value: str | int) -> int | None:
-    """Bytes from a size as `parse_size` reads it, or 0; None for "auto". Raises ValueError."""
+    """Returns the bytes in a size for `parse_size`, 0 for "0", and None for "auto". Raises ValueError."""
     if isinstance(value, str) and value.strip().lower() == "auto":
         return None
     return 0 if str(value).strip() == "0" else parse_size(value)
 
 
 def format_bytes(n_bytes: int) -> str:
-    """`n_bytes` with a unit and three digits: "0 B", "900 B", "22.3MiB", "7.52GiB"."""
+    """Formats bytes with a unit and three digits: "0 B", "900 B", "22.3MiB", "7.52GiB"."""
     sign, size = ("-", -n_bytes) if n_bytes < 0 else ("", n_bytes)
     if size < KIB:
         return f"{sign}{size} B"
@@ -84,18 +84,18 @@ def format_bytes(n_bytes: int) -> str:
 
 
 def format_bytes_up(n_bytes: int) -> str:
-    """`n_bytes` rounded up to a tenth of a MiB, as `parse_size` reads it back: "22.4MiB"."""
+    """Formats bytes rounded up to a tenth of a MiB, so that `parse_size` returns at least `n_bytes`: "22.4MiB"."""
     tenths = -(-n_bytes * 10 // MIB)
     return f"{tenths // 10}.{tenths % 10}MiB"
 
 
 @dataclass(frozen=True)
 class ExpertCache:
-    """The budget for experts in fast memory: what is free ("auto"), a share of all experts, or bytes."""
+    """A budget for experts in fast memory: the free memory ("auto"), a share of all experts, or a number of bytes."""
 
     mode: Literal["auto", "fraction", "bytes"]
     fraction: float = 0.0  # share of all experts' bytes, in (0, 1]; only for mode "fraction"
-    n_bytes: int = 0  # the budget of mode "bytes"; the most that "auto" takes, 0 without a limit
+    n_bytes: int = 0  # the budget in mode "bytes"; the limit in mode "auto", 0: no limit
 
     def __str__(self) -> str:
         if self.mode == "auto":
@@ -104,9 +104,11 @@ class ExpertCache:
 
 
 def parse_expert_cache(value: str | int | float | ExpertCache, option: str = "expert_cache") -> ExpertCache:
-    """The budget in `value`, given as `option`; a whole number is in bytes. Raises BudgetError, stating what is
-    accepted, for zero, negative, NaN, fractions without a unit and other text, also for a text from "1" to "100", which
-    is meant in percent."""
+    """Parses a budget for experts. A whole number is in bytes. `option` names the option in errors.
+
+    Raises BudgetError, which lists the accepted forms, for anything else and for numbers that are not positive. A text
+    from "1" to "100" is an error, too, since it probably means percent.
+    """
     hint = ""
     if isinstance(value, ExpertCache):
         return value
@@ -132,21 +134,21 @@ def parse_expert_cache(value: str | int | float | ExpertCache, option: str = "ex
 
 @dataclass(frozen=True)
 class Link:
-    """A link between two memories: its bandwidth in bytes/s, and the latency of every copy in seconds."""
+    """A link between two memories, such as RAM and VRAM."""
 
-    bytes_per_s: float
-    latency_s: float = 0.0
+    bytes_per_s: float  # bandwidth
+    latency_s: float = 0.0  # seconds that each copy takes in addition
 
     def __str__(self) -> str:
         return f"{self.bytes_per_s / 1e9:g}GB/s,{self.latency_s * 1e6:g}us"
 
     def seconds(self, n_bytes: float, n_copies: float = 1) -> float:
-        """Returns the time that `n_copies` of `n_bytes` in all take, one after another."""
+        """Returns the seconds that `n_copies` successive copies with `n_bytes` in total take."""
         return n_bytes / self.bytes_per_s + n_copies * self.latency_s
 
 
 def parse_link(text: str) -> Link:
-    """The link in `text`: a size per second and, after a comma, a latency: "24GB/s,35us", "12.5 GB/s". Raises
+    """Parses a link: a bandwidth and, after a comma, an optional latency, as in "24GB/s,35us" or "12.5 GB/s". Raises
     OptionError for anything else."""
     bandwidth, _, latency = text.partition(",")
     size, slash, unit = bandwidth.strip().rpartition("/")
@@ -165,8 +167,8 @@ def parse_link(text: str) -> Link:
 
 
 def parse_duration(value: str | int | float) -> float:
-    """Seconds, from a number (or its text), or a Go duration such as "1h30m" or "300ms". `math.inf` (no limit) for
-    negative values and above Go's largest. Raises OptionError for anything else, NaN too."""
+    """Parses a number of seconds (also as text), or a Go duration such as "1h30m" or "300ms". Returns seconds, and
+    `math.inf` for negative values and for more than Go's maximum. Raises OptionError for anything else and for NaN."""
     seconds = math.nan
     if isinstance(value, int | float) and not isinstance(value, bool):
         seconds = float(min(max(value, -1), _LONGEST_S + 1)) if value == value else math.nan
@@ -183,7 +185,7 @@ def parse_duration(value: str | int | float) -> float:
 
 
 def human_number(n: int) -> str:
-    """An abbreviated count of parameters: "30.5B", "23.4M", "800K"."""
+    """Abbreviates a number of parameters: "30.5B", "23.4M", "800K"."""
     for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
         if n >= unit:
             text = f"{n / unit:.1f}"
@@ -197,7 +199,7 @@ _LONG_H = ((24 * 365, "year"), (24 * 30, "month"), (24 * 7, "week"), (24, "day")
 
 
 def human_bytes(n_bytes: float) -> str:
-    """Decimal units, one decimal below ten: "4.7 GB", "17 GB", "274 MB", "12 B"."""
+    """Formats bytes with decimal units, and with one decimal place below ten: "4.7 GB", "17 GB", "274 MB", "12 B"."""
     for unit, name in _SIZES:
         if n_bytes >= unit:
             value = n_bytes / unit
@@ -207,7 +209,7 @@ def human_bytes(n_bytes: float) -> str:
 
 
 def human_duration(seconds: float) -> str:
-    """A rounded duration: "12 seconds", "About an hour", "3 weeks"."""
+    """Formats a rounded duration: "12 seconds", "About an hour", "3 weeks"."""
     if seconds < 1:
         return "Less than a second"
     if seconds < 60:
@@ -222,13 +224,13 @@ def human_duration(seconds: float) -> str:
 
 
 def utc_time(seconds: float) -> datetime:
-    """Returns a file's time as an aware one, in the years 1970 to 9998: a file may have any, and datetime has no others
-    in every time zone."""
+    """Converts a file's time (seconds since 1970) to an aware datetime. Times before 1970 or after 9998 are moved into
+    these years, since datetime cannot express every time that a file may have."""
     return datetime.fromtimestamp(min(max(seconds, 0.0), _LAST_S), UTC)
 
 
 def human_time(when: datetime | None, now: datetime | None = None) -> str:
-    """`when` relative to `now`: "3 days ago", "4 minutes from now"; None is "Forever"."""
+    """Formats a time relative to `now`: "3 days ago", "4 minutes from now". None becomes "Forever"."""
     if when is None:
         return "Forever"
     seconds = (when - (now or datetime.now(UTC))).total_seconds()
@@ -236,7 +238,7 @@ def human_time(when: datetime | None, now: datetime | None = None) -> str:
 
 
 def processor_split(size_bytes: int, vram_bytes: int) -> str:
-    """Returns the places of a loaded model's bytes, as in `ollama ps`: "100% CPU", "48%/52% CPU/GPU"."""
+    """Returns how a loaded model's bytes are divided between CPU and GPU, as in `ollama ps`: "48%/52% CPU/GPU"."""
     if vram_bytes == 0:
         return "100% CPU"
     if size_bytes == 0 or vram_bytes > size_bytes:
@@ -248,5 +250,5 @@ def processor_split(size_bytes: int, vram_bytes: int) -> str:
 
 
 def percent(share: float | None, unknown: str = "-") -> str:
-    """ "47.1%" for 0.471; `unknown` for None and NaN."""
+    """Formats a share as percent: "47.1%" for 0.471. Returns `unknown` for None and NaN."""
     return unknown if share is None or math.isnan(share) else f"{share:.1%}"

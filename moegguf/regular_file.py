@@ -1,4 +1,4 @@
-"""Opens files that must be regular ones: whoever opens a pipe in their place would wait for its other end for ever."""
+"""Opens files that must be regular files. Opening a pipe instead could wait for the pipe's other end for ever."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 
 
 def open_regular(path: Path, *, own: bool = False) -> BufferedReader:
-    """Opens a regular file for reading. own: only a file of this user, and not through a link. Raises OSError."""
+    """Opens a regular file for reading. With `own`, the file must belong to this user and must not be a link. Raises
+    OSError."""
 
     def opener(name: str, flags: int) -> int:
         handle = os.open(name, flags | os.O_NONBLOCK | (os.O_NOFOLLOW if own else 0))
@@ -24,6 +25,6 @@ def open_regular(path: Path, *, own: bool = False) -> BufferedReader:
 
 
 def read_regular(path: Path, *, own: bool = False) -> bytes:
-    """Reads all of a file that `open_regular` opens. Raises OSError."""
+    """Returns the contents of a regular file. `own` is as for `open_regular`. Raises OSError."""
     with open_regular(path, own=own) as file:
         return file.read()

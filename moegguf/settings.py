@@ -1,6 +1,7 @@
-"""Environment variables of every command (`Environment`), of loading, and of the server and its clients (`Settings`).
+"""Reads environment variables: for every command (`Environment`), for loads, and for the server and its clients
+(`Settings`).
 
-Settings are read from MOEGGUF_*, and from OLLAMA_* if that is unset. Names, forms and defaults come from Ollama's
+Settings are read from MOEGGUF_*, or from OLLAMA_* if MOEGGUF_* is unset. Names, forms and defaults come from Ollama's
 envconfig and Python client.
 """
 
@@ -32,7 +33,7 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 @dataclass(frozen=True)
 class Environment:
-    """The environment variables of every command that are no keywords of a load, as `options` describes them."""
+    """The environment variables of every command that are not load options. The table in `options` describes them."""
 
     hooks: bool = True
     library: Path | None = None
@@ -43,14 +44,14 @@ class Environment:
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
-    """Reads MOEGGUF_* from `environ` (default: the process's). Empty counts as unset. Raises OptionError, or
-    BudgetError, naming the variable, for a value that cannot be read."""
+    """Reads MOEGGUF_* from `environ` (default: this process's environment). An empty variable counts as unset. Raises
+    OptionError or BudgetError, which name the variable, for an invalid value."""
     return Environment(**_read(_names_of(Environment), ("MOEGGUF_",), environ))
 
 
 def read_load_keywords(*, commands: bool = False, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Reads the keywords of `Llama` that are set in the environment: of OF_EVERY_LOAD, and for `commands` of
-    OF_COMMANDS. Raises as `read_environment` does."""
+    """Returns the keyword arguments of `Llama` that the environment sets: options in OF_EVERY_LOAD, and with `commands`
+    also options in OF_COMMANDS. Raises the errors of `read_environment`."""
     found = _read(OF_EVERY_LOAD, ("MOEGGUF_",), environ)
     if commands:
         found |= _read(OF_COMMANDS, ("MOEGGUF_", "OLLAMA_"), environ)
@@ -58,29 +59,29 @@ def read_load_keywords(*, commands: bool = False, environ: Mapping[str, str] | N
 
 
 def logs_decisions() -> bool:
-    """Returns whether MOEGGUF_LOG is "debug". Reads no other variable. Raises OptionError for another value."""
+    """Returns True if MOEGGUF_LOG is "debug". Reads no other variable. Raises OptionError for an unknown value."""
     return _read(["log"], ("MOEGGUF_",), None).get("log") == "debug"
 
 
 def shows_tracebacks() -> bool:
-    """Returns whether MOEGGUF_DEBUG is set, also if other variables cannot be read."""
+    """Returns True if MOEGGUF_DEBUG is set and is not 0. Works even if other variables have invalid values."""
     return os.environ.get("MOEGGUF_DEBUG", "") not in ("", "0")
 
 
 def data_folder() -> Path:
-    """The folder of names, history and learnt data of models: MOEGGUF_HOME, or the user's data folder."""
+    """Returns the folder for names, history and learnt data of models: MOEGGUF_HOME, or the user's data folder."""
     import platformdirs
 
     return read_environment().home or Path(platformdirs.user_data_dir("moegguf"))
 
 
 def models_folder() -> Path:
-    """The folder of GGUF files known by name: MOEGGUF_MODELS, or `models` in the data folder."""
+    """Returns the folder of GGUF files that are known by name: MOEGGUF_MODELS, or `models` in the data folder."""
     return read_environment().models or data_folder() / "models"
 
 
 def cache_folder() -> Path:
-    """The folder of what can be found out again: a folder in MOEGGUF_HOME, or the user's cache folder."""
+    """Returns the folder for data that can be computed again: `cache` in MOEGGUF_HOME, or the user's cache folder."""
     import platformdirs
 
     home = read_environment().home
@@ -89,7 +90,7 @@ def cache_folder() -> Path:
 
 @dataclass(frozen=True)
 class Host:
-    """The address of a server. `host` has no brackets; `path` no slash at its ends."""
+    """The address of a server. `host` has no brackets, and `path` neither begins nor ends with a slash."""
 
     scheme: str = "http"
     host: str = "127.0.0.1"
@@ -98,7 +99,7 @@ class Host:
 
     @property
     def url(self) -> str:
-        """The URL: "http://127.0.0.1:11434", "http://[::1]:80/path"."""
+        """Returns the address as a URL: "http://127.0.0.1:11434", "http://[::1]:80/path"."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{self.scheme}://{host}:{self.port}" + (f"/{self.path}" if self.path else "")
 
@@ -112,10 +113,10 @@ class Host:
 
 
 def parse_host(text: str | None) -> Host:
-    """The address in `text`: "host", ":port", "host:port/path", "http://host", "[::1]:port", "::1"; empty for the
-    default. Without a scheme the port is 11434, with one it is the scheme's.
+    """Parses an address: "host", ":port", "host:port/path", "http://host", "[::1]:port" or "::1". An empty text is the
+    default address. The default port is 11434 without a scheme, and the scheme's port with one.
 
-    Raises OptionError for another scheme, an invalid port, or a user and password.
+    Raises OptionError for an unknown scheme, an invalid port, or a user and password.
     """
     given = (text or "").strip()
     scheme, found, rest = given.partition("://")
@@ -137,8 +138,8 @@ def parse_host(text: str | None) -> Host:
 
 
 def parse_networks(text: str) -> tuple[Network, ...]:
-    """The networks in `text`, separated by commas: "192.168.1.0/24", "fd00::/8", or a single address. Raises
-    OptionError for anything else."""
+    """Parses networks or single addresses that are separated by commas: "192.168.1.0/24,fd00::/8". Raises OptionError
+    for anything else."""
     try:
         return tuple(ipaddress.ip_network(part) for part in _items(text))
     except ValueError as error:
@@ -147,9 +148,9 @@ def parse_networks(text: str) -> tuple[Network, ...]:
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of the server, as `options` describes them. Durations in seconds, `math.inf` without a limit; None:
-    chosen where it is used. `api_keys` are not in the repr. `loading`: options of loading that were given, by name;
-    they count before the environment's.
+    """Options of the server. The table in `options` describes them.
+
+    A duration of `math.inf` is no limit. None stands for a default that is chosen later.
     """
 
     host: Host = field(default_factory=Host)
@@ -163,7 +164,7 @@ class Settings:
     log_level: str = "info"
     log_format: str = "text"
     history: bool = True
-    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    api_keys: tuple[str, ...] = field(default=(), repr=False)  # secret, so not in the repr
     share_contexts: bool = False
     trusted: tuple[Network, ...] = ()
     reasoning_budget_tokens: int | None = None
@@ -174,7 +175,7 @@ class Settings:
     upload_bytes: int = 200 << 20
     storage_bytes: int = 10 << 30
     editor: str = ""
-    loading: Mapping[str, Any] = field(default_factory=dict)
+    loading: Mapping[str, Any] = field(default_factory=dict)  # load options, which come before the environment's
 
     @property
     def tells_clients_apart(self) -> bool:
@@ -183,13 +184,13 @@ class Settings:
 
 
 def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
-    """The settings in `environ` (default: the process's). Raises OptionError, naming the variable, for a value that
-    cannot be read."""
+    """Reads the settings from `environ` (default: this process's environment). Raises OptionError, which names the
+    variable, for an invalid value."""
     return Settings(**_read(_names_of(Settings), ("MOEGGUF_", "OLLAMA_"), environ))
 
 
 def n_parallel() -> int:
-    """Returns how many requests a model answers at once where nobody says so: MOEGGUF_NUM_PARALLEL, or 1."""
+    """Returns the default number of requests that a model answers at once: MOEGGUF_NUM_PARALLEL, or 1."""
     return int(read_load_keywords(commands=True).get("n_seq_max", 1))
 
 
@@ -198,7 +199,8 @@ def _names_of(kind: type[Environment] | type[Settings]) -> list[str]:
 
 
 def _read(names: Iterable[str], prefixes: Sequence[str], environ: Mapping[str, str] | None) -> dict[str, Any]:
-    """Returns {option: value} of the variables that are set; empty counts as unset, and quotes are taken off."""
+    """Returns {option: value} for the variables that are set. Empty variables count as unset. Quotes around a value are
+    removed."""
     env = os.environ if environ is None else environ
     found = dict[str, Any]()
     for option in (OPTIONS[name] for name in names):
@@ -211,7 +213,7 @@ def _read(names: Iterable[str], prefixes: Sequence[str], environ: Mapping[str, s
 
 
 def parse_option(name: str, text: str, source: str) -> Any:
-    """The value of an option in `text`. Raises OptionError or BudgetError, naming `source`, a flag or variable."""
+    """Parses the text of an option. Raises OptionError or BudgetError, which name `source`, a flag or a variable."""
     option = OPTIONS[name]
     try:
         return _PARSERS[option.kind](option, text)
@@ -245,13 +247,14 @@ def _choice(option: Option, text: str) -> str:
 
 
 def _checked(parse: Callable[[str], object]) -> Callable[[Option, str], str]:
-    """The text itself, which is parsed again where it is used."""
+    """Returns a parser that checks a text with `parse` and returns the text unchanged. The text is parsed again when
+    the option is used."""
     return lambda _, text: (parse(text), text)[1]
 
 
 _PARSERS: dict[Kind, Callable[[Option, str], Any]] = {
     "text": lambda _, text: text,
-    "budget": _checked(lambda text: [parse_expert_cache(part) for part in text.split(",")]),  # one per device
+    "budget": _checked(lambda text: [parse_expert_cache(part) for part in text.split(",")]),  # one for each device
     "size": lambda _, text: parse_size(text),
     "duration": lambda _, text: parse_duration(text),
     "timeout": lambda _, text: parse_duration(text) or math.inf,

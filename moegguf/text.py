@@ -1,4 +1,4 @@
-"""Text between Python's strings and the bytes of files, requests and terminals."""
+"""Converts between Python's strings and the bytes of files, requests and terminals."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from contextlib import suppress
 from typing import BinaryIO
 
 COPY_CHARACTERS = 1 << 20
-# Up to the last @: a password may have others.
+# Matches the user and password of a URL, up to the last @, since a password may contain @.
 _CREDENTIALS = re.compile(r"(?s)(?:(?<=://)|\A(?![^/]*://)(?=[^/]*:)).*@")
 
 
 def to_utf8(text: str) -> bytes:
-    """Returns UTF-8 of any string. Bytes of arguments and paths that the locale could not read are read as UTF-8.
-    Halves of surrogate pairs, which JSON may have, are joined. What is left of both becomes U+FFFD."""
+    """Encodes any string in UTF-8. Bytes in arguments and paths that the locale could not decode are read as UTF-8.
+    Halves of surrogate pairs, which JSON may contain, are joined. Characters that stay invalid become U+FFFD."""
     with suppress(UnicodeEncodeError):
         return text.encode()
     with suppress(UnicodeEncodeError):
@@ -25,23 +25,24 @@ def to_utf8(text: str) -> bytes:
 
 
 def without_surrogates(text: str) -> str:
-    """Returns `text` as other programs can read it: see `to_utf8`."""
+    """Returns a text without surrogates, which other programs cannot read. `to_utf8` describes the replacements."""
     return to_utf8(text).decode()
 
 
 def without_password(address: str) -> str:
-    """Returns an address as it may be shown and logged: "http://***@host" for "http://user:password@host"."""
+    """Hides user and password in an address, for messages and logs: "http://***@host" for "http://user:pw@host"."""
     return _CREDENTIALS.sub("***@", address)
 
 
 def decode_text(data: bytes, errors: str = "replace") -> str:
-    """Returns the text of a file: UTF-8, or what its byte order mark says, which is left out."""
+    """Decodes the contents of a file in UTF-8, or in UTF-16 if it begins with such a byte order mark. The mark is
+    removed."""
     return data.decode(_encoding_of(data), errors)
 
 
 def in_utf8(file: BinaryIO) -> BinaryIO:
-    """Returns a temporary copy in UTF-8 of a file in UTF-16; any other `file` as it is, at its start. `file` must be
-    seekable."""
+    """Returns a temporary copy in UTF-8 if `file` is in UTF-16, otherwise `file` itself, rewound to its start. `file`
+    must be seekable."""
     file.seek(0)
     encoding = _encoding_of(file.read(2))
     file.seek(0)

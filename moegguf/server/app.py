@@ -1,7 +1,7 @@
-"""The ASGI application: all routes, access checks before them, error handlers behind them, and a log of requests.
+"""The ASGI application: all routes, the access checks before them, the error handlers, and a log of requests.
 
-In front of Ray Serve's replicas (`moegguf.serving.ray`) it is without what changes models, which the config file does,
-and without metrics and the live map, which are a replica's.
+In front of Ray Serve's replicas (`moegguf.serving.ray`) some endpoints are missing, such as those that change models.
+Their paths reply with status 501 and with advice from `INSTEAD`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ MODULES = (*APIS, metrics, live, page, pdf)
 LOOPBACK = (ipaddress.ip_network("127.0.0.0/8"), ipaddress.ip_network("::1/128"))
 CHANGES = ("/api/pull", "/api/create", "/api/copy", "/api/delete", "/api/blobs/{digest:path}")
 FILES = "files would lie on one of the machines; `moegguf batch` sends the lines of a file to a server"
-INSTEAD = {  # advice for paths that the application on Ray does not have
+INSTEAD = {  # {path that is missing in front of Ray: what to do instead}
     **dict.fromkeys((route.path for route in batches.routes), FILES),
     "/slots/{slot}": "each replica has slots of its own; computed contexts are kept on the disk of each",
     "/v1/responses/{response}": "responses are not stored; send the whole conversation as input",
@@ -71,7 +71,7 @@ INSTEAD = {  # advice for paths that the application on Ray does not have
 
 
 def request_log(app: ASGIApp) -> ASGIApp:
-    """Middleware that logs each request when its response has ended: who, what, the status, how long it took."""
+    """Middleware that logs each request when its response has ended: client, method, path, status, time and size."""
 
     async def logged(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not log.isEnabledFor(logging.INFO):
@@ -93,7 +93,7 @@ def request_log(app: ASGIApp) -> ASGIApp:
                 **key,
                 "method": scope["method"],
                 "path": scope["path"],
-                "status": status,  # 0: the client left before there was one
+                "status": status,  # 0: the client disconnected before a status was sent
                 "seconds": round(time.perf_counter() - start_s, 3),
                 "bytes": n_bytes,
             }
@@ -110,13 +110,13 @@ def make_app(
     settings: Settings,
     routes: Sequence[BaseRoute] | None = None,
 ) -> Starlette:
-    """The application, which enters `manager` at startup and exits it at shutdown. `routes`: by default all of them.
-    `app.state` has the other arguments.
+    """Returns the application, which enters `manager` at startup and exits it at shutdown.
 
-    Batches that a server before did not finish go on, where all routes are.
+    The default of `routes` is all routes. In this case batches that an earlier server did not finish are continued.
+    `app.state` has the other arguments.
     """
     state = batches.new_state(manager, catalog, settings)
-    state.ending = threading.Event()  # set at shutdown: ends endless streams
+    state.ending = threading.Event()  # set at shutdown, so that endless streams end
     state.batches = Batches(
         data_folder() / "batches",
         partial(batches.reply_in_process, state),
@@ -126,7 +126,7 @@ def make_app(
     )
 
     if routes is not None:
-        state.lora_scales = None  # other processes would not have them
+        state.lora_scales = None  # not supported: scales set in this process would not reach the replicas
     else:
         state.responses = ResponseStore(data_folder() / "responses", settings.responses_age_s)
 
@@ -164,8 +164,9 @@ def make_app(
 
 
 def make_http(manager: ReplicaManager, catalog: ConfiguredCatalog) -> Starlette:
-    """The application for Ray. Without an API key or trusted networks in the environment only this machine may use it:
-    which address Ray's proxy listens on is Ray's matter. Raises OptionError for values in the environment."""
+    """Returns the application for Ray. Ray chooses the address on which its proxy listens. Therefore only this machine
+    may use the application unless the environment sets an API key or trusted networks. Raises OptionError for invalid
+    values in the environment."""
     settings = read_settings()
     settings = replace(settings, host=replace(settings.host, host="0.0.0.0"))
     if not settings.api_keys and not settings.trusted:
@@ -181,4 +182,4 @@ async def _refuse(request: HttpRequest) -> Response:
 
 
 async def _greet(request: HttpRequest) -> Response:
-    return PlainTextResponse(page.GREETING)  # clients read it to see whether a server runs
+    return PlainTextResponse(page.GREETING)  # clients of Ollama expect this text from a running server

@@ -1,7 +1,8 @@
-"""/v1/files and /v1/batches: files of requests and files of answers. Batches are answered while nobody else waits.
+"""/v1/files and /v1/batches: a client uploads a file of requests and gets a file of answers. The requests of a batch
+are answered while no other request waits.
 
-A batch calls OpenAI's endpoints in this process, with the checks and objects that a client meets over HTTP. The
-requests of a batch were let in already: there is no access control, and no limit of all bodies together.
+A batch calls OpenAI's endpoints in this process, with the same checks and objects as over HTTP. Its requests pass no
+access control, since the client that created the batch passed it. They do not count towards `ALL_BODIES_BYTES`.
 """
 
 from __future__ import annotations
@@ -64,13 +65,14 @@ ENDPOINTS: Mapping[str, type[RequestBody | EmbeddingsBody]] = {
 def new_state(
     manager: ModelManager | ReplicaManager, catalog: Catalog | ConfiguredCatalog, settings: Settings
 ) -> State:
-    """Makes the state of an application that the endpoints read (`app.state`)."""
+    """Returns the state of an application, which the endpoints read as `app.state`."""
     own = {"totals": Totals(), "settings": settings, "preloading": None, "responses": None, "lora_scales": {}}
     return State({"manager": manager, "catalog": catalog, **own})
 
 
 async def reply_in_process(state: State, url: str, body: bytes) -> Reply:
-    """The reply to a POST request, of lower priority. Cancelling it is a client's disconnect."""
+    """Answers a POST request in this process, with lower priority than clients' requests. Cancelling the call stops the
+    answer, as a client's disconnect does."""
     kind = ENDPOINTS[url]
     current_client.set(BACKGROUND)
     try:
@@ -96,7 +98,7 @@ def _file_object(file: StoredFile) -> dict[str, Any]:
 
 
 class _ExpiresAfter(Body):
-    """The time until a file is removed, in OpenAI's range."""
+    """The time after which a file is deleted, within OpenAI's limits."""
 
     anchor: Literal["created_at"]
     seconds: Annotated[Whole, Field(ge=3600, le=2_592_000)]
@@ -108,7 +110,7 @@ class _FileForm(Body):
 
 
 async def _create_file(request: Request) -> Response:
-    """Stores a file. Raises HttpError 400, 413, StorageError, BusyError."""
+    """Stores an uploaded file. Raises HttpError 400, 413, StorageError, BusyError."""
     with _batches(request).files.new() as file:
         filename, fields = await read_form(request, file.write, request.app.state.settings.upload_bytes)
         if filename is None:
@@ -190,7 +192,8 @@ def _batch_object(batch: Batch) -> dict[str, Any]:
 
 
 async def _create_batch(request: Request) -> Response:
-    """A new batch. Raises HttpError 400, UnknownIdError, BatchFileError, BusyError, StorageError."""
+    """Creates a batch from an uploaded file. Raises HttpError 400, UnknownIdError, BatchFileError, BusyError,
+    StorageError."""
     body = await read_body(request, _BatchBody)
     kept_s = body.output_expires_after.seconds if body.output_expires_after else None
     batch = _batches(request).create(body.endpoint, body.input_file_id, body.metadata, kept_s)
@@ -207,7 +210,7 @@ async def _retrieve_batch(request: Request) -> Response:
 
 
 async def _cancel_batch(request: Request) -> Response:
-    """Begins to cancel a batch. Raises HttpError 409 for one that has ended, UnknownIdError, StorageError."""
+    """Begins to cancel a batch. Raises HttpError 409 if the batch has ended, UnknownIdError, StorageError."""
     batches = _batches(request)
     batch = batches.get(request.path_params["batch"])
     if batch.status in CANCELLABLE:

@@ -1,11 +1,12 @@
-"""Vectors of texts, and documents in the order of their scores for a query.
+"""Endpoints for embeddings of texts, and for ranking documents by their scores for a query.
 
-Vectors: OpenAI's /v1/embeddings, Ollama's /api/embed and the deprecated /api/embeddings, llama-server's /embeddings.
-OpenAI's texts may be given as tokens, and their vectors come as numbers or as little-endian float32 in base64. A text
-longer than the context is an error in OpenAI's API unless `truncate` is true, and in Ollama's API if it is false.
+Embeddings: OpenAI's /v1/embeddings, Ollama's /api/embed and the deprecated /api/embeddings, llama-server's /embeddings.
+In OpenAI's API a text may be a list of tokens, and the reply has numbers or little-endian float32 in base64. A text
+that is longer than the context is an error in OpenAI's API unless `truncate` is true, and in Ollama's API if it is
+false.
 
-/v1/rerank needs a reranker, a model whose pooling is RANK. It has llama-server's forms: Jina's and Cohere's
-`documents`, and TEI's `texts`, whose reply is the list alone.
+/v1/rerank needs a reranker, a model whose pooling type is RANK. The endpoint accepts what llama-server accepts: a list
+`documents` as in Jina's and Cohere's APIs, or a list `texts` as in TEI. The reply to `texts` is a plain list.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ RERANK_PATHS = ("/rerank", "/reranking", "/v1/rerank", "/v1/reranking")
 
 
 def _shorten(vectors: npt.NDArray[np.float32], n_dimensions: int | None) -> npt.NDArray[np.float32]:
-    """The first `n_dimensions` of each vector, normalized again: (n, n_embd) to (n, n_dimensions). Unchanged when
-    `n_dimensions` is None, 0 or not below n_embd."""
+    """Cuts each vector to its first `n_dimensions` and normalizes it again: (n, n_embd) to (n, n_dimensions). Returns
+    the vectors unchanged if `n_dimensions` is None, 0 or at least n_embd."""
     if not n_dimensions or not len(vectors) or n_dimensions >= vectors.shape[1]:
         return vectors
     cut = vectors[:, :n_dimensions]
@@ -74,7 +75,8 @@ class EmbeddingsBody(Loading):
     truncate: bool | None = None
 
     async def whole_reply(self, state: State) -> Json:
-        """A normalized vector per text. Raises HttpError 400 for more dimensions than the model has."""
+        """Returns the reply, a normalized vector for each text. Raises HttpError 400 if the model has fewer
+        dimensions."""
         found, _ = await _embed_texts(state, self.model, self, self.input, truncate=bool(self.truncate))
         vectors = np.asarray(found.vectors, dtype="<f4").reshape(len(self.input), -1)
         n_embd = vectors.shape[1]
@@ -102,7 +104,8 @@ class _EmbedRequest(ModelBody, Loading):
 
 
 async def _embed(request: HttpRequest, body: _EmbedRequest) -> Json:
-    """A normalized vector per text of a list, empty ones too; without a text, only loads the model."""
+    """Replies with a normalized vector for each text. In a list, texts may be empty. Without a text, only loads the
+    model."""
     texts = [text for text in (body.input,) if text] if isinstance(body.input, str) else body.input or []
     found, load_ns = await _compute(request, body, texts, truncate=body.truncate is not False, normalize=True)
     return {
@@ -119,7 +122,8 @@ class _EmbeddingRequest(ModelBody, Loading):
 
 
 async def _embedding(request: HttpRequest, body: _EmbeddingRequest) -> Json:
-    """One vector, not normalized; empty without text, which only loads the model."""
+    """Replies with the vector of one text, not normalized. Without a text, loads the model and replies with an empty
+    vector."""
     texts = [body.prompt] if body.prompt else []
     found, _ = await _compute(request, body, texts, truncate=True, normalize=False)
     return {"embedding": np.asarray(found.vectors, np.float32)[0].tolist() if texts else []}
@@ -128,8 +132,8 @@ async def _embedding(request: HttpRequest, body: _EmbeddingRequest) -> Json:
 async def _compute(
     request: HttpRequest, body: _EmbedRequest | _EmbeddingRequest, texts: list[str], *, truncate: bool, normalize: bool
 ) -> tuple[Embeddings, int]:
-    """Returns vectors, and the nanoseconds in which the model was found and loaded. Raises HttpError 404, ContextError
-    for a text that is too long."""
+    """Returns the vectors of texts, and the nanoseconds for finding and loading the model. Raises HttpError 404, and
+    ContextError for a text that is too long."""
     state = request.app.state
     entry = await asyncio.to_thread(find, state.catalog, body.model)
     found_ns = body.age_ns
@@ -140,7 +144,7 @@ async def _compute(
 async def _embed_texts(
     state: State, model: Any, body: Loading, texts: list[Any], *, truncate: bool, normalize: bool = True
 ) -> tuple[Embeddings, float]:
-    """Returns vectors, and the seconds in which the model was loaded. `model`: a name or an entry."""
+    """Returns the vectors of texts, and the seconds for loading the model. `model` is a name or an entry."""
     async with state.manager.lease(model, body.overrides(), body.keep_alive_s()) as lease:
         num_ctx = sampling_of(lease.entry, body.options).num_ctx
         if not texts:
@@ -153,8 +157,8 @@ async def _embed_texts(
 
 
 class _NativeEmbeddingsBody(Loading):
-    """The body of /embeddings. `embd_normalize`: the power of the norm that vectors are divided by; -1: by none, 0: by
-    the largest value, which becomes NATIVE_MOST."""
+    """The body of /embeddings. `embd_normalize` is p of the p-norm by which each vector is divided. -1 divides by
+    nothing. 0 scales each vector so that its largest absolute value is NATIVE_MOST."""
 
     model: SelectedName = ""
     input: Annotated[Texts, AfterValidator(_not_empty)] = Field(validation_alias=AliasChoices("input", "content"))
@@ -162,7 +166,8 @@ class _NativeEmbeddingsBody(Loading):
 
 
 async def _native_embeddings(request: HttpRequest, body: _NativeEmbeddingsBody) -> list[Json]:
-    """A list with the vector of each text, as the only one of its list: it is pooled."""
+    """Replies with one pooled vector for each text. Each vector is in a list, because llama-server can also send one
+    vector for each token."""
     model, power = selected_model(request.app.state, body.model), body.embd_normalize
     found, _ = await _embed_texts(request.app.state, model, body, body.input, truncate=False, normalize=False)
     vectors = np.asarray(found.vectors, np.float64)
@@ -173,7 +178,8 @@ async def _native_embeddings(request: HttpRequest, body: _NativeEmbeddingsBody) 
 
 
 class _RerankBody(Loading):
-    """A body of /v1/rerank. An empty `model` is the only loaded one. `documents` are texts or objects with a `text`."""
+    """The body of /v1/rerank. An empty `model` selects the only loaded model. `documents` are texts or objects with a
+    key `text`."""
 
     model: SelectedName = ""
     query: Annotated[str, Field(min_length=1)]
@@ -192,7 +198,7 @@ class _RerankBody(Loading):
 
 
 async def _rerank(request: HttpRequest, body: _RerankBody) -> Any:
-    """The documents' scores, the best first."""
+    """Replies with the scores of the documents for the query, best first, at most `top_n` of them."""
     texts = body.texts if body.documents is None else body.documents
     if not texts:
         raise HttpError(400, "documents: a list of texts is missing")

@@ -1,15 +1,16 @@
-"""The experts of loaded models (`/live`), and the memory that they have (`/budget`).
+"""Endpoints about the experts of loaded models: their use (`/live`), and their memory (`/budget`).
 
-`/live` sends one JSON object per line; with `?once=1` it sends one object for all models. Watching loads no model.
-- A snapshot is a `moegguf.serving.events.Snapshot` with bytes in base64 and the state of its model under `loaded`. A
-  snapshot without changes is left out.
-- `{"loaded_models": [names]}` is sent first, at every change, and every HEARTBEAT_S. `loading` has the share that was
-  read of each model that is being loaded. Without `model` in the query, only the first name of a model is listed.
+`/live` sends one JSON object per line; with `?once=1` it sends one object for all models. It never loads a model.
+- One kind of line is a snapshot: a `moegguf.serving.events.Snapshot` with bytes in base64, and the state of its model
+  under `loaded`. Snapshots without changes are not sent.
+- The other kind is `{"loaded_models": [names]}`. It is sent first, at every change, and every HEARTBEAT_S. Its key
+  `loading` has the share that was read of each model that is being loaded. Without `model` in the query, only the first
+  name of each model is listed.
 
-`/budget` has the memory of a loaded model's experts. PUT changes it by `expert_cache` and `vram_cache`, as
-`--expert-cache` and `--vram-cache` take them, up to the budget that the model was loaded with. `vram_cache` holds slots
-and the buffers in which prompts are staged, whose size stays (`staging_bytes` of the reply). A budget acts between two
-passes of a running answer, changes no token, and lasts until the model is unloaded.
+`/budget` shows the memory for a loaded model's experts. PUT changes it: `expert_cache` and `vram_cache` have the forms
+of `--expert-cache` and `--vram-cache`, and are at most the budgets with which the model was loaded. `vram_cache`
+includes the buffers in which prompts are staged; their size, `staging_bytes` in the reply, does not change. A new
+budget takes effect between two passes of a running answer, changes no token, and lasts until the model is unloaded.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ from moegguf.serving.events import LoadedModel, Snapshot
 from moegguf.serving.memory_budget import planned_budgets
 from moegguf.serving.model_manager import ModelManager
 
-HEARTBEAT_S = 5.0  # longest time between two lines
+HEARTBEAT_S = 5.0  # longest time between two lines with loaded models
 MAX_SNAPSHOTS_PER_S = 20.0
-POLL_S = 0.5  # longest time between two checks which models are loaded
+POLL_S = 0.5  # longest time between two checks of the loaded models
 
 
 async def _live(request: HttpRequest) -> Response:
-    """Query: `model` (default: all loaded ones), `per_s` snapshots a second, `once`."""
+    """Replies with snapshots of loaded models. The query may have `model` (default: all loaded models), `per_s`
+    (snapshots per second) and `once`."""
     state, query = request.app.state, request.query_params
     if query.get("once", "0") not in ("", "0"):
         return JSONResponse({"models": await _current_state(state.manager)})
@@ -60,7 +62,8 @@ async def _live(request: HttpRequest) -> Response:
 
 
 async def _current_state(manager: ModelManager) -> list[dict[str, Any]]:
-    """The state of each loaded model, with its snapshot under `snapshot`; None of one that has just ended."""
+    """Returns the state of each loaded model, with its snapshot under `snapshot`. The snapshot is None if the model has
+    just been unloaded."""
     loaded, before = manager.loaded(), await _snapshots(manager, None, MAX_SNAPSHOTS_PER_S)
     await asyncio.sleep(1 / MAX_SNAPSHOTS_PER_S)
     now = await _snapshots(manager, None, MAX_SNAPSHOTS_PER_S)
@@ -69,14 +72,14 @@ async def _current_state(manager: ModelManager) -> list[dict[str, Any]]:
 
 
 async def _snapshots(manager: ModelManager, entry: ModelEntry | None, per_s: float) -> dict[str, Snapshot]:
-    """Returns the present snapshots by model, for a client that reads `per_s` of them in a second."""
+    """Returns {model: current snapshot}, for a client that reads `per_s` snapshots per second."""
     return {snapshot.model: snapshot for snapshot in await manager.snapshots(entry, 2 / per_s + POLL_S)}
 
 
 async def snapshot_lines(
     manager: ModelManager, entry: ModelEntry | None, per_s: float, ending: threading.Event
 ) -> AsyncGenerator[bytes]:
-    """The lines for one client, until closed, or until the server shuts down."""
+    """Yields the lines for one client of `/live`, until the generator is closed or the server shuts down."""
     sent: dict[str, Any] = {}
     sent_models: dict[str, Any] = {}
     sent_models_s = due_s = 0.0
@@ -99,7 +102,7 @@ async def snapshot_lines(
                 if (model := loaded.get(name)) is None:
                     continue
                 snapshot = now.since(before.get(name))
-                # A client displays these figures beside uses and loads.
+                # Clients also display these figures, so a change of one of them is sent.
                 figures = model.queue, model.stopping, model.expert_cache_bytes, model.vram_cache_bytes
                 tokens = snapshot.stats.tokens, model.last_answer_s
                 visible = snapshot.state, snapshot.busy, snapshot.layers, *tokens, *figures
@@ -115,7 +118,7 @@ def _snapshot_object(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def _loaded_object(loaded: LoadedModel, *, whole: bool = False) -> dict[str, Any]:
-    """A loaded model and its budget as JSON; `whole`: with its statistics and plan."""
+    """Returns a loaded model and its budget as JSON, with `whole` including the model's statistics and plan."""
     found = {
         **vars(loaded),
         **_budget_object(loaded),
@@ -135,7 +138,8 @@ class _BudgetRequest(BaseModel):
 
 
 async def _put_budget(request: HttpRequest) -> Response:
-    """Raises HttpError 400 for a budget that cannot be read, is too small or does not fit."""
+    """Changes the budgets of a loaded model. Raises HttpError 400 for a budget that is invalid, too small or too
+    large."""
     body = await read_body(request, _BudgetRequest)
     if body.expert_cache is None and body.vram_cache is None:
         raise HttpError(400, "a budget needs expert_cache or vram_cache, but neither is given")
@@ -149,7 +153,7 @@ async def _put_budget(request: HttpRequest) -> Response:
 
 
 async def _get_budget(request: HttpRequest) -> Response:
-    """Raises HttpError 404 for a model that is not loaded."""
+    """Replies with the budgets of a loaded model. Raises HttpError 404 for a model that is not loaded."""
     state, name = request.app.state, request.query_params.get("model", "")
     entry = await asyncio.to_thread(state.catalog.find, name)
     if loaded := loaded_of(state, entry):
@@ -158,7 +162,8 @@ async def _get_budget(request: HttpRequest) -> Response:
 
 
 def _budget_object(loaded: LoadedModel) -> dict[str, Any]:
-    """Returns the bytes that a loaded model's experts have and can have, and all bytes of the model."""
+    """Returns the memory that a loaded model's experts have, the maximum that they can get, and the memory of the whole
+    model, in bytes."""
     slot_bytes, staging_bytes = loaded.plan.get("slot_bytes", 0), loaded.plan.get("staging_bytes", 0)
     most = planned_budgets(loaded.plan)
     in_vram = max(0, loaded.vram_cache_bytes - staging_bytes)

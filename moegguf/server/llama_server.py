@@ -1,10 +1,11 @@
 """llama-server's own endpoints, for its clients and for health checks.
 
-llama-server has one model. Here `model` in the body or query selects a model; the default is the only loaded one.
+llama-server has one model. Here `model` in the body or query selects a model; the default is the only loaded model.
 
-Models and tokens: /health, /props, /slots, /tokenize, /detokenize. vLLM's names work too, and its /tokenizer_info,
-which lm-eval reads. Text: /completion (a prompt as it is), /infill (the gap between two texts) and /apply-template (the
-prompt of a conversation). These take the sampling options of /v1/completions, and ignore options of unknown samplers.
+Models and tokens: /health, /props, /slots, /tokenize, /detokenize. vLLM's names of fields are accepted, too, and there
+is vLLM's /tokenizer_info, which lm-eval reads. Text: /completion (continues a prompt without a template), /infill
+(fills the gap between two texts) and /apply-template (returns the prompt of a conversation). These endpoints accept the
+sampling options of /v1/completions, and ignore options of unknown samplers.
 """
 
 from __future__ import annotations
@@ -65,27 +66,28 @@ from moegguf.settings import data_folder
 MAX_FILES = 256
 SLOT_ACTIONS = ("save", "restore", "erase")
 SLOT_FILE = re.compile(r"[\w-][\w.-]{0,199}", re.ASCII)
-STOP_TYPES = {"stop": "eos", "length": "limit"}  # keys: reasons for the end of an answer without a stop string
+STOP_TYPES = {"stop": "eos", "length": "limit"}  # {why an answer ended: llama-server's `stop_type`}
 
 # Models and tokens
 
 
 async def _health(request: HttpRequest) -> Response:
-    """The state of the server. Raises HttpError 503 until the models that it was started with are loaded."""
+    """Replies with the server's state. Raises HttpError 503 while models that were named at its start are loaded."""
     check_loaded(request.app.state)
     failed = {model.name: n for model in request.app.state.manager.loaded() if (n := model.stats.read_errors)}
     return JSONResponse({"status": "degraded", "read_errors": failed} if failed else {"status": "ok"})
 
 
 def _shared_lease(request: HttpRequest, model: str | None) -> Lease:
-    """A lease that does not wait for answers of other requests; loads the model if needed."""
+    """Returns a lease that does not wait for running answers. Entering the lease loads the model if needed."""
     state = request.app.state
     lease: Lease = state.manager.lease(selected_model(state, model), will_answer=False)
     return lease
 
 
 async def _selected(request: HttpRequest) -> tuple[ModelEntry, Details, LoadedModel | None]:
-    """The model of `?model=`, or the only loaded one; and its state, if it is loaded."""
+    """Returns the model in `?model=`, by default the only loaded model. The third value is the model's state, or None
+    if the model is not loaded."""
     entry, known = await look_up(request.app.state, request.query_params.get("model"))
     return entry, known, loaded_of(request.app.state, entry)
 
@@ -112,8 +114,8 @@ async def _props(request: HttpRequest) -> Response:
 
 
 async def _slots(request: HttpRequest) -> Response:
-    """The requests that a model answers at once, the busy ones first; 503 with `?fail_on_no_slot=1` where all are
-    busy."""
+    """Replies with a list of llama-server's slots: one for each request that the model can answer at once, busy slots
+    first. With `?fail_on_no_slot=1` raises HttpError 503 if all are busy."""
     entry, _, loaded = await _selected(request)
     if loaded is None:
         return JSONResponse([])
@@ -129,8 +131,8 @@ class _SlotBody(Body):
 
 
 async def _change_slot(request: HttpRequest) -> Response:
-    """Saves, restores or erases a slot of a model, with llama-server's reply. Saved slots lie in the data folder, by
-    the owner of the request."""
+    """Saves, restores or erases one of llama-server's slots: the computed context of one parallel request. Saved slots
+    are files in the data folder, in one folder for each owner."""
     action, slot = request.query_params.get("action"), request.path_params["slot"]
     if action not in SLOT_ACTIONS:
         raise HttpError(400, f"action: must be {', '.join(SLOT_ACTIONS)}, but is {action!r:.40}")
@@ -161,12 +163,12 @@ async def _change_slot(request: HttpRequest) -> Response:
 
 
 def _bytes_in(folder: Path) -> int:
-    """Returns the size of all files in a folder, which need not exist."""
+    """Returns the bytes of all files in the subfolders of a folder, or 0 if the folder does not exist."""
     return sum(path.lstat().st_size for path in folder.glob("*/*"))
 
 
 def _sampling_object(sampling: Sampling) -> Json:
-    """Sampling parameters by llama-server's names."""
+    """Returns sampling parameters as JSON, with llama-server's names."""
     names = (
         "temperature top_k top_p min_p typical_p repeat_last_n repeat_penalty presence_penalty frequency_penalty"
         " top_n_sigma xtc_probability xtc_threshold dry_multiplier dry_base dry_allowed_length dry_penalty_last_n"
@@ -182,7 +184,7 @@ def _sampling_object(sampling: Sampling) -> Json:
 
 
 class _TokenizeBody(Body):
-    """`with_pieces`: with the text of each token."""
+    """The body of /tokenize. If `with_pieces` is true, the reply has the text of each token, too."""
 
     content: str = Field(validation_alias=AliasChoices("content", "prompt"))
     add_special: bool | None = Field(None, validation_alias=AliasChoices("add_special", "add_special_tokens"))
@@ -192,11 +194,12 @@ class _TokenizeBody(Body):
 
 
 async def _tokenize(request: HttpRequest, body: _TokenizeBody) -> Json:
-    """The tokens of a text. llama-server: `add_special` adds BOS, `parse_special` parses names of special tokens."""
+    """Replies with the tokens of a text. As in llama-server, `add_special` adds BOS, and `parse_special` recognizes the
+    names of special tokens in the text."""
     special = body.parse_special is not False
     async with _shared_lease(request, body.model) as lease:
         tokens = await lease.tokenize(body.content, special=special)
-        bos = await lease.tokenize("", special=True)  # BOS, if the model has it
+        bos = await lease.tokenize("", special=True)  # [BOS] if the model uses it, else []
         if special and not body.add_special:
             tokens = tokens[len(bos) :]
         elif body.add_special and not special:
@@ -208,7 +211,7 @@ async def _tokenize(request: HttpRequest, body: _TokenizeBody) -> Json:
 
 
 def _piece(piece: bytes) -> str | list[int]:
-    """The text of a token; the bytes of one that is part of a character."""
+    """Returns the text of a token, or its bytes if the token is only a part of a character."""
     try:
         return piece.decode()
     except UnicodeDecodeError:
@@ -227,7 +230,7 @@ async def _detokenize(request: HttpRequest, body: _DetokenizeBody) -> Json:
 
 
 async def _tokenizer_info(request: HttpRequest) -> Response:
-    """The special tokens and the chat template of a model by vLLM's names."""
+    """Replies with a model's special tokens and chat template, with vLLM's names."""
     entry, known, _ = await _selected(request)
 
     async def work() -> Json:
@@ -245,7 +248,8 @@ async def _tokenizer_info(request: HttpRequest) -> Response:
 
 
 def _biases_of(given: Any) -> Any:
-    """`logit_bias` as an object of token ids and texts, or as pairs; false is never. Raises ValueError."""
+    """Reads `logit_bias`, an object or a list of pairs, as {token id or text: bias}. A bias of false becomes -100, so
+    that the token is never chosen. Raises ValueError."""
     pairs = given = without_nulls(given)
     if isinstance(given, dict):
         pairs = [[int(key) if key.isascii() and key.isdigit() else key, bias] for key, bias in given.items()]
@@ -261,13 +265,16 @@ def _biases_of(given: Any) -> Any:
 
 
 class _NativeBody(chat.GenerationBody):
-    """The fields that /completion and /infill share. Without `model` it is the only loaded one. n_predict: -1 and -2
-    until the model ends or the context is full, 0 only evaluates the prompt. The tags of thinking are the model's
-    unless both are given; of several that end it, the first is forced."""
+    """The fields that /completion and /infill share.
+
+    The tags are the texts between which the model thinks. The model's own tags count unless both a start tag and an end
+    tag are given. When the thinking budget is used up, the first end tag is forced.
+    """
 
     limit = limits.BODY_BYTES
 
     model: SelectedName = ""
+    # -1, -2: until the model ends or the context is full; 0: only evaluates the prompt
     n_predict: Annotated[Whole, Field(ge=-2, le=MAX_ANSWER_TOKENS)] | None = None
     n_keep: Annotated[Whole, Field(ge=-1, le=MAX_ANSWER_TOKENS)] | None = None
     n_probs: chat.TopLogprobs | None = None
@@ -282,7 +289,7 @@ class _NativeBody(chat.GenerationBody):
         return sampling if self.n_keep is None else replace(sampling, num_keep=self.n_keep)
 
     def native_request(self, entry: ModelEntry, **fields: Any) -> Request:
-        """Returns a request with the fields that both endpoints share, and `fields`."""
+        """Returns a request with the fields that /completion and /infill share, and with the given `fields`."""
         opens, closes = self.reasoning_budget_start_tag, self.reasoning_budget_end_tags
         closes = [self.reasoning_budget_end_tag] if closes is None and self.reasoning_budget_end_tag else closes
         return self.request(
@@ -311,7 +318,7 @@ class _ExtraFile(Body):
 
 
 class _InfillBody(_NativeBody):
-    """`prompt`: the text directly before the gap, after `input_prefix`."""
+    """The body of /infill. The gap lies between `prompt`, which follows `input_prefix`, and `input_suffix`."""
 
     input_prefix: str
     input_suffix: str
@@ -325,12 +332,12 @@ class _InfillBody(_NativeBody):
 
 
 class _NativeReply(Reply):
-    """The objects of /completion and /infill; several answers are a list."""
+    """The reply of /completion and /infill: one object, or a list of objects if there are several answers."""
 
     def __post_init__(self) -> None:
         self._prompts = [request.prompt or "" for request in self.requests]
-        self._index = 0  # number of the current answer
-        self._has_line = False  # whether the text of a streamed answer has a line
+        self._index = 0  # index of the current answer
+        self._has_line = False  # True if the current answer contains a newline
         self._biases = dict(self.requests[0].sampling.logit_bias)
         self._answers: list[Json] = []
 
@@ -396,7 +403,7 @@ class _NativeReply(Reply):
 
 
 async def _adapters(request: HttpRequest) -> Response:
-    """Replies with llama-server's list of LoRA adapters. The list has the model's adapter, if there is one."""
+    """Replies with llama-server's list of LoRA adapters, which contains the model's adapter or is empty."""
     entry, *_ = await _selected(request)
     if entry.adapter is None:
         return JSONResponse([])
@@ -411,7 +418,7 @@ class _AdaptersBody(Body):
 
 
 async def _set_adapters(request: HttpRequest) -> Response:
-    """Sets the scale of the model's LoRA adapter for requests that name none, until the server ends."""
+    """Sets the scale of the model's LoRA adapter for requests without `lora`. The scale lasts until the server ends."""
     scales: dict[str, float] | None = request.app.state.lora_scales
     if scales is None:
         raise HttpError(501, "replicas share no scales; send `lora` with each request")

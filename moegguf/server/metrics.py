@@ -1,7 +1,8 @@
 """GET /metrics: statistics of all models in Prometheus' text format 0.0.4, written by prometheus_client.
 
-`llamacpp:*` are llama-server's names, over all models; `moegguf_*` are per model. Counters never decrease: the counts
-of an unloaded model stay in its total. Names follow Prometheus: base units, `_total` for counters.
+Metrics `llamacpp:*` have llama-server's names and sum over all models. Metrics `moegguf_*` have a label with the model.
+Counters never decrease: the counts of an unloaded model stay in its total. Names follow Prometheus: base units, and
+`_total` for counters.
 """
 
 from __future__ import annotations
@@ -22,17 +23,16 @@ from moegguf.generate.request import AnswerSummary
 from moegguf.serving.events import Done, Event, LoadedModel
 
 if TYPE_CHECKING:
-    from prometheus_client import Metric  # it takes a while: for a scrape only
+    from prometheus_client import Metric  # a slow import, which only a scrape needs
 
 
 class CounterSpec(NamedTuple):
-    """A counter over fields of `Stats` or of a part of it: {label value: field}, with the label named `by` if there is
-    more than one."""
+    """A counter metric that is read from fields of `Stats`, `TierStats` or `DriveStats`."""
 
     name: str
     help: str
-    fields: Mapping[str, str]
-    by: str = ""
+    fields: Mapping[str, str]  # {value of the label `by`: field of the statistics}
+    by: str = ""  # name of the label; "": there is one field, and no label
 
 
 COUNTS = (
@@ -61,7 +61,7 @@ COUNTS = (
     CounterSpec("eval_seconds", "Time in passes through the model, stalls included.", {"": "eval_s"}),
 )  # fmt: skip
 
-# Counts of `TierStats` per model, device and tier ("vram", "ram" or "cpu").
+# Fields of `TierStats`, counted for each model, device and tier ("vram", "ram" or "cpu").
 TIER_COUNTS = (
     CounterSpec("tier_lookups", "Experts looked up in a tier: below another, its misses.", {"": "lookups"}),
     CounterSpec("tier_hits", "Lookups whose expert was in the tier, or on its way there.",
@@ -73,13 +73,13 @@ TIER_COUNTS = (
     CounterSpec("tier_stall_seconds", "Time that computation waited; below VRAM for the disk.", {"": "stall_s"}),
 )  # fmt: skip
 TIER_LABELS = ("tier", "device")
-# Counts of `DriveStats` per model and copy of its files, "file" or "mirror 1".
+# Fields of `DriveStats`, counted for each model and each copy of its files ("file", "mirror 1", ...).
 DRIVE_COUNTS = (
     CounterSpec("drive_read_bytes", "Bytes of experts read from a copy of the model's files.", {"": "bytes_read"}),
     CounterSpec("drive_reads", "Reads from it.", {"": "reads"}),
 )
 
-# Name, help, and the field of `AnswerSummary`; "answers" is the number of answers.
+# Rows of name, help text and field of `AnswerSummary`. The field "answers" is the number of answers.
 ANSWERS = (
     ("answers", "Finished answers.", "answers"),
     ("prompt_tokens", "Tokens of prompts that were evaluated.", "prompt_tokens"),
@@ -95,28 +95,28 @@ Family = tuple[str, str, Sequence[str], Sequence[tuple[Sequence[str], float]]]
 
 
 class Totals:
-    """Counts since the server's start, of loaded and unloaded models. Used on one event loop. `stats`: of each model,
-    sums of what its processes have counted."""
+    """Counts since the server's start, of loaded and unloaded models. All calls must come from one event loop. `stats`
+    has the sum of the statistics of all processes of each model."""
 
     def __init__(self) -> None:
         self.answers: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
         self.stats: defaultdict[str, Stats] = defaultdict(Stats)
-        self._last: dict[int, Stats] = {}  # last statistics of processes that run
+        self._last: dict[int, Stats] = {}  # {pid: last statistics of a running worker}
 
     def add(self, model: str, summary: AnswerSummary) -> None:
-        """Adds a finished answer."""
+        """Adds the counts of a finished answer of `model`."""
         figures = {"answers": 1, **vars(summary)}
         for _, _, field in ANSWERS:
             self.answers[model][field] += figures[field]
 
     def prompt_tokens(self, model: str) -> dict[str, int]:
-        """Tokens of its prompts: those computed, those that were reused from memory, and those that came from disk."""
+        """Returns how many prompt tokens of a model were computed, reused from memory, and read from disk."""
         known: Mapping[str, float] = self.answers.get(model, {})
         cached, disk = (int(known.get(field, 0)) for field in ("cached_tokens", "disk_tokens"))
         return {"computed": int(known.get("prompt_tokens", 0)), "memory": cached - disk, "disk": disk}
 
     def update(self, loaded: Iterable[LoadedModel]) -> None:
-        """Adds what the models in memory have counted since the last call, each under the first name that uses it."""
+        """Adds the growth of each loaded model's statistics since the last call, under the model's first name."""
         before, self._last = self._last, {}
         for model in loaded:
             self.stats[model.name] += model.stats - before.get(model.pid, Stats())
@@ -124,12 +124,12 @@ class Totals:
 
 
 def _tiers(models: Iterable[tuple[str, Stats]]) -> list[tuple[tuple[str, ...], TierStats]]:
-    """The tiers of models, each with the values of its labels."""
+    """Returns the statistics of all tiers of models, each with its labels: model, tier, device."""
     return [((name, tier.name.lower(), tier.device), tier) for name, stats in models for tier in stats.tiers]
 
 
 def _resident_bytes(pid: int) -> int:
-    with suppress(psutil.Error):  # it has just ended
+    with suppress(psutil.Error):  # the process has just ended
         return int(psutil.Process(pid).memory_info().rss)
     return 0
 
@@ -157,7 +157,7 @@ TIER_GAUGES = (
 
 
 class _Scrape:
-    """The metric families of one scrape that have samples, for `generate_latest`."""
+    """A registry for `generate_latest` with the metrics of one scrape. Families without samples are left out."""
 
     def __init__(self, totals: Totals, loaded: Iterable[LoadedModel]) -> None:
         self._answers = dict(sorted(totals.answers.items()))
@@ -175,7 +175,7 @@ class _Scrape:
                 yield family
 
     def _llama_server_metrics(self) -> Iterator[Family]:
-        """llama-server's metrics, as far as they apply here. Rates are means since the start."""
+        """Yields llama-server's metrics that apply here. Rates are means since the server's start."""
         total = {field: sum(one[field] for one in self._answers.values()) for _, _, field in ANSWERS}
         n_prompt, prompt_s = total["prompt_tokens"], total["prompt_s"]
         n_answer, answer_s = total["answer_tokens"], total["answer_s"]
@@ -197,7 +197,7 @@ class _Scrape:
             yield f"llamacpp:{name}", text, (), [((), value)]
 
     def _own_metrics(self) -> Iterator[Family]:
-        """Counters since the server's start, then the state of the models in memory."""
+        """Yields the counters since the server's start, then the gauges of the loaded models."""
         for name, text, field in ANSWERS:
             answers = [((model,), done[field]) for model, done in self._answers.items()]
             yield f"moegguf_{name}_total", text, ("model",), answers
@@ -222,7 +222,7 @@ class _Scrape:
 
 
 def exposition(totals: Totals, loaded: Iterable[LoadedModel]) -> str:
-    """All metrics in the text format 0.0.4."""
+    """Returns all metrics in Prometheus' text format 0.0.4."""
     from prometheus_client import generate_latest
 
     registry: Any = _Scrape(totals, loaded)
@@ -230,8 +230,8 @@ def exposition(totals: Totals, loaded: Iterable[LoadedModel]) -> str:
 
 
 def record(state: State, model: str, event: Event) -> None:
-    """Counts an answer at its `Done` event, and takes the statistics of all models, in case one is unloaded before the
-    next scrape. `state`: the application's."""
+    """Counts an answer when its event is `Done`. Also updates the statistics of all loaded models, since a model may be
+    unloaded before the next scrape. `state` is the application's state."""
     if isinstance(event, Done):
         state.totals.add(model, event.summary)
         state.totals.update(state.manager.loaded())

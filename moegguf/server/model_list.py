@@ -1,7 +1,7 @@
-"""GET /v1/models and /v1/models/{id}: the available models in OpenAI's form, with llama-server's `meta`.
+"""GET /v1/models and /v1/models/{id}: the available models in OpenAI's format, with llama-server's `meta`.
 
-Anthropic's clients send a header, and get Anthropic's form. An id has a tag and may contain slashes and colons, escaped
-or not. The reply about one model has the id of the request.
+A client that sends Anthropic's header gets Anthropic's format. An id is a name with a tag. It may contain slashes and
+colons, escaped or not. The reply about one model repeats the id in the request.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from moegguf.server.common.errors import MODELS_PATH, lists_for_anthropic
 from moegguf.server.common.options import details_or_none, find
 from moegguf.server.common.replies import page
 
-DEFAULT_OWNER = "library"  # Ollama's owner of names without a namespace
-DEFAULT_LISTED, MAX_LISTED = 20, 1000  # models in a page for Anthropic's clients
+DEFAULT_OWNER = "library"  # owner of a model whose name has no namespace, as in Ollama
+DEFAULT_LISTED, MAX_LISTED = 20, 1000  # models on one page in Anthropic's API
 
 
 def _described(entry: ModelEntry, is_anthropic: bool) -> dict[str, Any]:
-    """Anthropic's model object, or OpenAI's; with what its file says of it, unless it cannot be read."""
+    """Returns a model in Anthropic's or OpenAI's format. Facts from the model's file are missing if the file cannot be
+    read."""
     known = details_or_none(entry)
     if is_anthropic:
         return {
@@ -51,8 +52,8 @@ def _described(entry: ModelEntry, is_anthropic: bool) -> dict[str, Any]:
 
 
 async def _list_models(request: HttpRequest) -> Response:
-    """All models of the catalog, newest first; for Anthropic's clients a page of them: `limit` after `after_id`, or
-    before `before_id`."""
+    """Replies with all models of the catalog, newest first. Clients of Anthropic's API get one page: at most `limit`
+    models after `after_id` or before `before_id`."""
     catalog, is_anthropic = request.app.state.catalog, lists_for_anthropic(request)
     models = await asyncio.to_thread(lambda: [_described(entry, is_anthropic) for entry in catalog.entries()])
     if not is_anthropic:

@@ -1,7 +1,8 @@
-"""`/`: the web page for browsers, a line of text for other clients; and the files of the page. No build step.
+"""Serves `/` (the web page for browsers, a line of text for other clients) and the files of the page, which need no
+build step.
 
-The page requests nothing but this server and parses no text as HTML, which its content security policy enforces. Its
-data come from /api, /live, /budget and /pdf-text.
+The content security policy lets the page load only from this server, and parse no text as HTML. The page gets its data
+from /api, /live, /budget and /pdf-text.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
-    "cache-control": "no-cache",  # revalidated each time, by ETag
+    "cache-control": "no-cache",  # a browser checks each time, by ETag, if its copy is current
 }
 
-mimetypes.add_type("font/woff2", ".woff2")  # Python's own table begins to have it in 3.14
+mimetypes.add_type("font/woff2", ".woff2")  # Python knows this type only from 3.14 on
 
 
 async def root(request: HttpRequest) -> Response:
-    """The page for a browser; Ollama's greeting for other clients and for HEAD."""
+    """Replies with the page to a browser, and with Ollama's greeting to other clients and to HEAD requests."""
     if request.method == "GET" and "text/html" in request.headers.get("accept", "").lower():
         return FileResponse(FOLDER / "index.html", headers={**HEADERS, "vary": "Accept"})
     return PlainTextResponse(GREETING, headers={"vary": "Accept", "x-content-type-options": "nosniff"})

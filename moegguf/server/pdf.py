@@ -1,5 +1,5 @@
-"""`POST /pdf-text`: the text of a PDF file, for the page's attachments. The file is read in a process of its own
-(pdf_child.py), so that a damaged one ends nothing else."""
+"""`POST /pdf-text`: the text of a PDF file, for the page's attachments. A separate process (pdf_child.py) reads the
+file, so that a damaged file cannot crash the server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moegguf.server.common.body import read_bytes
 from moegguf.server.common.errors import HttpError
 
 MAX_BYTES = 16 << 20
-MAX_S = 60.0  # time for one file, also where others have the processor
+MAX_S = 60.0  # seconds for one file, including time in which the processor is busy with other work
 MAX_PROCESSES = 2
 COMMAND = child_command(f"{__package__}.pdf_child")
 
@@ -26,8 +26,8 @@ _free = BoundedSemaphore(MAX_PROCESSES)
 
 
 async def _pdf_text(request: Request) -> Response:
-    """The reply has `n_pages` and `text`. Raises HttpError 400 for a file that cannot be read, 503 while
-    others are read."""
+    """Replies with `n_pages` and `text` of the PDF file in the body. Raises HttpError 400 if the file cannot be read,
+    and 503 while MAX_PROCESSES other files are being read."""
     data = await read_bytes(request, MAX_BYTES)
     if not _free.acquire(blocking=False):
         raise HttpError(503, f"{MAX_PROCESSES} other PDF files are being read; try again in a moment")
@@ -41,7 +41,7 @@ async def _pdf_text(request: Request) -> Response:
 
 
 async def _read(data: bytes) -> dict[str, Any]:
-    """Returns what the process writes about a file."""
+    """Returns the object that the child process writes for a PDF file, or {"error"} if the process fails."""
     child = await asyncio.create_subprocess_exec(
         *COMMAND, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=child_environment()
     )

@@ -1,7 +1,8 @@
 """A process that reads a PDF file from standard input and writes its text: `python -m moegguf.server.pdf_child`.
 
-PDF files are not trusted. pypdf, which reads them, is Python and can be kept busy for ever, so the operating system
-limits the process's computing time and memory. Writes one object of JSON: {"n_pages", "text"} or {"error"}.
+PDF files are not trusted. pypdf, which reads them, is written in Python, and a file can keep it busy for ever. So the
+operating system limits the process's CPU time and memory. The process writes one JSON object: {"n_pages", "text"} or
+{"error"}.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ MAX_CHARS = 4_000_000
 
 
 def read_pdf(data: bytes) -> dict[str, Any]:
-    """Returns the text of a PDF file, or why it cannot be read."""
+    """Returns {"n_pages", "text"} of a PDF file, or {"error"} if the file cannot be read."""
     from pypdf import PdfReader
     from pypdf.errors import FileNotDecryptedError, PyPdfError, WrongPasswordError
 
@@ -38,7 +39,7 @@ def read_pdf(data: bytes) -> dict[str, Any]:
 
 
 def _bounded(pages: Iterator[str]) -> Iterator[str]:
-    """Yields the pages' texts, an empty line between two, up to the limit of characters."""
+    """Yields the texts of the pages, each followed by an empty line, up to MAX_CHARS characters."""
     left = MAX_CHARS
     for page in pages:
         text = page.strip()[:left]
@@ -49,7 +50,7 @@ def _bounded(pages: Iterator[str]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Reads one file and ends."""
+    """Limits this process, reads one file from standard input, and writes the result to standard output."""
     logging.disable()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))

@@ -1,5 +1,5 @@
-"""The server process: its listening socket, uvicorn with our limits and error format, its log on stderr, and an orderly
-shutdown."""
+"""The server process: its listening socket, uvicorn with moegguf's limits and error format, its log on stderr, and an
+orderly shutdown."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ from moegguf.settings import Host, Settings
 log = logging.getLogger(__name__)
 
 BACKLOG = 2048
-DRAIN_S = 3  # time for running answers at shutdown; the model manager takes as long again
-CANCELLED_S = 1.0  # time for the errors of requests that are cancelled at shutdown
-MAX_UNSENT_BYTES = 16 << 20  # buffered for a slow reader, so that it does not block the model
-USER_TIMEOUT_MS = 60_000  # a client that acknowledges nothing for this time is disconnected
-HEADERS_S = 30.0  # time for a request's headers to arrive
-REFUSED_HEADERS_S = 2.0  # time for headers on a connection that is refused
+DRAIN_S = 3  # seconds that running answers have at shutdown, before they are cancelled
+CANCELLED_S = 1.0  # seconds in which requests that were cancelled at shutdown can send their errors
+MAX_UNSENT_BYTES = 16 << 20  # bytes buffered for a slow client, so that it does not block the model
+USER_TIMEOUT_MS = 60_000  # a client that acknowledges no data for this time is disconnected
+HEADERS_S = 30.0  # seconds in which a request's headers must arrive
+REFUSED_HEADERS_S = 2.0  # seconds in which headers must arrive on a connection that will be refused
 MAX_DESCRIPTORS = 1 << 16
 RESERVED_DESCRIPTORS = 32  # descriptors for files and worker processes
-REFUSED_CONNECTIONS = 8  # connections that get an error at one time
+REFUSED_CONNECTIONS = 8  # connections beyond the limit that get an error; further connections are closed
 
 
 class StartError(MoeggufError, OSError):
-    """The server cannot listen on its address."""
+    """Raised when the server cannot listen on its address."""
 
 
 def listen(host: Host) -> socket.socket:
-    """A listening socket. Raises StartError when the port is in use or the address is not of this machine."""
+    """Returns a listening socket. Raises StartError if the port is in use or the address is not of this machine."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host.host, host.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -71,8 +71,8 @@ def listen(host: Host) -> socket.socket:
 
 
 def _max_connections() -> int:
-    """Connections that this process can hold: its limit of descriptors, which is raised to the hard one, less those
-    reserved."""
+    """Raises this process's limit of file descriptors as far as allowed, and returns how many connections it can hold
+    apart from reserved descriptors."""
     given, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, most = (MAX_DESCRIPTORS if n == resource.RLIM_INFINITY else n for n in (given, hard))
     if soft < (wanted := min(most, MAX_DESCRIPTORS)):
@@ -83,20 +83,23 @@ def _max_connections() -> int:
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
-    """The application of a connection beyond the limit: an error for every request."""
+    """ASGI application for a connection beyond the limit. Replies to every request with HTTP status 503."""
     error = HttpError(503, "too many connections; try again later", headers={"retry-after": "1", "connection": "close"})
     await error_response(error, scope["path"])(scope, receive, send)
 
 
 class Protocol(H11Protocol):
-    """A connection. A slow reader never blocks the model; an inactive client is disconnected. With more than
-    `max_connections` open it is refused, or where too many are being refused closed."""
+    """One connection of a client. A slow client never blocks the model, and an inactive client is disconnected.
+
+    If more than `max_connections` are open, the connection gets an error for every request. If more than
+    REFUSED_CONNECTIONS such connections are open, it is closed at once.
+    """
 
     max_connections = math.inf
     _headers_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # h11's is wider
-        """Sets buffer limits and timeouts of the socket."""
+        """Refuses a connection beyond the limit. Otherwise sets buffer limits and timeouts of the socket."""
         super().connection_made(transport)
         n_beyond = len(self.connections) - self.max_connections
         if n_beyond > REFUSED_CONNECTIONS:
@@ -111,31 +114,32 @@ class Protocol(H11Protocol):
         self._limit_headers(REFUSED_HEADERS_S if is_refused else HEADERS_S)
 
     def _limit_headers(self, most_s: float | None) -> None:
-        """Closes the connection unless the headers of a request arrive in time; None: they have."""
+        """Starts the timer that closes the connection after `most_s` seconds unless the headers of a request arrive.
+        None stops the timer."""
         if self._headers_timer is not None:
             self._headers_timer.cancel()
         self._headers_timer = None if most_s is None else self.loop.call_later(most_s, self.transport.close)
 
     def handle_events(self) -> None:
-        """Stops the headers timer at a request."""
+        """Stops the timer for headers when a request has arrived."""
         super().handle_events()
         if self.cycle is not None and not self.cycle.response_complete:
             self._limit_headers(None)
 
     def on_response_complete(self) -> None:
-        """Gives the headers of the next request as much time as the first request's headers had."""
+        """Starts the timer for the headers of the next request."""
         self._limit_headers(HEADERS_S)
         super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """asyncio.Protocol's."""
+        """Stops the timer for headers."""
         self._limit_headers(None)
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """The reply to invalid HTTP or too long headers: JSON, as all errors; none behind a reply that has begun."""
+        """Replies with JSON to invalid HTTP or too long headers, unless a reply has begun. Closes the connection."""
         if self.cycle is not None:
-            self.cycle.disconnected = True  # a body became invalid: its request has no other reply
+            self.cycle.disconnected = True  # the body of a running request is invalid: stops its own reply
         body = dumps({"error": f"bad request: {msg.lower()}"}).encode()
         headers = [("content-type", "application/json"), ("connection", "close"), ("content-length", str(len(body)))]
         events = (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage())
@@ -145,39 +149,39 @@ class Protocol(H11Protocol):
 
 
 class QuietServer(Server):
-    """Calls `on_start` when it listens and `on_end` when its shutdown begins. A signal stops it and, unlike in uvicorn,
-    is not raised again afterwards."""
+    """A uvicorn server that calls `on_start` when it listens, and `on_end` when its shutdown begins. A signal stops the
+    server but, unlike in uvicorn, is not raised again afterwards."""
 
     def __init__(
         self, config: Config, listener: socket.socket, on_start: Callable[[], None], on_end: Callable[[], None]
     ) -> None:
         super().__init__(config)
-        # asyncio accepts `backlog` connections before it looks at the first one. If no descriptor is left, it tries
-        # `backlog` times again, each time with an entry in the log.
+        # asyncio accepts up to `backlog` connections before it handles the first one. If no descriptor is left, it
+        # retries `backlog` times, and writes to the log each time.
         config.backlog = 1
         self._listener = listener
         self._on_start = on_start
         self._on_end = on_end
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn.Server's."""
+        """Starts to serve on the listening socket, then calls `on_start`."""
         await super().startup(sockets=[self._listener])
         if self.started:
-            self._listener.listen(BACKLOG)  # asyncio has set its own
+            self._listener.listen(BACKLOG)  # asyncio has set the socket's backlog to 1
             self._on_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """uvicorn.Server's."""
+        """Calls `on_end`, lets running answers end, and waits until cancelled requests have sent their errors."""
         self._on_end()
-        # Cancelled requests have got an error: no traceback for them.
+        # The clients of cancelled requests get an error, so the log needs no tracebacks.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         await super().shutdown(sockets=[self._listener])
-        if self.server_state.tasks:  # the end of the loop would cancel them again, before they sent their errors
+        if self.server_state.tasks:  # requests must send their errors before the loop cancels them again
             await asyncio.wait(self.server_state.tasks, timeout=CANCELLED_S)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handles SIGINT and SIGTERM inside the block."""
+        """Context manager in which SIGINT and SIGTERM stop the server."""
         signals = (signal.SIGINT, signal.SIGTERM)
         before = {number: signal.signal(number, self.handle_exit) for number in signals}
         try:
@@ -188,7 +192,7 @@ class QuietServer(Server):
 
 
 async def _preload(manager: ModelManager, models: Sequence[ModelEntry]) -> None:
-    """Loads models one after another, to stay; one that cannot be loaded is a line of the log."""
+    """Loads models one after another, and keeps them loaded. If a model cannot be loaded, the log has the error."""
     for model in models:
         try:
             manager.kept.add(model.name)
@@ -207,7 +211,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 def _start_logging(level: str, form: str) -> None:
-    """Writes moegguf's records of this level and above to stderr; of uvicorn, which says less, warnings."""
+    """Writes moegguf's log records of this level and above to stderr, and warnings of other packages."""
     handler = logging.StreamHandler()
     text = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
     handler.setFormatter(_JsonFormatter() if form == "json" else text)
@@ -219,9 +223,9 @@ def _start_logging(level: str, form: str) -> None:
 def run_server(
     settings: Settings, listener: socket.socket, on_listening: Callable[[], None], models: Sequence[ModelEntry] = ()
 ) -> int:
-    """Serves until SIGINT or SIGTERM; calls `on_listening` when requests are accepted, and then loads `models`, which
-    clients may name. Returns the exit code."""
-    catalog = Catalog(paths=False, given=models)  # a path as a name would let clients read any file
+    """Serves until SIGINT or SIGTERM. Calls `on_listening` when requests are accepted, and then loads `models`, which
+    clients may use in addition to the catalog's models. Returns the exit code."""
+    catalog = Catalog(paths=False, given=models)  # if names could be paths, clients could read any file
     manager = ModelManager(catalog, settings)
     app = make_app(manager, catalog, settings)
     Protocol.max_connections = _max_connections()

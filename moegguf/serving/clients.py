@@ -1,4 +1,5 @@
-"""The client of the request that is being handled. Frontends set it; queues, contexts, files and batches read it."""
+"""The client and the owner of the current request. HTTP and the CLI set them; queues, contexts, files and batches read
+them."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from contextvars import ContextVar
 from functools import cache
 
 SALT = b"moegguf owner"
-ROUNDS = 100_000  # some 30 ms for each key that is tried to find the one of an owner
+ROUNDS = 100_000  # hashing a key takes about 30 ms, so that guessing the key of an owner is slow
 
 BACKGROUND = "background"
 current_client: ContextVar[str] = ContextVar("current_client", default="")
@@ -18,12 +19,13 @@ current_owner: ContextVar[str] = ContextVar("current_owner", default="")
 
 
 def is_visible(owner: str) -> bool:
-    """Returns whether the request may read what this owner has stored. An owner without a key shares with everybody."""
+    """Returns True if the current request may read data that this owner has stored. All requests may read data that was
+    stored without a key (`owner` is "")."""
     return owner in ("", current_owner.get())
 
 
 @cache
 def owner_of(key: str) -> str:
-    """The name of a key's owner, 32 hexadecimal digits: the same on each server and after a restart, and no way back to
-    a key that cannot be guessed."""
+    """Returns the owner that belongs to an API key: a hash of the key in 32 hexadecimal digits. It is the same on each
+    server and after a restart, and does not reveal the key."""
     return hashlib.pbkdf2_hmac("sha256", key.encode(), SALT, ROUNDS, 16).hex()

@@ -1,6 +1,6 @@
-"""Events of an answer, state of loaded models and snapshots of their experts. Plain data.
+"""Plain data: the events of an answer, the state of loaded models, and snapshots of their experts.
 
-An answer's events are `moegguf.generate.request`'s `PromptProgress` and `Delta`, then one `Done`.
+The events of an answer are `PromptProgress` and `Delta` of `moegguf.generate.request`, and one `Done` at the end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moegguf.options import LOAD_PARAMETERS
 
 @dataclass(frozen=True)
 class LoadOverrides:
-    """Options of a load. None: the server's setting."""
+    """Load options of a request or of a model's name. None stands for the server's setting."""
 
     n_ctx: int | None = None
     n_batch: int | None = None
@@ -28,7 +28,7 @@ class LoadOverrides:
 
     @classmethod
     def of(cls, parameters: Mapping[str, Any]) -> LoadOverrides:
-        """Reads Ollama's options. None and 0 mean the server's setting."""
+        """Converts load options with Ollama's names. None, 0 and a missing option stand for the server's setting."""
         known = {ours: parameters.get(name) for name, ours in LOAD_PARAMETERS.items()}
         return cls(**{f.name: known[f.name] or None for f in fields(cls)})
 
@@ -40,10 +40,10 @@ class LoadOverrides:
 
 @dataclass(frozen=True)
 class Done:
-    """The end of an answer."""
+    """The last event of an answer."""
 
     summary: AnswerSummary
-    load_s: float  # time that loading took for this request, 0 when the model was loaded already
+    load_s: float  # seconds for loading the model for this request; 0 if it was already loaded
     decisions: Mapping[str, Any] = field(default_factory=dict)  # `Llama.decisions`
 
 
@@ -52,19 +52,18 @@ Event = PromptProgress | Delta | Done
 
 @dataclass(frozen=True)
 class LoadedName:
-    """A name that uses a model in memory, with its digest, and when it gives the model up if it stays unused (aware
-    UTC; None: never)."""
+    """A name that uses a loaded model. Several names may use one model."""
 
     name: str
     digest: str
-    expires: datetime | None
+    expires: datetime | None  # time (aware UTC) at which the name stops using the model if it stays idle; None: never
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in memory. Sizes are in bytes, as planned."""
+    """A model in memory. Sizes in bytes are planned sizes."""
 
-    name: str  # the first of the `names` that use the model
+    name: str  # the first of `names`
     digest: str
     pid: int
     n_ctx: int
@@ -81,36 +80,36 @@ class LoadedModel:
     names: tuple[LoadedName, ...] = ()
     expert_cache_bytes: int = 0  # the part of size_bytes for experts in RAM
     vram_cache_bytes: int = 0  # the part of size_bytes for experts on GPUs
-    n_parallel: int = 1  # requests that the model answers at once
-    n_answering: int = 0  # requests that it answers now
-    last_answer_tokens: int = 0  # tokens of the client's answer that ended last (`AnswerSummary`)
-    last_answer_s: float = 0.0  # time of that answer
+    n_parallel: int = 1  # requests that the model can answer at once
+    n_answering: int = 0  # requests that the model is answering now
+    last_answer_tokens: int = 0  # tokens of the last answer to the owner who reads this state
+    last_answer_s: float = 0.0  # seconds from the first to the last token of this answer
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of all experts of a loaded model. A client that watches reads it a few times a second.
+    """The state of all experts of a loaded model. A client that shows the experts reads it a few times per second.
 
-    `state`, `uses` and `loads` have a number for each expert, layer by layer. With `tells_clients_apart` they count
-    only the requests of one client (`ExpertUses`). A snapshot from `since` has uses and loads of 1 byte each.
+    `state`, `uses` and `loads` have one number for each expert, layer by layer. With the setting `tells_clients_apart`
+    they count only the requests of one client (`ExpertUses`). In snapshots from `since`, uses and loads are uint8.
     """
 
     model: str
     layers: tuple[int, ...]  # il of the layers with experts
     n_expert: int
     state: bytes  # 0 on disk, 1 loading, 2 in RAM, 3 in VRAM (`moegguf.engine.session.Place`)
-    uses: bytes  # uint32 since the load
-    loads: bytes  # uint32 since the load
+    uses: bytes  # uint32: uses of each expert since the model was loaded
+    loads: bytes  # uint32: loads of each expert into a slot since the model was loaded
     stats: Stats
     busy: bool
-    seconds: float  # time since the load
-    answer_tokens: int = 0
+    seconds: float  # time since the model was loaded
+    answer_tokens: int = 0  # tokens of all answers since the model was loaded
     tokens_per_s: float = 0.0  # speed of all answers together, 0 when idle
 
     def since(self, before: Snapshot | None) -> Snapshot:
-        """Returns a copy with the uses and loads since an earlier snapshot, at most 255, and the speed.
+        """Returns a copy with the uses and loads (255 or less) since an earlier snapshot, and the speed since then.
 
-        Nothing has changed since None, or since a snapshot of an earlier load.
+        If `before` is None, or was taken before the model was loaded again, the copy has no uses and loads.
         """
         import numpy as np
 

@@ -1,7 +1,7 @@
-"""The experts that the requests of each client use, so that a client learns nothing about another client's prompts.
+"""Counts which experts each client's requests use, so that a client learns nothing about another client's prompts.
 
-The store counts the uses of all passes together. A run of passes that compute for one client alone is counted for this
-client. A pass for several clients is counted for nobody.
+The store counts the uses of all passes together. Successive passes that compute only for one client are counted for
+this client. A pass that computes for several clients is not counted for any client.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ Maps = tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]
 
 
 class ExpertUses:
-    """The experts of one model. `begin_pass` is called by the thread that computes, `maps` by any."""
+    """The uses of a model's experts by each client. The computing thread calls `begin_pass`, any thread `maps`."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._lock = threading.Lock()
-        self._client_key: str | None = None  # client of the present run of passes
-        self._begun = session.store.activity()  # uses and loads before the present run
-        self._views: dict[str, Maps] = {}  # each client's uses at the end of its last run
+        self._client_key: str | None = None  # client of the current passes; None: several clients, or none
+        self._begun = session.store.activity()  # uses and loads when this client's passes began
+        self._views: dict[str, Maps] = {}  # {client: its maps at the end of its last passes}
 
     def begin_pass(self, client_key: str | None) -> None:
-        """Counts what is used from now on for `client_key`; None: for nobody."""
+        """Counts uses from now on for the client `client_key`. None: counts them for no client."""
         if client_key == self._client_key:
             return
         with self._lock:
@@ -38,10 +38,11 @@ class ExpertUses:
             self._client_key, self._begun = client_key, self._session.store.activity()
 
     def maps(self, client_key: str | None) -> Maps:
-        """State now, uses and loads since the model was loaded; None: of all requests.
+        """Returns the current state of each expert, and its uses and loads since the model was loaded. With
+        `client_key` None, all requests count.
 
-        For one client key: the uses and loads of its passes. The state is 0 but for experts that its latest run of
-        passes used, while that lasted, because what is in memory later depends on the prompts of others.
+        For one client, only uses and loads in its passes count. The state is also from its last passes, and is 0 for
+        experts that they did not use. Later states would depend on other clients' prompts.
         """
         with self._lock:
             if client_key is None:
@@ -53,8 +54,8 @@ class ExpertUses:
         return self._views.get(client_key, (nothing.astype(np.uint8), nothing, nothing))
 
     def _view(self, client_key: str) -> Maps:
-        """The maps of whoever computes now. A load counts for an expert that was used: another one may have been for a
-        request before."""
+        """Returns the maps of the client whose passes run now. Only loads of experts that it used are counted, since
+        other loads may belong to an earlier request."""
         uses, loads = (now - begun for now, begun in zip(self._session.store.activity(), self._begun, strict=True))
         used = uses > 0
         _, uses_before, loads_before = self._last(client_key)

@@ -1,7 +1,7 @@
-"""A model as the manager knows it, and the use of a model by one request.
+"""The state of a model in the manager (`ManagedModel`), and the use of a model by one request (`Lease`).
 
 A `ManagedModel` has the files, the names that use them, waiting and current requests, expiry, memory and the worker
-process. It is state only: it starts, awaits and ends nothing. model_manager.py decides.
+process. It only holds this state. model_manager.py starts and ends processes, and grants requests.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from moegguf.text import to_utf8
 if TYPE_CHECKING:
     from moegguf.generate.embedding import Embeddings
 
-MAX_WAIT_S = 30.0  # longest time in which a request in the background comes after all others
-BESIDE_ANSWERS = ("tokenize", "pieces", "count", "render")  # messages that a model replies to while it answers others
+MAX_WAIT_S = 30.0  # seconds after which a waiting background request is served like other requests
+BESIDE_ANSWERS = ("tokenize", "pieces", "count", "render")  # messages to which a model replies while it generates
 
 
 _tickets = itertools.count(1)
@@ -42,36 +42,36 @@ _tickets = itertools.count(1)
 
 @dataclass(eq=False)
 class LeaseRequest:
-    """A request that waits for a model and, once granted, uses it.
+    """A request that waits for a model and, when it is granted, uses the model.
 
-    While the request waits, `overrides` include the entry's own parameters and the overrides of the last request of its
-    name. `keep_alive_s` after `last_used_s` the name gives the model up, if this was its last request.
+    `overrides` include parameters of the entry, and overrides of the last request with the same name. If no later
+    request of this name comes, the name stops using the model `keep_alive_s` seconds after `last_used_s`.
     """
 
     entry: ModelEntry
     overrides: LoadOverrides
     keep_alive_s: float
-    will_answer: bool = True  # the request generates: a model does this for `n_parallel` requests at once
-    ticket: int = field(default_factory=_tickets.__next__)  # order of arrival over all models
+    will_answer: bool = True  # True: the request generates or embeds; a model serves `n_parallel` of these at once
+    ticket: int = field(default_factory=_tickets.__next__)  # position in the order of arrival, for all models
     since_s: float = field(default_factory=time.monotonic)
     client: str = field(default_factory=current_client.get)
-    load_s: float = 0.0  # duration of the load that the request waited for
-    last_used_s: float = 0.0  # the event loop's clock
+    load_s: float = 0.0  # seconds of the load for which the request waited
+    last_used_s: float = 0.0  # time of the last use, on the event loop's clock
     granted: asyncio.Future[Any] = field(default_factory=asyncio.Future)
-    model: ManagedModel = field(init=False)  # the model that the request waits for
+    model: ManagedModel = field(init=False)  # the model for which the request waits
 
     @property
     def name(self) -> str:
-        """The canonical name that was asked for."""
+        """Returns the canonical name of the requested model."""
         return self.entry.name
 
     @property
     def comes_last(self) -> bool:
-        """Returns whether the request is in the background, and has not waited for long."""
+        """True if the request has background priority and has waited for less than MAX_WAIT_S."""
         return self.client == BACKGROUND and time.monotonic() - self.since_s < MAX_WAIT_S
 
     def end(self, error: Exception | None = None) -> None:
-        """Ends the wait, with `error` where there is one."""
+        """Ends the wait for the model. With an `error`, the waiting caller gets this error."""
         if not self.granted.done():
             if error is None:
                 self.granted.set_result(None)
@@ -79,16 +79,16 @@ class LeaseRequest:
                 self.granted.set_exception(error)
 
     def same_load(self, other: LeaseRequest) -> bool:
-        """Returns whether both requests need equal files with equal overrides."""
+        """Returns True if both requests need the same files with the same load options."""
         return self.overrides == other.overrides and self.entry.weights == other.entry.weights
 
 
 def in_turn(requests: Iterable[LeaseRequest], served: Mapping[str, int]) -> list[LeaseRequest]:
     """Returns the requests in the order in which they are served now.
 
-    The next client is the one that has waited longest since one of its requests began or ended (`served` has the ticket
-    of that time). So nobody waits for more than one request of each other client per request of its own. Requests in
-    the background come last, until they have waited for MAX_WAIT_S.
+    The next client is the client that has waited longest since one of its requests began or ended (`served` has the
+    ticket of this time). So before each request of a client, every other client gets one request at most. Background
+    requests come last until they have waited for MAX_WAIT_S.
     """
 
     def turn(request: LeaseRequest) -> tuple[bool, int, int]:
@@ -98,14 +98,14 @@ def in_turn(requests: Iterable[LeaseRequest], served: Mapping[str, int]) -> list
 
 
 def files_key(entry: ModelEntry) -> str:
-    """Equal for entries of the same files."""
+    """Returns a text that is equal for model entries with the same files."""
     return "\0".join(map(str, entry.all_files))
 
 
 def process_key(entry: ModelEntry, overrides: LoadOverrides) -> str:
-    """Returns a text that is equal for requests which share a process: requests with equal files and load options.
+    """Returns a text that is equal for requests that share a process: requests with equal files and load options.
 
-    The context does not count, as the longest context serves all requests.
+    The context length is not part of the text, because the longest context serves all requests.
     """
     n_batch = overrides.n_batch or DEFAULT_UBATCH_TOKENS
     others = overrides.n_threads, n_batch, overrides.expert_cache, overrides.draft, overrides.mirror
@@ -113,47 +113,47 @@ def process_key(entry: ModelEntry, overrides: LoadOverrides) -> str:
 
 
 class ManagedModel:
-    """Files that are loaded, or that a request waits for. `key`: what identifies it (`process_key`); `entry`: the one
-    that it was last measured for; `uses`: the names that use it while it is loaded, in order of their first request,
-    each with its last one."""
+    """A model that is loaded, or for which a request waits."""
 
     def __init__(self, key: str, entry: ModelEntry) -> None:
-        self.key = key
-        self.entry = entry
-        self.task: asyncio.Task[None]  # the manager's, which loads and ends it
-        self.files: tuple[FileVersion, ...] = ()  # the files at the time when the model was measured
-        self.files_changed = False  # whether a file has changed since then
-        self.uses: dict[str, LeaseRequest] = {}
-        self.waiting: list[LeaseRequest] = []  # requests in their order of arrival
-        self._served: dict[str, int] = {}  # ticket at which a request of a waiting client last began or ended
-        self.unloads: set[str] = set()  # names that are to give it up
+        self.key = key  # identifies the model (`process_key`)
+        self.entry = entry  # the entry for which the model's memory was last measured
+        self.task: asyncio.Task[None]  # the manager's task that loads and unloads the model
+        self.files: tuple[FileVersion, ...] = ()  # versions of the files when the model was measured
+        self.files_changed = False  # True if a file has changed since the model was measured
+        self.uses: dict[str, LeaseRequest] = {}  # {name that uses the loaded model: its last request}
+        self.waiting: list[LeaseRequest] = []  # waiting requests in their order of arrival
+        self._served: dict[str, int] = {}  # {waiting client: ticket when one of its requests last began or ended}
+        self.unloads: set[str] = set()  # names that stop using the model after their current answer
         self.users: set[LeaseRequest] = set()  # requests that were granted and have not ended
         self.process: WorkerProcess | None = None  # the process that has loaded the model
         self.load_share = 0.0  # share of the file that the process has read so far
-        self.ending = asyncio.Event()  # the process is to end, or has ended
+        self.ending = asyncio.Event()  # set when the process must end, or has ended
         self._timer: asyncio.TimerHandle | None = None
-        self.overrides = LoadOverrides()  # overrides of the request that the model was loaded for
+        self.overrides = LoadOverrides()  # load options with which the model was loaded
         self.ready = Ready(n_ctx=0)
-        self.default_n_ctx = 0  # context of a load without overrides
-        self.used: dict[str, int] = {}  # bytes by place, reserved from the decision to load until the process has ended
-        self.cache_bytes: dict[str, int] = {}  # the part of `used` for slots that are in use, by name of the budget
+        self.default_n_ctx = 0  # context length of a load without overrides
+        # {RAM or device: bytes}, reserved from the decision to load until the process has ended
+        self.used: dict[str, int] = {}
+        self.cache_bytes: dict[str, int] = {}  # {name of a budget: the part of `used` for its slots}
         self.changing_budget = asyncio.Lock()
-        self.asked_budgets: dict[str, ExpertCache] = {}  # while it is loaded; a reload keeps them
+        # {name of a budget: value that a client has set while the model was loaded}; a reload keeps these values
+        self.asked_budgets: dict[str, ExpertCache] = {}
         self.last_used_s = 0.0
         self.n_requests = 0
 
     @property
     def name(self) -> str:
-        """The first of the names that use it; of a model that is not loaded, the one it was measured for."""
+        """Returns the first name that uses the model. If the model is not loaded, returns the name of its entry."""
         return next(iter(self.uses), self.entry.name)
 
     @property
     def queue(self) -> list[LeaseRequest]:
-        """The waiting requests, in the order in which they are served."""
+        """Returns the waiting requests in the order in which they will be served."""
         return in_turn(self.waiting, self._served)
 
     def grant(self, request: LeaseRequest) -> None:
-        """Ends the wait of a request, who uses the model from now on."""
+        """Ends the wait of a request, which uses the model from now on."""
         self.waiting.remove(request)
         self.users.add(request)
         self.n_requests += request.will_answer
@@ -161,74 +161,74 @@ class ManagedModel:
         request.end()
 
     def release(self, request: LeaseRequest) -> None:
-        """Ends the use of the model."""
+        """Ends a request's use of the model."""
         self.users.remove(request)
         self._note_served(request)
 
     def _note_served(self, request: LeaseRequest) -> None:
-        if not request.will_answer:  # others are granted beside it
+        if not request.will_answer:  # no other request waits for this one
             return
         self._served[request.client] = next(_tickets)
-        clients = {other.client for other in self.waiting}  # the tickets of others who come are later
+        clients = {other.client for other in self.waiting}  # requests that come later have higher tickets
         self._served = {client: ticket for client, ticket in self._served.items() if client in clients}
 
     def expires_s(self, name: str) -> float:
-        """Returns the time at which `name` gives the model up (the event loop's clock).
+        """Returns the time (on the event loop's clock) at which `name` stops using the model.
 
-        The time is inf while requests of that name use the model or wait.
+        The time is inf while requests with this name use the model or wait.
         """
         if any(request.name == name for request in (*self.waiting, *self.users)):
             return math.inf
         return self.uses[name].last_used_s + self.uses[name].keep_alive_s
 
     def has_others(self, name: str) -> bool:
-        """Returns whether other names than `name` use the model, or wait for it."""
+        """Returns True if names other than `name` use the model or wait for it."""
         return bool(({request.name for request in self.waiting} | self.uses.keys()) - {name})
 
     @property
     def answering(self) -> list[LeaseRequest]:
-        """Requests that are generating now."""
+        """Returns the requests that are generating or embedding now."""
         return [request for request in self.users if request.will_answer]
 
     @property
     def is_ready(self) -> bool:
-        """True while the model is loaded and is not about to end."""
+        """True if the model is loaded and will not be unloaded soon."""
         return self.process is not None and not self.ending.is_set()
 
     @property
     def has_room(self) -> bool:
-        """True if one more request would be answered at once, if no request waits."""
+        """True if the model is answering fewer requests than it can answer at once."""
         return len(self.answering) < self.ready.n_parallel
 
     @property
     def stopping(self) -> bool:
-        """True if the model is being unloaded, or will be once it is unused."""
+        """True if the model is being unloaded, or will be unloaded after its current answers."""
         return self.ending.is_set() or any(not self.has_others(name) for name in self.unloads)
 
     def set_timer(self, at_s: float, call: Callable[[], object]) -> None:
-        """Calls `call` then (the event loop's clock; inf: never), and not when it was to be called before."""
+        """Replaces the timer by a call of `call` at the time `at_s` (on the event loop's clock; inf: never)."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if at_s == math.inf else asyncio.get_running_loop().call_at(at_s, call)
 
     def reset(self) -> None:
-        """The process has ended: frees the reservation."""
+        """Frees the reserved memory and clears the state of the load, after the process has ended."""
         self.process, self.used, self.n_requests = None, {}, 0
         self.uses, self.unloads, self.ending = {}, set(), asyncio.Event()
         self.set_timer(math.inf, self.reset)
 
     @property
     def devices(self) -> list[str]:
-        """The devices that compute it, while it has memory; none: the CPU does."""
+        """Returns the GPUs on which the model has memory. The list is empty if only the CPU computes."""
         return [place for place in self.used if place != RAM]
 
     def places_of(self, budget: str) -> list[str]:
-        """Returns the places of a budget, "expert_cache" or "vram_cache"."""
+        """Returns the places (RAM, devices) whose memory a budget takes. `budget`: "expert_cache" or "vram_cache"."""
         return [RAM] if budget == "expert_cache" else self.devices or [RAM]
 
     def set_budgets(self, n_bytes: Mapping[str, int]) -> None:
-        """Counts this for slots, by budget; of several devices, each takes a part of the change as large as the part
-        that it has."""
+        """Changes the bytes that are counted for slots. `n_bytes`: {budget: bytes}. Several devices share a change in
+        proportion to their used bytes."""
         for budget, n in n_bytes.items():
             places, change = self.places_of(budget), n - self.cache_bytes[budget]
             total = sum(self.used[place] for place in places)
@@ -240,25 +240,25 @@ class ManagedModel:
             self.cache_bytes[budget] = n
 
     def serves(self, request: LeaseRequest) -> bool:
-        """Returns whether the loaded model has the content and context that `request` needs; else it is loaded again.
+        """Returns True if the loaded model has the files and the context length that `request` needs.
 
-        A longer context serves a request for a shorter one: the tokens are the same, and a reload would lose what is
-        cached.
+        A longer context also serves a request for a shorter context: the tokens are the same, and a reload would lose
+        cached data.
         """
         if request.entry.weights != self.entry.weights or self.files_changed:
             return False
         if (n_ctx := request.overrides.n_ctx) is None:
             return self.overrides.n_ctx is None or self.ready.n_ctx >= self.default_n_ctx
-        # A context longer than the model's own was cut: a request for the same length needs no reload.
+        # The loaded context may be shorter than `overrides.n_ctx`, since the model's own length limits it.
         return n_ctx <= max(self.ready.n_ctx, self.overrides.n_ctx or 0)
 
     def look_at_files(self) -> None:
-        """Notes whether a file was written to or replaced since the model was measured. A model whose file is gone
-        stays as it is."""
+        """Sets `files_changed` if a file was written or replaced since the model was measured. Deleted files do not
+        count."""
         self.files_changed = any(file.is_changed() for file in self.files)
 
     def status(self) -> LoadedModel:
-        """Returns the current state and the statistics that the process reported last. The model must be loaded."""
+        """Returns the state of the model, which must be loaded, with the statistics that its process reported last."""
         process, now = self.process, datetime.now(UTC)
         assert process is not None
         names = list[LoadedName]()
@@ -294,18 +294,19 @@ class ManagedModel:
 
 
 class Calls(ABC):
-    """The calls that a request may make of a model.
+    """The calls that a request can make to a model's worker process.
 
-    A call whose process ends before it gave anything is repeated once, with a new process. Every call raises
-    WorkerError when the process ends later, or again.
+    If the process ends before the first event of a call, the call is repeated once, with a new process. If the process
+    ends later, or again, the call raises WorkerError.
     """
 
     @abstractmethod
     def _attempt(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
-        """Yields a worker's reply to a message of this kind: events, then the value. Raises its error, WorkerError."""
+        """Yields a worker's reply to a message of this kind: events, then the value. Raises the worker's error, or
+        WorkerError."""
 
     async def events(self, kind: str, **fields: Any) -> AsyncGenerator[Any, None]:
-        """Yields the events of a request, then its value."""
+        """Yields the events of a call, then its value. Repeats the call once, as the class describes."""
         has_begun = False
         for is_last in (False, True):
             try:
@@ -319,8 +320,8 @@ class Calls(ABC):
                     raise
 
     async def value(self, kind: str, **fields: Any) -> Any:
-        """The value of a message: of "count" the tokens, of "render" the text of a conversation's prompt. Raises what
-        `moegguf.generate.prompt.count_prompt` and `render_prompt` raise."""
+        """Returns the value of a message: for "count" the number of tokens in a conversation's prompt, for "render" the
+        prompt's text. Raises the errors of `moegguf.generate.prompt.count_prompt` and `render_prompt`."""
         async with aclosing(self.events(kind, **fields)) as events:
             async for value in events:
                 last = value
@@ -329,7 +330,7 @@ class Calls(ABC):
     async def embed(
         self, inputs: Sequence[Any], *, truncate: bool = True, normalize: bool = True, num_ctx: int | None = None
     ) -> Embeddings:
-        """Returns vectors of texts, or of lists of tokens. Raises what `moegguf.generate.embedding.embed` raises."""
+        """Returns vectors of texts, or of lists of tokens. Raises the errors of `moegguf.generate.embedding.embed`."""
         from moegguf.generate.embedding import Embeddings
 
         fields = {"inputs": list(inputs), "truncate": truncate, "normalize": normalize, "num_ctx": num_ctx}
@@ -337,29 +338,29 @@ class Calls(ABC):
         return build(Embeddings, await self.value("embed", **fields))
 
     async def rank(self, query: str, documents: Sequence[str]) -> Embeddings:
-        """Returns scores of documents, as vectors of one number. Raises what `moegguf.generate.embedding.rank`
-        raises."""
+        """Returns the scores of documents for a query, as vectors of one number. Raises the errors of
+        `moegguf.generate.embedding.rank`."""
         from moegguf.generate.embedding import Embeddings
 
         fields = {"query": query, "documents": list(documents), "client_key": current_owner.get()}
         return build(Embeddings, await self.value("rank", **fields))
 
     async def slot(self, action: str, slot: int, path: str = "", most_bytes: int = 0) -> dict[str, Any]:
-        """Saves, restores or erases what a slot of the model holds of the current owner. Returns the counts of
-        llama-server's reply. Raises what `moegguf.generate.slots.run_action` raises."""
+        """Saves, restores or erases the current owner's context in one of llama-server's slots. Returns the counts for
+        llama-server's reply. Raises the errors of `moegguf.generate.slots.run_action`."""
         fields = {"owner": current_owner.get(), "path": path, "most_bytes": most_bytes}
         return dict(await self.value("slot", action=action, slot=slot, **fields))
 
     async def tokenize(self, text: str, special: bool = True) -> list[int]:
-        """The tokens of a text; `special`: with the BOS token, and with names of special tokens parsed as such."""
+        """Returns the tokens of a text. `special`: adds the BOS token, and recognizes names of special tokens."""
         return list(await self.value("tokenize", text=text, special=special))
 
     async def pieces(self, tokens: Sequence[int]) -> tuple[bytes, ...]:
-        """Returns the bytes of each token, of special ones their names."""
+        """Returns the bytes of each token. The bytes of a special token are its name."""
         return build(tuple[bytes, ...], await self.value("pieces", tokens=list(tokens)))
 
     async def detokenize(self, prompt: Sequence[int | str]) -> str:
-        """Returns the text of tokens, and of the texts among them."""
+        """Returns the text of a list of tokens and texts."""
         pieces = iter(await self.pieces([each for each in prompt if isinstance(each, int)]))
         return b"".join(to_utf8(each) if isinstance(each, str) else next(pieces) for each in prompt).decode(
             errors="replace"
@@ -367,18 +368,17 @@ class Calls(ABC):
 
 
 class Lease(Calls):
-    """The use of a model, inside `async with`, which sets `entry` and `load_s` (time that the last load took for this
-    lease, 0 when the model was loaded already).
+    """The use of a model by one request, inside `async with`.
 
-    The next request is granted as soon as the model has finished an answer, even when this one's reader has not; the
-    next call then waits in the queue again. Leaving the block cancels what still runs.
+    When the model has finished an answer, the next request is granted, even if the reader of this answer is slower. The
+    lease's next call then waits in the queue again. Leaving the block cancels a running answer.
     """
 
-    entry: ModelEntry
-    load_s: float
+    entry: ModelEntry  # set when the model is granted
+    load_s: float  # seconds of the last load for this lease; 0 if the model was already loaded
 
     def __init__(self, acquire: Callable[[], Awaitable[LeaseRequest]], release: Callable[[LeaseRequest], None]) -> None:
-        """`acquire` waits for the model; `release` gives back what it gave."""
+        """`acquire` waits for the model and returns the granted request; `release` ends this request."""
         self._acquire_model = acquire
         self._release_model = release
         self._acquired: LeaseRequest | None = None
@@ -393,20 +393,20 @@ class Lease(Calls):
         if self._request is None or self._request.ended:
             self._release()
         else:
-            self._request.cancel()  # released when the worker has stopped
+            self._request.cancel()  # the model is released when the worker has stopped the answer
 
     async def answer(self, request: Request, *, stream: bool = True) -> AsyncGenerator[Event, None]:
-        """Yields `PromptProgress` of a long prompt, `Delta`s, and last `Done`. Closing it stops the answer.
-        Without `stream` there is one `Delta` with the whole answer.
+        """Yields `PromptProgress` for a long prompt, then `Delta`s, and at the end `Done`. Without `stream` there is
+        one `Delta` with the whole answer. Closing the generator stops the answer.
 
-        Raises what `moegguf.generate.sequence.Sequence.read` gives.
+        Raises the errors of `moegguf.generate.sequence.Sequence.read`.
         """
         async with aclosing(self.events("generate", request=request, stream=stream)) as events:
             async for event in events:
                 yield self._event(event)
 
     async def rest(self) -> list[Event]:
-        """Returns the events that nobody has read of an answer that was cancelled, up to its end. Raises its error."""
+        """Returns the unread events of a cancelled answer, up to its end. Raises the answer's error."""
         request = self._request
         return [self._event(event) async for event in request.events()] if request else []
 
@@ -441,7 +441,7 @@ class Lease(Calls):
             self._acquired = request = await self._acquire_model()
             if request.model.process is not None:
                 break
-            self._release()  # the process ended after the grant
+            self._release()  # the process has ended since the request was granted
         self._process, self.entry, self.load_s = request.model.process, request.entry, request.load_s
 
     def _release(self) -> None:

@@ -1,7 +1,7 @@
-"""The memory that a model needs, the memory that there is, and the idle models that make room. No processes.
+"""Computes the memory that a model needs, the memory that is available, and which idle models must be unloaded.
 
-A model has a plan with all memory that it can use, and plans with less. Plans are made from the model's headers, before
-anything is loaded. A worker gets the plan that it is loaded with.
+Each model has a plan with all memory that it can use, and plans with less memory. Plans are made from the headers of
+the model's files, before anything is loaded. A worker gets the plan for its load. Does not know processes.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ ListGpus = Callable[[], Sequence[Device] | None]
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Memory of a model."""
+    """The memory that a model needs, and functions that plan its load."""
 
-    wanted: Room  # all that it can use
-    minimum: Room
-    plan_within: Callable[[Room], Plan]  # makes a plan for memory between the two
-    load_config: Callable[[Plan], LoadConfig]  # makes a worker's configuration
-    default_n_ctx: int = 0  # the context without overrides
+    wanted: Room  # all memory that the model can use
+    minimum: Room  # the least memory with which the model can be loaded
+    plan_within: Callable[[Room], Plan]  # makes a plan for memory between `minimum` and `wanted`
+    load_config: Callable[[Plan], LoadConfig]  # makes the configuration of a worker that loads with this plan
+    default_n_ctx: int = 0  # context length of a load that does not set one
 
 
 def load_options(entry: ModelEntry, overrides: LoadOverrides, settings: Settings) -> dict[str, Any]:
-    """Returns the options of loading that are given for a model. Options of a request come first, then the draft model
-    of its name, then options of the server or command, then the other files of its name."""
+    """Returns the options with which a model is loaded. If several sources have an option, the first of these counts:
+    the request, the draft model of the name, the server's or command's options, the name's other files."""
     files = files_of(entry)
     given = {**files, **settings.loading}
     given |= {name: path for name, path in files.items() if name == "draft"}
@@ -66,9 +66,10 @@ def load_options(entry: ModelEntry, overrides: LoadOverrides, settings: Settings
 def measure(
     entry: ModelEntry, overrides: LoadOverrides, settings: Settings, memory: Memory, list_gpus: ListGpus = query_gpus
 ) -> ModelSize:
-    """Returns the memory that `entry` needs when it is loaded with `overrides`. Reads headers: call it from a thread.
+    """Returns the memory that `entry` needs when it is loaded with `overrides`. Reads file headers, so the event loop
+    must not call it directly.
 
-    memory: RAM for all models. list_gpus: called where the options leave layers to GPUs.
+    memory: RAM for all models. list_gpus: called if the options allow layers on GPUs.
 
     Raises ModelFormatError, ModelNotFoundError, BudgetError, OptionError.
     """
@@ -105,7 +106,7 @@ def measure(
 
 @dataclass(frozen=True)
 class _Owner:
-    """Plans one model on the memory that all models share."""
+    """Makes plans for one model, in the memory that all models share."""
 
     layout: ExpertLayout
     spec: LoadSpec
@@ -115,8 +116,11 @@ class _Owner:
         return plan_load(self.layout, spec, machine, known_speeds(self.layout, spec).speeds_apart)
 
     def best(self) -> Plan:
-        """Returns the plan with all memory. Where even that is too little, `admit` says what is short: the plan is then
-        of memory without end, with the context that would be chosen here."""
+        """Returns the plan in which the model can use all memory of this machine.
+
+        If this memory is too small, returns a plan for unlimited memory with the context length that would be chosen
+        here. `admit` then raises the error.
+        """
         try:
             return self._plan(self.spec, self.here)
         except BudgetError:
@@ -128,7 +132,7 @@ class _Owner:
         return min(self.here.memory.available_bytes, *(device.free_bytes for device in self.here.devices), _UNLIMITED)
 
     def default_context(self, wanted: Plan) -> int:
-        """Returns the context that a load has which names none."""
+        """Returns the context length of a load that does not set one."""
         places = self.here.devices if wanted.on_device else ()
         free_bytes = sum(device.free_bytes for device in places) or self.here.memory.available_bytes
         budget = self.spec.vram_cache[0] if wanted.on_device else self.spec.expert_cache
@@ -136,7 +140,7 @@ class _Owner:
         return choose_context(self.layout, sizes, free_bytes, budget).n_ctx or 0
 
     def plan_within(self, room: Room, wanted: Plan, least: Plan) -> Plan:
-        """Returns the plan for this memory: `wanted` where that fits, else one with fewer slots, else `least`."""
+        """Returns the plan for memory `room`: `wanted` if it fits, else a plan with fewer slots, else `least`."""
         if _fits(wanted, room):
             return wanted
         one_slot, n_experts = self._slot_bytes(wanted), self.layout.n_expert_total
@@ -155,7 +159,7 @@ class _Owner:
         return least
 
     def _settled(self, wanted: Plan) -> LoadSpec:
-        """The options with the context that was chosen: less memory makes no shorter one."""
+        """Returns the load options with the context length of `wanted`, so that less memory does not shorten it."""
         return replace(self.spec, n_ctx=wanted.n_ctx, kv_tokens=wanted.kv_tokens)
 
     def _devices(self, wanted: Plan) -> tuple[Device, ...]:
@@ -165,8 +169,8 @@ class _Owner:
         return slot_bytes(self.layout, [device.name for device in self._devices(wanted)])
 
     def least(self, wanted: Plan) -> Plan:
-        """Returns the plan that takes the least, on the devices of `wanted`; `wanted` where layers are as they were
-        asked for."""
+        """Returns the plan that needs the least memory, on the devices of `wanted`. Returns `wanted` if the options fix
+        which layers are on devices, or no smaller plan is possible."""
         layout, spec, devices = self.layout, self._settled(wanted), self._devices(wanted)
         as_asked = (wanted.layers_on and spec.placement == "layers") or spec.is_divided(devices[:1])
         if not layout.is_moe or (devices and as_asked):
@@ -188,13 +192,13 @@ class _Owner:
 
 
 def _at_most(cache: ExpertCache, n_experts: int, one_slot: int) -> ExpertCache:
-    """Returns a budget that takes what fits, up to this one."""
+    """Returns an automatic budget (as much as fits) whose maximum is the budget `cache`."""
     n_bytes = int(cache.fraction * n_experts + 1e-9) * one_slot
     return ExpertCache("auto", n_bytes=n_bytes if cache.mode == "fraction" else cache.n_bytes)
 
 
 def bytes_of(plan: Plan) -> dict[str, int]:
-    """Returns where a plan takes how much."""
+    """Returns {RAM or device: bytes that the plan needs there}."""
     return {part.name or RAM: part.total_bytes for part in plan.memories}
 
 
@@ -204,28 +208,28 @@ def _fits(plan: Plan, room: Room) -> bool:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """The memory of one model. `idle`: it may be unloaded, or is being unloaded."""
+    """The memory that one model takes."""
 
     name: str
     used: Room
-    idle: bool
+    idle: bool  # True if the model may be unloaded, or is being unloaded
 
 
 @dataclass(frozen=True)
 class Admission:
-    """Reserve this and load; or unload the models in `unload` first, for the bytes that are `short`; or, with neither,
-    wait until others are idle."""
+    """The decision about a load. If all fields are empty, the load waits until other models are idle."""
 
-    reserve: Room = field(default_factory=dict)
-    unload: tuple[str, ...] = ()
-    short: Room = field(default_factory=dict, compare=False)
+    reserve: Room = field(default_factory=dict)  # bytes to reserve; if not empty, the model is loaded now
+    unload: tuple[str, ...] = ()  # names of the models to unload first
+    short: Room = field(default_factory=dict, compare=False)  # bytes that are missing, for which models are unloaded
 
 
 def admit(size: ModelSize, limits: Room, models: Sequence[MemoryUse], max_models: int | None = None) -> Admission:
-    """Decides whether a model fits in `limits` beside `models`, given least recently used first. Idle models are
-    unloaded in this order: those that have memory in a place that is short, and as many as `max_models` asks for.
+    """Decides if a model can be loaded within `limits`. `models` are the other models, least recently used first.
 
-    Raises BudgetError when it would not fit without any other model.
+    Idle models are chosen for unloading in this order. A model is chosen if it has memory in a place where bytes are
+    missing, or if there would be more than `max_models` models. Raises BudgetError if the model would not fit even
+    without any other model.
     """
     for place, n_bytes in size.minimum.items():
         if n_bytes > limits[place]:
@@ -254,21 +258,22 @@ def admit(size: ModelSize, limits: Room, models: Sequence[MemoryUse], max_models
 
 
 class MemoryLimits:
-    """The bytes that all models together may take, less the bytes that other programs have taken since.
+    """The bytes that all models together may take.
 
-    RAM has the setting, or else the bytes that were free at construction. A device has the bytes that were free there
-    at first.
+    In RAM these are the setting's bytes. Without a setting, they are the bytes that were free at construction, or fewer
+    if other programs have taken more since. On a device they are the fewest bytes that were free so far, not counting
+    models.
     """
 
     def __init__(self, settings: Settings, memory: Callable[[], Memory] = read_memory) -> None:
-        self.lost: set[str] = set()  # devices that failed, which are not used again
+        self.lost: set[str] = set()  # names of devices that have failed, which are not used again
         self._memory = memory
         self._setting_bytes = settings.memory_bytes
         self._at_start = memory()
-        self._on_device: dict[str, int] = {}  # free bytes in the last list of devices
+        self._on_device: dict[str, int] = {}  # {device: fewest bytes that were free so far, not counting models}
 
     def ram(self, used_bytes: int) -> Memory:
-        """Returns the RAM for all models, while they take `used_bytes`."""
+        """Returns the RAM for all models together, given that they take `used_bytes` now."""
         if self._setting_bytes:
             return Memory(self._setting_bytes, self._setting_bytes, "the models' budget", 0)
         now = self._memory()
@@ -276,14 +281,12 @@ class MemoryLimits:
         return replace(now, available_bytes=free_bytes)
 
     def of(self, place: str, used_bytes: int) -> int:
-        """Returns the current limit there, while models take `used_bytes`."""
+        """Returns the limit in bytes at `place` (RAM or a device), given that models take `used_bytes` there now."""
         return self.ram(used_bytes).usable_bytes if place == RAM else self._on_device.get(place, 0)
 
     def gpus(self, devices: Sequence[Device], used: Room) -> list[Device] | None:
-        """Returns the devices that have not failed, with the bytes that would be free without models, which use `used`.
-
-        Returns None when all have failed.
-        """
+        """Returns the devices that have not failed, with the bytes that would be free without models. `used` are the
+        bytes that models take now. Returns None if all devices have failed."""
         there = [device for device in devices if device.name not in self.lost]
         for device in there:
             free = device.free_bytes + used.get(device.name, 0)
@@ -293,9 +296,9 @@ class MemoryLimits:
 
 
 def planned_budgets(plan: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the bytes for slots in a plan (as JSON): `expert_cache` in RAM, `vram_cache` on its device.
+    """Returns the bytes for slots in a plan (as JSON): `expert_cache` in RAM, `vram_cache` on GPUs.
 
-    The bytes on the device include the buffers in which prompts are staged.
+    `vram_cache` includes the buffers in which prompts are staged.
     """
     if plan.get("device"):
         return {"expert_cache": plan.get("n_ram_slots", 0) * plan["slot_bytes"], "vram_cache": plan["vram_cache_bytes"]}
@@ -303,8 +306,9 @@ def planned_budgets(plan: Mapping[str, Any]) -> dict[str, int]:
 
 
 def expert_cache_within(cache: ExpertCache, n_experts: int, slot_bytes: int, reserved_bytes: int) -> int:
-    """Bytes of whole slots that `cache` asks for, at most those that were reserved when the model was loaded; "auto"
-    asks for all of them. Less than a slot stays as it was asked for: the model refuses it.
+    """Returns a budget in bytes, rounded down to whole slots and limited to the bytes reserved at the model's load.
+
+    "auto" takes all reserved bytes. A budget of less than one slot is not rounded: the model will refuse it.
 
     Raises BudgetError for a model without experts.
     """

@@ -1,18 +1,20 @@
-"""The loaded models by name, and which request uses which of them: queues, loads, unloads, expiry. On one event loop.
+"""Manages the loaded models and the requests for them: queues, loads, unloads, expiry. Runs on one event loop.
 
-A model has a task from its first request until no name uses it (`_live`). The task waits for memory, loads, and ends
-the process when `ending` is set, again and again. Every change calls `_dispatch`, which never waits. `_dispatch` grants
-requests of loaded models, ends models that nobody uses, and wakes the tasks that wait for a change.
+Each model has a task (`_live`) from its first request until no request waits for it. The task waits for memory, loads
+the model, and ends the process when `ending` is set. It repeats this while requests wait. Every change calls
+`_dispatch`, which never waits. `_dispatch` grants requests of loaded models, ends models that nobody uses, and wakes
+the tasks that wait for a change.
 
 Rules:
 - Names with equal files and load options share a process. An option that a request leaves out comes from the last
   request of its name. A request for a longer context loads the model again.
-- Requests of a model are granted in turns between clients (`in_turn`), up to the number that its process answers
-  together. The requests of one client are granted in order of arrival.
+- Clients take turns with their requests for a model (`in_turn`). Its process answers several requests at once, up to a
+  limit. The requests of one client are granted in their order of arrival.
 - A full queue is divided evenly between the clients that need it.
 - A model is loaded when it fits the memory budget. Idle models are unloaded for it, least recently used first. If this
-  is not enough, the model gets fewer expert slots. If no slots are left, the model waits until a busy one is idle.
-- A device's memory is counted apart, and a device that has failed is not used again.
+  is not enough, the model gets fewer expert slots. If it has no room even with the fewest slots, it waits until a busy
+  model is idle.
+- The memory of each device is counted separately. A device that has failed is not used again.
 - Loads get memory in the order in which they became due. Requests for loaded models may overtake a load that waits for
   memory, for OVERTAKE_S at most.
 - A running answer is never interrupted.
@@ -60,9 +62,9 @@ from moegguf.settings import Settings
 
 log = logging.getLogger(__name__)
 
-OVERTAKE_S = 10.0  # requests that alternate between two models must not swap them every time
+OVERTAKE_S = 10.0  # seconds; so that requests that alternate between two models do not swap the models every time
 SHUTDOWN_GRACE_S = 5.0
-FREED = 0.1  # share of a full queue that is free when refused clients try again, as fast as the queue has moved so far
+FREED = 0.1  # a refused client should retry after this share of the longest wait in the queue
 MAX_RETRY_S = 60.0
 
 
@@ -76,36 +78,36 @@ def _log_warning(name: str, text: str) -> None:
 
 @dataclass(eq=False)
 class ModelManager:
-    """Models by name, each in its own process: `async with ModelManager(catalog, settings) as manager`.
+    """Loads models and grants requests for them: `async with ModelManager(catalog, settings) as manager`.
 
-    Leaving the block gives running answers SHUTDOWN_GRACE_S to finish, then ends every process. All calls belong to
-    the event loop that entered it.
+    When the block ends, running answers have SHUTDOWN_GRACE_S to finish, then every process is ended. All calls must
+    come from the event loop that entered the block.
     """
 
     catalog: Catalog
     settings: Settings
     _: KW_ONLY
-    # Starts worker processes. None: as the settings say.
+    # Starts worker processes. None: the manager makes this object.
     workers: Workers | None = None
     # Computes the memory that a model needs.
     measure: Callable[..., memory_budget.ModelSize] = memory_budget.measure
-    # Lists the GPUs of this machine as they are now.
+    # Lists the GPUs of this machine with their current free memory.
     devices: Callable[[], list[Device]] = query_gpus
-    # Is called while a model is read: with the model, the share that was read, and the seconds since the load began.
+    # Called while a model is read: with its entry, the share that was read, and the seconds since the load began.
     on_load: Callable[[ModelEntry, float, float], object] = _ignore
-    # Is called with the name of a model and a warning of its process.
+    # Called with the name of a model and the text of a warning from its process.
     on_warning: Callable[[str, str], object] = _log_warning
 
     def __post_init__(self) -> None:
-        self._models: dict[str, ManagedModel] = {}  # loaded or requested, by `process_key`
-        self.kept: set[str] = set()  # names whose models stay loaded where a request does not say how long
+        self._models: dict[str, ManagedModel] = {}  # {process_key: model that is loaded or requested}
+        self.kept: set[str] = set()  # names whose models stay loaded unless a request sets a keep-alive time
         self._limits = memory_budget.MemoryLimits(self.settings)
-        self._admission = asyncio.Lock()  # held by the model that is given memory for a load
-        self._short: ManagedModel | None = None  # the one that waits for memory
+        self._admission = asyncio.Lock()  # held for the model whose load waits for memory
+        self._short: ManagedModel | None = None  # the model whose load waits for memory
         self._workers = self.workers or Workers(echo_stderr=self.settings.debug)
-        self._warned: set[tuple[str, str]] = set()  # names of models, and warnings that they had
+        self._warned: set[tuple[str, str]] = set()  # (name of a model, warning) that was already reported
         self._closed = False
-        self._changed = asyncio.Event()  # set for a moment
+        self._changed = asyncio.Event()  # set and cleared at once at every change, to wake all waiting tasks
 
     async def __aenter__(self) -> ModelManager:
         await self._workers.prepare()
@@ -124,7 +126,7 @@ class ModelManager:
         await self._workers.close()
 
     def refuse(self) -> None:
-        """Refuses requests from now on, also those that wait; running answers go on."""
+        """Refuses all new and waiting requests from now on. Running answers continue."""
         self._closed = True
         for model in self._models.values():
             for request in model.waiting:
@@ -139,11 +141,11 @@ class ModelManager:
         *,
         will_answer: bool = True,
     ) -> Lease:
-        """The use of a model, inside `async with`: loads it if needed and waits in its queue.
+        """Returns a lease for use in `async with`. Entering it loads the model if needed and waits in its queue.
 
-        `name`: a name, or its catalog entry. `keep_alive_s`: how long an idle model stays loaded afterwards; None: the
-        setting, 0: not at all, inf: for ever. With `will_answer=False` the lease does not wait for answers of other
-        requests, and cannot generate or embed.
+        `name`: a name, or its catalog entry. `keep_alive_s`: seconds that the idle model stays loaded after the lease.
+        None: the setting; 0: not at all; inf: for ever. With `will_answer=False` the lease does not wait for answers of
+        other requests, and cannot generate or embed.
 
         Entering raises BusyError, ModelNotFoundError, ModelNameError, ModelFormatError, BudgetError, AllocationError,
         WorkerError.
@@ -161,16 +163,16 @@ class ModelManager:
     async def load(
         self, name: str | ModelEntry, overrides: LoadOverrides = LoadOverrides(), keep_alive_s: float | None = None
     ) -> LoadedModel:
-        """Loads a model, or restarts the keep-alive time of a loaded one. Raises what entering a lease raises."""
+        """Loads a model, or restarts the keep-alive time of a loaded model. Raises the errors of entering a lease."""
         entry = await self._find(name)
         async with self.lease(entry, overrides, keep_alive_s, will_answer=False):
             return next(model.status() for model in self._models.values() if entry.name in model.uses)
 
     async def unload(self, name: str | ModelEntry) -> bool:
-        """Ends the use of a model by a name, after its current answer; False when the name used none.
+        """Ends the use of a model by a name, after the name's current answer. Returns False if the name used no model.
 
-        Returns when the model's process has ended, unless other names use it. Waiting requests load it again. Raises
-        ModelNotFoundError, ModelNameError.
+        If no other name uses the model, its process is ended before the return. Waiting requests load the model again.
+        Raises ModelNotFoundError, ModelNameError.
         """
         canonical = name if isinstance(name, str) and self._used_by(name) else (await self._find(name)).name
         model = self._used_by(canonical)
@@ -185,22 +187,22 @@ class ModelManager:
         return True
 
     def loaded(self) -> list[LoadedModel]:
-        """Returns the models in memory, latest expiry first. Statistics are as of the last answer or snapshot."""
+        """Returns the models in memory, latest expiry first. Their statistics are from the last answer or snapshot."""
         loaded = [model.status() for model in self._models.values() if model.process is not None]
         return sorted(loaded, key=lambda m: m.expires.timestamp() if m.expires else math.inf, reverse=True)
 
     def loading(self) -> dict[str, float]:
-        """Returns the share that was read of each model that is being loaded, by the names that wait for it."""
+        """Returns {name that waits for a load: share of the model that was read so far}."""
         is_loading = [model for model in self._models.values() if model.process is None and model.used]
         return {request.name: model.load_share for model in is_loading for request in model.waiting}
 
     async def snapshots(self, entry: ModelEntry | None, watch_s: float) -> list[Snapshot]:
-        """Returns the experts of the model that `entry` names, while it is loaded; with None, of each loaded model.
+        """Returns snapshots of the experts of the model `entry`, if it is loaded, or (None) of all loaded models.
 
-        A name whose own process is not loaded gets the experts of another process with its files. With
-        `tells_clients_apart`, a request gets the experts that its own client's requests use.
+        If the name itself does not use a process, another process with the same files is used. With the setting
+        `tells_clients_apart`, the snapshots count only the requests of the current client.
 
-        watch_s: time after which the caller asks again at the latest.
+        watch_s: seconds in which the caller will call again; for this time the worker counts all uses.
         """
         client_key = current_owner.get() if self.settings.tells_clients_apart else None
         ready = [model for model in self._models.values() if model.is_ready]
@@ -209,7 +211,7 @@ class ModelManager:
             ready = of_name or [model for model in ready if files_key(model.entry) == files_key(entry)]
         found = []
         for model in ready:
-            with suppress(MoeggufError):  # it has just ended
+            with suppress(MoeggufError):  # the process has just ended
                 assert model.process is not None
                 snapshot = build(
                     Snapshot, await model.process.request("experts", watch_s=watch_s, client_key=client_key).value()
@@ -218,11 +220,11 @@ class ModelManager:
         return found
 
     async def _find(self, name: str | ModelEntry) -> ModelEntry:
-        # A lookup reads files, which must not block the event loop; an entry needs none.
+        # A lookup reads files, so it runs on a thread and does not block the event loop.
         return name if isinstance(name, ModelEntry) else await asyncio.to_thread(self.catalog.find, name)
 
     def _used_by(self, name: str) -> ManagedModel | None:
-        """The model that `name` uses, or for which it is being loaded."""
+        """Returns the model that `name` uses, or that is being loaded for `name`."""
         for model in self._models.values():
             is_loading = model.process is None and bool(model.used)
             if name in model.uses or (is_loading and any(request.name == name for request in model.waiting)):
@@ -230,8 +232,8 @@ class ModelManager:
         return None
 
     async def _acquire(self, request: LeaseRequest) -> None:
-        """Waits until `request` may use its model; the caller then calls `_release`. Raises BusyError and the errors of
-        loading."""
+        """Waits until `request` may use its model. The caller must call `_release` after the use. Raises BusyError and
+        the errors of loading."""
         if self._closed:
             raise _shutting_down()
         request.overrides = self._remembered(request)
@@ -248,19 +250,19 @@ class ModelManager:
         self._dispatch()
         try:
             await request.granted
-        except BaseException:  # also where the request is cancelled
+        except BaseException:  # includes a cancellation of the request
             if request in model.waiting:
                 model.waiting.remove(request)
                 self._dispatch()
-            self._release(request)  # it may have been granted just before its task was cancelled
+            self._release(request)  # needed if the request was granted just before the cancellation
             raise
 
     def _make_queue_room(self, request: LeaseRequest) -> None:
         """Refuses a request when the queue is full (longest queue drop: Suter et al., 1998).
 
-        The newest request of the client with the most requests is refused, if the client of `request` has fewer even
-        with `request`. Otherwise `request` is refused. So each client gets an equal share of the queue if it needs it.
-        Raises QueueFullError.
+        If the client of `request` has fewer waiting requests than another client, even including `request`, the newest
+        request of the client with the most requests is refused. Otherwise `request` is refused, and QueueFullError is
+        raised. So the clients share the queue evenly.
         """
         waiting = [other for model in self._models.values() for other in model.waiting]
         if len(waiting) < self.settings.max_queue:
@@ -276,8 +278,9 @@ class ModelManager:
         newest.end(busy)
 
     def _remembered(self, request: LeaseRequest) -> LoadOverrides:
-        """Returns the overrides of `request`. Where they are None, they come from the entry's own parameters, then from
-        the last request of its name. A request that still waits gives no context: it may be too long to be loaded."""
+        """Returns the load options of `request`. Options that are None come from the entry's parameters, then from the
+        last request with this name. If this last request still waits, its context length is not used, since it may be
+        too long to be loaded."""
         name, own = request.name, LoadOverrides.of(request.entry.parameters)
         uses = [model.uses[name].overrides for model in self._models.values() if name in model.uses]
         waiting = [other for model in self._models.values() for other in model.waiting if other.name == name]
@@ -288,13 +291,13 @@ class ModelManager:
     async def set_budget(
         self, name: str, expert_cache: ExpertCache | None = None, vram_cache: ExpertCache | None = None
     ) -> LoadedModel:
-        """Changes a loaded model's budgets for experts, in RAM and on its device, also while it answers.
+        """Changes a loaded model's budgets for experts, in RAM and on its devices. The model may be answering.
 
-        A budget can be at most the budget that the model was loaded with. None leaves a budget as it is.
+        The maximum of a budget is its value at the model's load. None leaves a budget unchanged.
 
         Raises ModelNotFoundError for a name that uses no loaded model. Raises BudgetError for less than the model's
-        passes need, for more than is free and for a tier that the model does not have. Raises BusyError while the
-        model is unloaded, AllocationError, WorkerError.
+        passes need, for more than is free, and for a tier that the model does not have. Raises BusyError while the
+        model is being loaded or unloaded, AllocationError, WorkerError.
         """
         model = self._used_by((await self._find(name)).name)
         if model is None:
@@ -321,7 +324,7 @@ class ModelManager:
         before = {name: model.cache_bytes[name] for name in wanted}
         for name, n_bytes in wanted.items():
             self._check_growth(model, model.places_of(name), n_bytes - before[name])
-        model.set_budgets({name: max(before[name], wanted[name]) for name in wanted})  # nobody else gets it meanwhile
+        model.set_budgets({name: max(before[name], wanted[name]) for name in wanted})  # reserves growth at once
         now = wanted
         try:
             await process.request("budget", **wanted).value()
@@ -344,12 +347,12 @@ class ModelManager:
             )
 
     def _release(self, request: LeaseRequest) -> None:
-        """Ends the use of a model. Idempotent."""
+        """Ends a request's use of a model. Has no effect if the use has already ended."""
         model = request.model
         if request not in model.users:
             return
         model.release(request)
-        model.look_at_files()  # a write may be why the answer has ended
+        model.look_at_files()  # the answer may have failed because a file was changed
         model.last_used_s = time.monotonic()
         if request.name in model.uses:
             model.uses[request.name].last_used_s = model.last_used_s
@@ -368,9 +371,9 @@ class ModelManager:
         self._changed.clear()
 
     def _give_up_names(self, model: ManagedModel) -> None:
-        """Removes the names without an answer that are to give the model up, while other names use it.
+        """Removes names in `unloads` from a model that other names use, if the name has no running answer.
 
-        Without other names the model ends.
+        If no other name uses the model, `_grant_waiting` ends the model.
         """
         for name in list(model.unloads):
             if model.has_others(name) and not any(request.name == name for request in model.answering):
@@ -389,9 +392,12 @@ class ModelManager:
             self._grant(model, granted)
 
     def _next_of(self, model: ManagedModel) -> LeaseRequest | None:
-        """Returns the first request that overtakes no load, among the requests before one that needs another load;
-        None: all do. Turns may have put one that came before the load behind one that came after it."""
-        since = math.inf  # a load that has waited for memory for long is not overtaken
+        """Returns the request that is granted next, or None.
+
+        Requests behind a request that needs another load wait. A request must not overtake a load that has waited for
+        OVERTAKE_S. The queue is in the order of turns, so a later request in it may have come before this load.
+        """
+        since = math.inf  # ticket of a load that must not be overtaken
         if self._short is not None:
             due = (request for request in self._short.waiting if not request.comes_last)
             oldest = min(due, key=lambda request: request.ticket, default=None)
@@ -410,7 +416,7 @@ class ModelManager:
         model.grant(request)
 
     def _use(self, model: ManagedModel, request: LeaseRequest) -> None:
-        """Notes that the name of `request` uses `model`, and no other one: the model of its earlier options may end."""
+        """Makes `model` the only model that the name of `request` uses. A model with earlier options may then end."""
         for other in self._models.values():
             if other is not model:
                 other.uses.pop(request.name, None)
@@ -424,7 +430,7 @@ class ModelManager:
         return self._limits.of(place, self._used(place))
 
     def _update_expiry(self, model: ManagedModel) -> None:
-        """Drops the names whose keep-alive time is over, ends an idle model without names, and sets the next timer."""
+        """Removes names whose keep-alive time is over. Ends an idle model without names, else sets the next timer."""
         expires_s = {name: model.expires_s(name) for name in model.uses}
         expired = [name for name, at_s in expires_s.items() if at_s <= time.monotonic()]
         if len(expired) == len(model.uses) and not model.users and not model.waiting:
@@ -438,7 +444,7 @@ class ModelManager:
     # The task of a model.
 
     async def _live(self, model: ManagedModel) -> None:
-        """Loads a model, and unloads it when it is to end, while requests wait for it."""
+        """Loads a model and later unloads it, and repeats this while requests wait for the model."""
         while model.waiting:
             request = None
             try:
@@ -450,9 +456,9 @@ class ModelManager:
                     if not await self._reserve(model, request, size):
                         continue
                 await self._run(model, request, size)
-            except Exception as error:  # also a fault of ours: nobody waits for ever
+            except Exception as error:  # even after a bug, no request must wait for ever
                 for failed in [w for w in model.waiting if request is not None and w.same_load(request)]:
-                    model.waiting.remove(failed)  # a load with other options is still tried
+                    model.waiting.remove(failed)  # requests with other load options still wait for their load
                     failed.end(error)
             finally:
                 model.reset()
@@ -473,7 +479,8 @@ class ModelManager:
         return size
 
     async def _reserve(self, model: ManagedModel, request: LeaseRequest, size: memory_budget.ModelSize) -> bool:
-        """Waits for memory, for which idle models end; False once the next request needs another load."""
+        """Waits until memory for the load is reserved, and unloads idle models for it. Returns False if the load is no
+        longer needed, because the next request needs another load or no request waits."""
         try:
             while model.waiting and model.queue[0].same_load(request):
                 others = sorted((m for m in self._models.values() if m.used), key=lambda m: m.last_used_s)
@@ -497,7 +504,7 @@ class ModelManager:
             self._dispatch()
 
     async def _run(self, model: ManagedModel, request: LeaseRequest, size: memory_budget.ModelSize) -> None:
-        """Runs a process with the model, from its load to its end."""
+        """Runs a worker process with the model, from its load until `ending` is set."""
         start_s = time.monotonic()
         plan = await asyncio.to_thread(size.plan_within, model.used)
         if model.devices:
@@ -522,10 +529,10 @@ class ModelManager:
             for waiting in model.waiting:
                 waiting.load_s = time.monotonic() - start_s
             async with model.changing_budget:
-                for name, cache in dict(model.asked_budgets).items():  # a person needs that memory
+                for name, cache in dict(model.asked_budgets).items():  # keeps budgets that a client has set
                     try:
                         await self._set_budget(model, {name: cache})
-                    except MoeggufError:  # the new plan has no room for the budget that a person asked for
+                    except MoeggufError:  # the new plan does not allow this budget
                         model.asked_budgets.pop(name, None)
             self._dispatch()
             await model.ending.wait()
@@ -536,7 +543,7 @@ class ModelManager:
                 self._limits.lost.update(model.devices)
 
     def _warn(self, model: ManagedModel, text: str) -> None:
-        """Passes on a warning of a model's process, unless a process of that model has had it before."""
+        """Calls `on_warning` for a warning of a model's process, unless the model already had this warning."""
         if (model.name, text) not in self._warned:
             self._warned.add((model.name, text))
             self.on_warning(model.name, text)

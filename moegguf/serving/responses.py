@@ -1,7 +1,7 @@
-"""Stored responses of OpenAI's API: each with the messages of its turn and the response before it.
+"""Stores responses of OpenAI's API. Each has the messages of its turn and the id of the previous response.
 
-A response is removed when it is older than its age limit, which begins anew when a later response continues it, or when
-others need its room. One process at a time has the database open. All methods may be called from any thread.
+A response is removed when it is older than the age limit, or when newer responses need its space. Its age begins anew
+when a later response continues it. Only one process at a time can open the database. Any thread may call any method.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 DATABASE = "responses.db"
 SCHEMA = (
-    # messages: of the turn, as JSON. about: the response object, as JSON. n_bytes: of both.
+    # messages: messages of the turn, as JSON. about: the response object, as JSON. n_bytes: size of both together.
     "CREATE TABLE response (id TEXT PRIMARY KEY, owner TEXT, previous TEXT, expires_at REAL, n_bytes INTEGER,"
     " messages BLOB, about BLOB)",
     "CREATE INDEX response_expires_at ON response (expires_at)",
@@ -36,12 +36,12 @@ RENEW = (
     " UPDATE response SET expires_at = ? WHERE id IN turn"
 )
 DROP_OLDEST = "DELETE FROM response WHERE id = (SELECT id FROM response ORDER BY expires_at, rowid LIMIT 1)"
-MAX_BYTES = 1 << 30  # most bytes of all responses
-MAX_HISTORY_BYTES = 32 << 20  # most bytes of the messages of a conversation
+MAX_BYTES = 1 << 30  # limit for all responses together
+MAX_HISTORY_BYTES = 32 << 20  # limit for the messages of one conversation
 
 
 class ResponseStore:
-    """The responses in a folder, kept for `age_s` seconds; nothing is stored where that is 0."""
+    """The responses in a folder, which are kept for `age_s` seconds. If this is 0, nothing is stored."""
 
     def __init__(self, folder: Path, age_s: float, now: Callable[[], float] = time.time) -> None:
         self._path = folder / DATABASE
@@ -52,11 +52,11 @@ class ResponseStore:
 
     @property
     def stores(self) -> bool:
-        """Returns whether responses are stored at all."""
+        """True if responses are stored at all."""
         return self._age_s > 0
 
     def start(self) -> None:
-        """Removes the responses of earlier runs that are too old."""
+        """Opens the database, if there is one, and removes responses that are too old."""
         if not self._path.exists():
             return
         try:
@@ -85,18 +85,20 @@ class ResponseStore:
                 database.execute(DROP_OLDEST)
 
     def get(self, response_id: str) -> dict[str, Any]:
-        """Returns a response object. Raises UnknownIdError, BusyError, StorageError."""
+        """Returns the response object with this id. Raises UnknownIdError, BusyError, StorageError."""
         _, _, about = self._row(response_id)
         found: dict[str, Any] = json.loads(about)
         return found
 
     def delete(self, response_id: str) -> None:
-        """Removes a response: it cannot be continued any more, nor can those that continue it. Raises as `get`."""
+        """Removes a response. Neither this nor later responses of its conversation can be continued afterwards. Raises
+        the errors of `get`."""
         self._row(response_id)
         self._open().execute("DELETE FROM response WHERE id = ?", response_id)
 
     def history(self, response_id: str) -> list[Message]:
-        """Returns the messages of the conversation up to a response. Raises as `get`, OptionError."""
+        """Returns all messages of a conversation up to a response. Raises the errors of `get`, and OptionError if they
+        are too large."""
         turns = list[list[Message]]()
         n_bytes = 0
         turn: str | None = response_id
@@ -112,7 +114,7 @@ class ResponseStore:
         return [message for messages_of_turn in reversed(turns) for message in messages_of_turn]
 
     def turns(self) -> list[str]:
-        """Returns the texts of each stored turn that was sent without a key, the oldest first. Raises BusyError,
+        """Returns the text of each stored turn of requests without an API key, oldest first. Raises BusyError,
         StorageError."""
         if not self._path.exists():
             return []
@@ -120,7 +122,7 @@ class ResponseStore:
         return ["\n\n".join(text_of(message["content"]) for message in json.loads(messages)) for (messages,) in rows]
 
     def _row(self, response_id: str) -> tuple[str | None, bytes, bytes]:
-        """Returns the id of the response before, the messages and the object of a response. Raises as `get`."""
+        """Returns (id of the previous response, messages, response object). Raises the errors of `get`."""
         rows = []
         if self._path.exists():
             query = "SELECT owner, previous, messages, about FROM response WHERE id = ?"
@@ -131,7 +133,8 @@ class ResponseStore:
         return previous, messages, about
 
     def _open(self) -> Database:
-        """Returns the database without responses that are too old. Raises BusyError, StorageError."""
+        """Opens the database if needed, removes responses that are too old, and returns the database. Raises BusyError,
+        StorageError."""
         with self._lock:
             if self._database is None:
                 try:

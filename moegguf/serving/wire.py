@@ -1,20 +1,20 @@
-"""The protocol between server and worker: lines of JSON over a Unix socket, each one message with a `kind`.
+"""The protocol between server and worker: lines of JSON over a Unix socket. Each line is a message with a `kind`.
 
-Dataclasses are sent as the fields that differ from their defaults and rebuilt from their type hints. Bytes are sent as
-base64, errors by class name. No pickle: a message can only become one of the types named here. Does not know processes
-or models.
+A dataclass is sent as an object with the fields that differ from their defaults, and is rebuilt from its type hints.
+Bytes are sent as base64, errors by class name. Pickle is not used: a message can only become one of the types named
+here. Does not know processes or models.
 
 Messages to the worker, each with an id:
 - load (config) is the first message. Its value is a `Ready`.
 - generate (request, stream), embed (inputs, truncate, normalize, num_ctx, client_key), rank (query, documents,
   client_key), tokenize (text, special), pieces (tokens), count (request), render (request)
-- slot (action, slot, owner, path, most_bytes), budget (bytes by the name of a budget)
-- experts (watch_s, client_key: None sees all experts)
-- cancel has the id of another message.
+- slot (action, slot, owner, path, most_bytes), budget ({name of a budget: bytes})
+- experts (watch_s, client_key; None: counts the requests of all clients)
+- cancel has the id of the message to cancel.
 
 Messages from the worker:
 - event (id, and the event under its class name)
-- end (id, value or error; stats and decisions once there is a model)
+- end (id, value or error; also stats and decisions if the model is loaded)
 - warning (text), decision (fields)
 """
 
@@ -36,7 +36,8 @@ from moegguf.generate.request import Delta, PromptProgress
 if TYPE_CHECKING:
     from moegguf.engine.plan import Plan
 
-MAX_MESSAGE_BYTES = 128 << 20  # a prompt of 8 MiB as escapes is 48 MiB; vectors of 8,000 texts are 87 MiB
+# A prompt of 8 MiB can take 48 MiB as JSON escapes, and the vectors of 8,000 texts take 87 MiB.
+MAX_MESSAGE_BYTES = 128 << 20
 
 Message = dict[str, Any]
 Kind = TypeVar("Kind")
@@ -44,36 +45,35 @@ Kind = TypeVar("Kind")
 
 @dataclass(frozen=True)
 class LoadConfig:
-    """The model that a worker loads, and how."""
+    """The model that a worker loads, with its plan and options."""
 
     name: str
     path: str
-    plan: Plan  # sizes and places of everything
-    options: Mapping[str, Any] = field(default_factory=dict)  # keywords of `Llama`
+    plan: Plan  # sizes and places of all memory of the model
+    options: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of `Llama`
 
 
 @dataclass(frozen=True)
 class Loading:
-    """The share of a model that was read."""
+    """An event during a load: the share of the model that was read so far."""
 
-    share: float
+    share: float  # 0 to 1
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A worker has loaded its model. `plan`: moegguf.engine.plan.Plan as JSON. `n_parallel`: requests that it answers
-    at once."""
+    """The reply of a worker that has loaded its model."""
 
     n_ctx: int
-    plan: Mapping[str, Any] = field(default_factory=dict)
-    n_parallel: int = 1
+    plan: Mapping[str, Any] = field(default_factory=dict)  # moegguf.engine.plan.Plan as JSON
+    n_parallel: int = 1  # requests that the worker can answer at once
 
 
 EVENTS = {kind.__name__: kind for kind in (Loading, Delta, PromptProgress)}
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
-    """A message as one line. Raises OptionError when it is too long or cannot be written as JSON."""
+    """Encodes a message as one line. Raises OptionError if it is too long or cannot be written as JSON."""
     try:
         line = json.dumps(message, default=_plain, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
@@ -84,7 +84,7 @@ def encode(message: Mapping[str, Any]) -> bytes:
 
 
 def decode(line: bytes | bytearray) -> Message:
-    """The message in a line. Raises WorkerError for an invalid one."""
+    """Decodes the message in a line. Raises WorkerError for an invalid message."""
     try:
         message = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -95,7 +95,7 @@ def decode(line: bytes | bytearray) -> Message:
 
 
 def _plain(value: Any) -> Any:
-    """The `default` of json.dumps: converts the types that JSON does not have."""
+    """Converts a value of a type that JSON does not have. It is the argument `default` of json.dumps."""
     if is_dataclass(value) and not isinstance(value, type):
         return {name: item for name, default in _defaults(type(value)) if (item := getattr(value, name)) != default}
     if isinstance(value, Mapping):
@@ -107,12 +107,13 @@ def _plain(value: Any) -> Any:
 
 @cache
 def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
-    """(field, default); MISSING for a field without default, which is therefore always sent."""
+    """Returns (field name, default) for each field of a dataclass. A field without a default has MISSING, so that its
+    value always differs and is sent."""
     return tuple((f.name, f.default if f.default_factory is MISSING else f.default_factory()) for f in fields(kind))
 
 
 def build(kind: type[Kind], data: Any) -> Kind:
-    """The dataclass `kind` from its JSON as `encode` wrote it. Raises WorkerError when the JSON does not fit."""
+    """Rebuilds a value of type `kind` from JSON that `encode` wrote. Raises WorkerError if the JSON does not fit."""
     reader: Callable[[Any], Any] = _reader(typing.cast(Any, kind))
     try:
         return typing.cast(Kind, reader(data))
@@ -122,11 +123,11 @@ def build(kind: type[Kind], data: Any) -> Kind:
 
 @cache
 def _reader(hint: Any) -> Callable[[Any], Any]:
-    """The function that converts JSON to the type of a hint; types that JSON has are passed through."""
+    """Returns the function that converts JSON to the type `hint`. For a type that JSON has, it changes nothing."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if is_dataclass(hint):
         names: dict[str, Any] = {}
-        if hint is LoadConfig:  # only a worker gets here: the import would delay the start of `moegguf run`'s worker
+        if hint is LoadConfig:  # imported here because the server, which never needs it, would start later
             from moegguf.engine.plan import Plan
 
             names = {"Plan": Plan}
@@ -151,12 +152,13 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
 
 
 def encode_error(error: BaseException) -> Message:
-    """The class name and the message of an error."""
+    """Converts an error to JSON: its class name and its message."""
     return {"class": type(error).__name__, "message": str(error) or type(error).__name__}
 
 
 def build_error(data: Any) -> MoeggufError:
-    """The error from its JSON: of its own class if that is in moegguf.errors, else a MoeggufError with its name."""
+    """Rebuilds an error from its JSON. A class that is not in moegguf.errors becomes a MoeggufError whose text has the
+    name of the class."""
     name, message = str(data.get("class")), str(data.get("message"))
     kind = getattr(moegguf.errors, name, None)
     if isinstance(kind, type) and issubclass(kind, MoeggufError):

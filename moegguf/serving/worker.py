@@ -1,4 +1,4 @@
-"""A process that holds one model and answers requests, several at once: `python -m moegguf.serving.worker FD`.
+"""A process that loads one model and answers requests, several at once: `python -m moegguf.serving.worker FD`.
 
 Messages arrive on the socket inherited as FD. The process exits when the socket closes, so that no worker outlives a
 killed server. The main thread loads and computes (`BatchLoop`). A second thread reads messages, so that an answer can
@@ -43,27 +43,27 @@ from moegguf.serving.events import Snapshot
 from moegguf.serving.expert_uses import ExpertUses
 from moegguf.text import to_utf8
 
-EXIT_GRACE_S = 5.0  # time that a running computation has after the socket has closed
-DELTA_S = 0.02  # least time between two messages with an answer's text
-PROGRESS_S = 0.1  # least time between two messages of progress
-MAX_REPLIES = 32  # replies that are made at once: a slow template or a long text holds up nobody else
+EXIT_GRACE_S = 5.0  # seconds in which a running computation must stop after the socket has closed
+DELTA_S = 0.02  # minimum seconds between two messages with an answer's text
+PROGRESS_S = 0.1  # minimum seconds between two messages about progress
+MAX_REPLIES = 32  # threads for replies, so that a slow template or a long text does not delay other replies
 
 
 class Outbox:
-    """Sends lines over `connection` at once, in their order. The end of a `one_call` block sends its lines in one call.
+    """Sends lines over `connection` in their order. Lines inside a `one_call` block are sent together at its end.
 
-    Each call of the system, and each message, wakes the server and its client on processors that the model's threads
-    need, and lets go of the interpreter. With 16 answers at once a call for each of their tokens took a tenth of the
-    time between two passes.
+    Each system call wakes the server and its client on processors that the model's threads need, and releases the
+    interpreter's lock. With 16 answers at once, one call for each token took a tenth of the time between two passes.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._lock = threading.Lock()
-        self._held: list[bytes] | None = None  # inside a block
+        self._held: list[bytes] | None = None  # lines to send at the end of a `one_call` block; None outside of it
 
     def put(self, line: bytes) -> None:
-        """Sends a line, after all that were put before. Raises OSError when the socket is closed."""
+        """Sends a line after all earlier lines, or keeps it until a `one_call` block ends. Raises OSError if the socket
+        is closed."""
         with self._lock:
             if self._held is None:
                 self._connection.sendall(line)
@@ -72,8 +72,8 @@ class Outbox:
 
     @contextmanager
     def one_call(self) -> Iterator[None]:
-        """A block, of one thread at a time and short: lines of other threads wait for its end, too. Raises OSError when
-        the socket is closed."""
+        """Context manager that sends all lines put inside it with one system call. Only one thread may use it at once.
+        Lines of other threads also wait for its end, so it must be short. Raises OSError if the socket is closed."""
         with self._lock:
             self._held = []
         try:
@@ -87,16 +87,16 @@ class Outbox:
 
 @dataclass
 class Events:
-    """Sends an answer's events, in the manner of `AnswerEvents`.
+    """Sends the events of one answer to the server. Implements `AnswerEvents`.
 
-    Deltas that come faster than DELTA_S are joined: 50 updates a second are enough for a display. Without `stream`
-    there is one delta, at the end.
+    Deltas are joined until DELTA_S has passed: 50 updates per second are enough for a display. Without `stream` there
+    is one delta, at the end.
     """
 
     stream: bool
-    send: Callable[[Delta | PromptProgress], None]
-    end: Callable[[AnswerSummary, Exception | None], object]
-    clock: Callable[[], float] = time.monotonic
+    send: Callable[[Delta | PromptProgress], None]  # sends an event
+    end: Callable[[AnswerSummary, Exception | None], object]  # sends the end of the answer
+    clock: Callable[[], float] = time.monotonic  # returns seconds
 
     def __post_init__(self) -> None:
         self._pending: list[Delta] = []
@@ -104,18 +104,19 @@ class Events:
         self._progress_is_due = every(PROGRESS_S, self.clock(), self.clock)
 
     def on_progress(self, progress: PromptProgress) -> None:
-        """Sends it, unless the last one is recent."""
+        """Sends the progress of a prompt, unless less than PROGRESS_S has passed since the last message. The end of the
+        prompt is always sent."""
         if self.stream and (self._progress_is_due() or progress.n_done == progress.n_tokens):
             self.send(progress)
 
     def on_delta(self, delta: Delta) -> None:
-        """Sends it with those that wait, or keeps it for a moment."""
+        """Sends pending deltas and this one, or keeps them if less than DELTA_S has passed since the last message."""
         self._pending.append(delta)
         if self.stream and self._delta_is_due():
             self._flush()
 
     def on_end(self, summary: AnswerSummary, error: Exception | None) -> None:
-        """Sends what is left, and the end."""
+        """Sends the pending deltas, unless there is an error, and the end of the answer."""
         if error is None:
             self._flush()
         self.end(summary, error)
@@ -127,7 +128,8 @@ class Events:
 
 
 def every(interval_s: float, last_s: float, clock: Callable[[], float] = time.monotonic) -> Callable[[], bool]:
-    """A function that is True at most once per interval. `last_s`: when it counts as True before."""
+    """Returns a function that returns True at most once per interval. `last_s`: the time from which the first interval
+    is counted."""
 
     def is_due() -> bool:
         nonlocal last_s
@@ -150,7 +152,8 @@ def _pieces(llm: Llama, tokens: list[int]) -> list[bytes]:
 
 
 def _learn_forms(path: str) -> None:
-    """Renders the probes of a model's chat templates, so that the first request need not wait for them."""
+    """Renders test conversations with a model's chat templates to learn their format. This is done at the load, so that
+    the first request does not wait for it."""
     layout = read_layout(path)
     for with_tools in (False, True):
         template = template_of(layout, with_tools=with_tools)
@@ -164,17 +167,17 @@ VALUES: Mapping[str, Callable[..., Any]] = {
     "budget": Llama.set_budget, "embed": embed, "rank": rank,
 }  # fmt: skip
 """{kind of a message: what makes its value of the model and the other fields}"""
-COMPUTED = ("embed", "rank", "slot")  # messages that need the model for themselves
+COMPUTED = ("embed", "rank", "slot")  # messages that use the model while no answer is computed
 
 
 class Worker:
-    """One worker process, from its first message to the close of its socket."""
+    """The work of one worker process: reads messages from the server, loads a model, and answers requests."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._outbox = Outbox(connection)
         self._replies = ThreadPoolExecutor(MAX_REPLIES, "moegguf-reply")
-        self._work: dict[int, Sequence | Task] = {}  # work that has not ended, by the id of its message
+        self._work: dict[int, Sequence | Task] = {}  # {id of a message: its unfinished work}
         self._work_lock = threading.RLock()
         self._closing = False
         self._loop: BatchLoop | None = None
@@ -184,8 +187,10 @@ class Worker:
         self._start_s = self._watched_until_s = time.monotonic()
 
     def run(self, expected: Iterable[str] = ()) -> None:
-        """Loads the model of the first message, then runs requests until the socket closes. expected: files whose
-        headers are read before, while nobody waits."""
+        """Loads the model of the first message, then answers requests until the socket closes.
+
+        expected: model files whose headers are read before the first message, so that such a load is faster.
+        """
         lines = self._connection.makefile("rb")
         sandbox_pool.start()
         for path in expected:
@@ -195,12 +200,12 @@ class Worker:
         threading.Thread(target=self._read_messages, args=(lines,), name="moegguf-messages", daemon=True).start()
         if not first or not self._load(wire.decode(first)):
             return
-        if self._closing:  # the socket closed before there was a loop to end
+        if self._closing:  # the socket was closed during the load, when there was no loop to close
             self._answers.close()
         try:
             self._answers.run()
         except (BrokenPipeError, ConnectionResetError):
-            pass  # the server closed the socket during a send
+            pass  # the server has closed the socket
         finally:
             self._model.close()
 
@@ -211,20 +216,20 @@ class Worker:
 
     @property
     def _answers(self) -> BatchLoop:
-        assert self._loop is not None  # the server sends requests only once the model is loaded
+        assert self._loop is not None  # the server sends requests only after the load
         return self._loop
 
     def _send(self, kind: str, **fields: Any) -> None:
         self._outbox.put(wire.encode({"kind": kind, **fields}))
 
-    # The reading thread.
+    # Methods that run on the thread that reads messages.
 
     def _read_messages(self, lines: BufferedReader) -> None:
         try:
             with lines:
                 while line := lines.readline(wire.MAX_MESSAGE_BYTES):
                     self._on_message(wire.decode(line))
-        finally:  # the socket is closed: what runs is cancelled, and killed if it does not stop
+        finally:  # the socket is closed: cancels all work, and exits if the work does not stop in time
             self._closing = True
             if self._loop is not None:
                 self._loop.close()
@@ -246,27 +251,30 @@ class Worker:
             compute = functools.partial(self._reply, number, kind, message)
             fail = functools.partial(self._end, number, None)
             task = Task(compute, self._model.cancel, fail, client_key, keeps_context=kind == "slot")
-            with self._work_lock:  # it may end at once
+            with self._work_lock:  # the task may end before it is in `_work`
                 self._work[number] = self._answers.submit_task(task)
         else:
             self._replies.submit(self._reply, number, kind, message)
 
     def _generate(self, number: int, request: wire.Message, stream: bool) -> None:
-        """Begins to answer."""
+        """Submits a request to the loop that computes answers. An invalid request gets an error."""
 
         def send(event: Delta | PromptProgress) -> None:
             self._send("event", id=number, **{type(event).__name__: event})
 
         events = Events(stream, send, functools.partial(self._end, number))
         try:
-            with self._work_lock:  # it may end at once
+            with self._work_lock:  # the answer may end before it is in `_work`
                 self._work[number] = self._answers.submit(wire.build(Request, request), events)
         except MoeggufError as error:
             self._end(number, None, error)
 
     def _experts(self, watch_s: float, client_key: str | None = None) -> Snapshot:
-        """Returns the experts as they are now, as the client may see them. For `watch_s` uses count also where counting
-        makes layers slower: of a model that is in memory as a whole."""
+        """Returns a snapshot of the experts, with the uses of one client or (None) of all clients.
+
+        For `watch_s` seconds, uses are counted even in models whose experts are all in memory, where counting makes the
+        layers slower.
+        """
         llm, loop, now_s = self._model, self._answers, time.monotonic()
         layers, n_expert, maps = [layer.il for layer in llm.layout.layers], llm.layout.n_expert, (b"", b"", b"")
         if llm.session is None or self._uses is None:
@@ -280,10 +288,10 @@ class Worker:
         seconds, is_busy = now_s - self._start_s, loop.n_running > 0
         return Snapshot(self._name, tuple(layers), n_expert, *maps, llm.stats(), is_busy, seconds, loop.n_answer_tokens)
 
-    # The main thread.
+    # Methods that run on the main thread.
 
     def _load(self, message: wire.Message) -> bool:
-        """Loads the model; False when that failed."""
+        """Loads the model that the message names and replies. Returns False if the load has failed."""
         is_due, number = every(PROGRESS_S, -math.inf), message["id"]
 
         def on_progress(share: float) -> bool:
@@ -295,7 +303,7 @@ class Worker:
             config = wire.build(wire.LoadConfig, message["config"])
             self._replies.submit(_learn_forms, config.path)
             self._llm = llm = open_model(config, on_progress)
-        except BaseException as error:  # the server learns of any error that ends a load
+        except BaseException as error:  # every error that ends a load is sent to the server
             if not self._closing:
                 self._send("end", id=number, error=wire.encode_error(error))
             if not isinstance(error, MoeggufError):
@@ -309,13 +317,13 @@ class Worker:
         return True
 
     def send_warning(self, message: Warning | str, *_: Any, **__: Any) -> None:
-        """Tells the server a warning of Python's; in the manner of `warnings.showwarning`."""
-        with suppress(OSError):  # the server closed the socket
+        """Sends a Python warning to the server. Replaces `warnings.showwarning`."""
+        with suppress(OSError):  # the server has closed the socket
             self._send("warning", text=" ".join(str(message).split()))
 
     def send_decision(self, decision: Mapping[str, Any]) -> None:
-        """Sends the server a decision, for its log."""
-        with suppress(OSError):  # the server closed the socket
+        """Sends a decision of the engine to the server, which writes it to its log."""
+        with suppress(OSError):  # the server has closed the socket
             self._send("decision", fields={"model": self._name, **decision})
 
     def _reply(self, number: int, kind: str, fields: wire.Message) -> None:
@@ -335,7 +343,7 @@ class Worker:
         self._end(number, value, failure)
 
     def _end(self, request_id: int, value: Any, error: Exception | None) -> None:
-        """Sends the value, or the error where there is one, with the statistics after it."""
+        """Sends the end of a request: its value, or its error if there is one, and the current statistics."""
         if error is not None and not isinstance(error, MoeggufError):
             traceback.print_exception(error)
         outcome = {"value": value} if error is None else {"error": wire.encode_error(error)}
@@ -350,13 +358,14 @@ class Worker:
 
 
 def open_model(config: wire.LoadConfig, progress: Callable[[float], object]) -> Llama:
-    """Loads the model of `config` with its plan. `progress` gets the share that was read; False ends the load. Raises
-    what `Llama` raises."""
+    """Loads the model of `config` with its plan. Calls `progress` with the share that was read; if this returns False,
+    the load ends. Raises the errors of `Llama`."""
     return Llama(config.path, plan=config.plan, progress=progress, **{"verbose": False, **config.options})
 
 
 def main() -> None:
-    """Runs a worker on the file descriptor given as the first argument; the others are files that it may load."""
+    """Runs a worker. The first command-line argument is the file descriptor of its socket; the others are model files
+    that it will probably load."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the server handles it
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         worker = Worker(connection)
@@ -364,7 +373,7 @@ def main() -> None:
         start_log(DecisionHandler(worker.send_decision))
         worker.run(sys.argv[2:])
     sys.stderr.flush()
-    os._exit(0)  # all is closed: to free what is left would keep who waits for this process
+    os._exit(0)  # everything is closed; freeing the rest would only delay the exit
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The server's side of one worker process: start, load, requests, exit. On one event loop.
+"""The server's side of one worker process: start, load, requests, exit. Runs on one event loop.
 
-Every request ends: with the worker's reply, or with a WorkerError when the process exits. Cancelling needs no waiting:
-a worker that does not stop within CANCEL_GRACE_S is killed, unless it also answers requests that are not cancelled.
-Scheduling is model_manager.py's.
+Every request ends: with the worker's reply, or with a WorkerError when the process exits. A cancel returns at once. A
+worker that does not stop within CANCEL_GRACE_S is killed, unless it also answers requests that are not cancelled. Does
+not decide which requests are sent: model_manager.py does.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ CANCEL_GRACE_S = 2.0
 CLOSE_GRACE_S = 5.0
 STDERR_TAIL_BYTES = 4096
 FAILURE_MARKS = ("ASSERT", "rror", "abort", "what():")
-CANCELLED_PASS = "compute_async failed with error 1"  # llama.cpp's words for GGML_STATUS_ABORTED
+CANCELLED_PASS = "compute_async failed with error 1"  # llama.cpp logs this for a cancelled pass
 MAX_FAILURE_CHARS = 300
 DEVICE_FAILURE_MARK = "moegguf: the device failed:"
 _LOST = "the device that computed the model failed ({}); the next request loads the model again without that device."
 OnLoad = Callable[[float], object]
-_DRAIN_S = 1.0  # time to read the text that a process wrote before it exited
+_DRAIN_S = 1.0  # seconds for reading the last output of a process after its exit
 
 
 def _ignore(*_: object) -> None:
@@ -46,7 +46,7 @@ def _ignore(*_: object) -> None:
 
 
 class SentRequest:
-    """A request sent to a worker, and its events. `on_end` is called once, when `ended` becomes True."""
+    """A request that was sent to a worker, and its events. Calls `on_end` once, when `ended` becomes True."""
 
     def __init__(self, process: WorkerProcess, number: int, on_end: Callable[[], object]) -> None:
         self.ended = self.cancelled = False
@@ -57,11 +57,11 @@ class SentRequest:
         self._kill_timer: asyncio.TimerHandle | None = None
 
     async def events(self) -> AsyncGenerator[Any]:
-        """Yields events in order, then the final value. Raises the worker's error, or WorkerError."""
+        """Yields the events of the request in order, then its value. Raises the worker's error, or WorkerError."""
         while True:
             kind, value = await self._events.get()
             if kind != "event":
-                self._events.put_nowait((kind, value))  # a reader may read again after an interrupt
+                self._events.put_nowait((kind, value))  # kept for a reader that was interrupted and reads again
             if kind == "error":
                 raise value
             yield value
@@ -69,11 +69,12 @@ class SentRequest:
                 return
 
     async def value(self) -> Any:
-        """The final value. Raises the worker's error, or WorkerError."""
+        """Returns the value of the request. Raises the worker's error, or WorkerError."""
         return [event async for event in self.events()][-1]
 
     def cancel(self) -> None:
-        """Sends a cancel to the worker, and kills it when it does not stop. No effect on a request that has ended."""
+        """Cancels the request, and later kills the worker if it does not stop. Has no effect if the request has
+        ended."""
         if not (self.ended or self.cancelled):
             self.cancelled = True
             self._process.send("cancel", id=self._number)
@@ -84,14 +85,15 @@ class SentRequest:
         self._kill_timer = later(self._process.cancel_grace_s, self._kill)
 
     def _kill(self) -> None:
-        """Kills a process that has not ended this request; while it has others, one may be in a long pass."""
+        """Kills a process that has not stopped this request. Tries again later if the process has requests that are not
+        cancelled, since one of them may be in a long pass."""
         if all(request.cancelled for request in self._process.requests.values()):
             self._process.kill("it did not stop after a cancel")
         else:
             self._kill_later()
 
     def put(self, kind: str, value: Any) -> None:
-        """Adds an event (`kind` "event"), or the end ("value", "error")."""
+        """Adds an event (`kind` is "event"), or ends the request with its value ("value") or error ("error")."""
         self._events.put_nowait((kind, value))
         if kind != "event":
             if self._kill_timer is not None:
@@ -101,37 +103,32 @@ class SentRequest:
 
 
 def failure_line(text: str) -> str:
-    """The last line of a log that reports a failure, at most MAX_FAILURE_CHARS of it; empty without one."""
+    """Returns the last line of a log that reports a failure, cut to MAX_FAILURE_CHARS, or an empty text."""
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().endswith(CANCELLED_PASS)]
     failures = (line[:MAX_FAILURE_CHARS] for line in reversed(lines) if any(mark in line for mark in FAILURE_MARKS))
     return next(failures, "")
 
 
 def device_failure(text: str) -> str:
-    """Returns the first sentence that native/api.cpp wrote about a device into a log, or an empty text."""
+    """Returns the first sentence about a failed device, which native/api.cpp writes into the log, or an empty text."""
     _, _, said = text.partition(DEVICE_FAILURE_MARK)
     return said.partition(". ")[0].strip()[:MAX_FAILURE_CHARS]
 
 
 class WorkerProcess:
-    """A worker process, whose errors name no model: many names may share it.
-
-    `stats` and `decisions`: as last reported; `last_summaries`: by owner, the summary of the answer that ended last.
-    `exited`: the error that describes the exit, set when the process has ended; `on_exit` is called then, before its
-    requests get the error. `on_warning` gets each warning of the process, as one line. `requests`: by id, until they
-    end. `cancel_grace_s`: how long a cancelled request may take to end.
-    """
+    """A worker process. Its errors contain no name of a model, since several names may use the process."""
 
     def __init__(self, echo_stderr: bool = False, cancel_grace_s: float = CANCEL_GRACE_S) -> None:
         self._echo_stderr = echo_stderr
-        self.cancel_grace_s = cancel_grace_s
-        self.on_warning: Callable[[str], object] = log.warning
-        self.stats = Stats()
-        self.last_summaries: dict[str, AnswerSummary] = {}
-        self.decisions: Mapping[str, Any] = {}
+        self.cancel_grace_s = cancel_grace_s  # seconds in which a cancelled request must end
+        self.on_warning: Callable[[str], object] = log.warning  # called with each warning of the process, as one line
+        self.stats = Stats()  # statistics that the process reported last
+        self.last_summaries: dict[str, AnswerSummary] = {}  # {owner: summary of the owner's last answer}
+        self.decisions: Mapping[str, Any] = {}  # decisions that the process reported last
+        # set when the process has ended; the value is the error that describes the exit
         self.exited: asyncio.Future[WorkerError] = asyncio.get_running_loop().create_future()
-        self.on_exit: Callable[[], None] = _ignore
-        self.requests: dict[int, SentRequest] = {}
+        self.on_exit: Callable[[], None] = _ignore  # called after the exit, before the requests get the error
+        self.requests: dict[int, SentRequest] = {}  # {id: unfinished request}
         self._last_id = 0
         self._kill_reason = ""
         self._stderr_tail = bytearray()
@@ -141,14 +138,14 @@ class WorkerProcess:
 
     @classmethod
     async def start(cls, *expected: str, command: Sequence[str] | None = None, **options: Any) -> WorkerProcess:
-        """Starts a worker, which waits for `load`.
+        """Starts a worker, which then waits for `load`.
 
-        expected: files of models; the worker reads their headers while it waits. command: the worker's program; None:
-        COMMAND. options: keywords of the constructor.
+        expected: files of models, whose headers the worker reads while it waits. command: the worker's program; None:
+        COMMAND. options: keyword arguments of the constructor.
 
-        Raises WorkerError when the system cannot start a process, OptionError for a variable that it could not read.
+        Raises WorkerError if the system cannot start a process, OptionError for an invalid environment variable.
         """
-        read_environment()  # the worker has the same environment
+        read_environment()  # raises here for variables that the worker could not read
         self = cls(**options)
         ours, theirs = socket.socketpair()
         try:
@@ -174,12 +171,12 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """The process id."""
+        """Returns the process id of the worker."""
         return self._child.pid
 
     async def load(self, config: wire.LoadConfig, stall_s: float, on_progress: OnLoad = _ignore) -> wire.Ready:
-        """Loads the model; `on_progress` gets the share that was read. Raises the errors
-        of loading, WorkerError when the process exits, or after `stall_s` without progress."""
+        """Loads a model. Calls `on_progress` with the share that was read so far. Raises the errors of loading, and
+        WorkerError if the process exits or makes no progress for `stall_s` seconds."""
         events = self.request("load", config=config).events()
         try:
             while True:
@@ -195,7 +192,7 @@ class WorkerProcess:
             ) from None
 
     def request(self, kind: str, on_end: Callable[[], None] = _ignore, **fields: Any) -> SentRequest:
-        """Sends a request. Raises OptionError when it cannot be encoded, WorkerError when the process has ended."""
+        """Sends a request. Raises OptionError if it cannot be encoded, WorkerError if the process has ended."""
         if self.exited.done():
             raise self.exited.result()
         number = self._last_id = self._last_id + 1
@@ -204,19 +201,19 @@ class WorkerProcess:
         return request
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Sends a message without a reply; dropped when the process has ended."""
+        """Sends a message that has no reply. Does nothing if the process has ended."""
         if not self.exited.done():
             self._writer.write(wire.encode({"kind": kind, **fields}))
 
     def kill(self, reason: str) -> None:
-        """Kills the process; its requests get `reason` in their error."""
+        """Kills the process. The errors of its requests contain `reason`."""
         if not self.exited.done():
             self._kill_reason = self._kill_reason or reason
             kill_child(self._child)
 
     async def close(self, grace_s: float = CLOSE_GRACE_S) -> None:
-        """Closes the socket, kills the process if it does not exit within `grace_s`, and returns after its exit.
-        Idempotent."""
+        """Closes the socket and waits for the exit of the process. Kills the process if it does not exit within
+        `grace_s` seconds. May be called again."""
         self._writer.close()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(self._supervisor), grace_s)
@@ -225,12 +222,13 @@ class WorkerProcess:
         await asyncio.shield(self._supervisor)
 
     async def _read_messages(self, reader: asyncio.StreamReader) -> None:
-        """Takes messages until the connection ends; a last line without its end is of a worker that was killed."""
+        """Handles messages until the connection ends. An incomplete last line comes from a killed worker and is
+        ignored."""
         with contextlib.suppress(OSError):
             try:
                 while (line := await reader.readline()).endswith(b"\n"):
                     self._on_message(wire.decode(line))
-            except (MoeggufError, ValueError, KeyError, TypeError) as error:  # ValueError: too long
+            except (MoeggufError, ValueError, KeyError, TypeError) as error:  # ValueError: the line is too long
                 self.kill(f"it sent an invalid message: {error}")
 
     def _on_message(self, message: wire.Message) -> None:
@@ -258,7 +256,7 @@ class WorkerProcess:
                     request.put("event", wire.build(event, message[name]))
 
     async def _supervise(self, reader: asyncio.StreamReader) -> None:
-        """Waits for the exit of the process, then ends all of its requests."""
+        """Waits for the exit of the process, then ends all its requests with an error."""
         reading = asyncio.ensure_future(self._read_stderr())
         lost, exited = asyncio.ensure_future(self._read_messages(reader)), asyncio.ensure_future(self._child.wait())
         await asyncio.wait({lost, exited}, return_when=asyncio.FIRST_COMPLETED)
@@ -278,7 +276,7 @@ class WorkerProcess:
             sys.stderr.write(text)
 
     async def _read_stderr(self) -> None:
-        """Keeps the tail of the process's stderr, for the error message of a crash."""
+        """Reads the process's stderr and keeps its last bytes, for the error message of a crash."""
         assert self._child.stderr is not None
         while data := await self._child.stderr.read(STDERR_TAIL_BYTES):
             self._echo(data.decode(errors="replace"))
@@ -301,22 +299,22 @@ class WorkerProcess:
 
 
 class Workers:
-    """Starts worker processes, and keeps one without a model ready, so that the next load need not wait for its
-    modules."""
+    """Starts worker processes. Keeps a spare process without a model, so that the next load does not wait for Python to
+    import modules."""
 
     def __init__(self, **options: Any) -> None:
-        """options: keywords of `WorkerProcess.start`."""
+        """options: keyword arguments of `WorkerProcess.start`."""
         self._options = options
         self._spare: asyncio.Task[WorkerProcess] | None = None
 
     async def prepare(self, *expected: str) -> None:
-        """Starts the spare process, unless there is one. expected: files that it will probably load."""
+        """Starts the spare process, unless there is one. expected: model files that it will probably load."""
         if self._spare is None:
             self._spare = asyncio.create_task(WorkerProcess.start(*expected, **self._options))
             await asyncio.wait({self._spare})
 
     async def take(self) -> WorkerProcess:
-        """Returns the spare process, or a new one where there is none that lives. Raises WorkerError, OptionError."""
+        """Returns the spare process if it is alive, otherwise starts a new process. Raises WorkerError, OptionError."""
         spare, self._spare = self._spare, None
         with contextlib.suppress(WorkerError, OptionError):
             if spare is not None and not (process := await spare).exited.done():

@@ -1,4 +1,5 @@
-"""Facts of `list`, `show`, `estimate` and `library` as values for JSON, sizes in bytes. tables.py formats them."""
+"""Collects the facts that `list`, `show`, `estimate` and `library` print, as values for JSON. Sizes are in bytes.
+tables.py formats the facts."""
 
 from __future__ import annotations
 
@@ -30,16 +31,19 @@ from moegguf.settings import read_load_keywords
 
 DISK_SECONDS = 0.3
 BUDGET_SHARES = (0.10, 0.25, 0.50, 1.0)
-READING_TOKENS_PER_S = 5.0  # a fast reader's
-RESERVE_BYTES = 1 << 30  # bytes for a context, buffers and the process itself
+READING_TOKENS_PER_S = 5.0  # speed of a person who reads fast
+RESERVE_BYTES = 1 << 30  # memory kept for a context, buffers and the process itself
 
 Facts = dict[str, Any]
 
 
 @contextmanager
 def described(model: str) -> Iterator[tuple[ModelEntry, bool]]:
-    """The model of a path or name, and whether its files are here; of a Hub name that is not on this machine, the
-    headers are fetched. Raises ModelNotFoundError, ModelNameError, ModelFormatError, PullError."""
+    """Context manager that yields the model with this path or name, and True if its files are on this machine.
+
+    For a model that is only on Hugging Face, it fetches the headers of the files. Raises ModelNotFoundError,
+    ModelNameError, ModelFormatError, PullError.
+    """
     try:
         entry = Catalog().find(model)
     except ModelNotFoundError:
@@ -59,13 +63,13 @@ def _shown_path(entry: ModelEntry, is_here: bool) -> str:
 
 
 def _hit_rates(layout: ExpertLayout, is_here: bool) -> HitRates:
-    """Measured ones where there are any; published ones for a model that is not here."""
+    """Returns measured hit rates if there are any. For a model that is not on this machine, returns published rates."""
     return HitRates.of(layout) if is_here else HitRates(layout)
 
 
 def model_facts(model: str, *, verbose: bool = False) -> Facts:
-    """Facts of `moegguf show` about a model given by path or name; `verbose` adds all metadata of the first file, and
-    the tensors of all files."""
+    """Returns the facts of `moegguf show` about a model (a path or a name). `verbose` adds all metadata of the first
+    file and the tensors of all files."""
     with described(model) as (entry, is_here):
         facts = facts_of(entry, is_here)
         if verbose:
@@ -77,22 +81,23 @@ def model_facts(model: str, *, verbose: bool = False) -> Facts:
 
 
 def list_facts(entry: ModelEntry) -> Facts:
-    """Facts of `moegguf list` about a catalog entry."""
+    """Returns the facts of `moegguf list` about one model of the catalog."""
     names = ("name", "source", "size_bytes", "digest", "files", "missing", "mmproj", "adapter", "draft", "parent")
     return {name: getattr(entry, name) for name in names} | {"modified": entry.modified.isoformat()}
 
 
 @dataclass(frozen=True)
 class SupposedDevice:
-    """A device that is not there, for what-if questions: its memory, that memory's bandwidth, its link to the host."""
+    """A GPU that this machine does not have, for estimates of what it would bring."""
 
     memory_bytes: int
-    memory_bytes_per_s: float
-    link: Link
+    memory_bytes_per_s: float  # bandwidth of its memory
+    link: Link  # link between the GPU and RAM
 
     @classmethod
     def parse(cls, memory: str | None, bandwidth: str | None, link: str | None) -> SupposedDevice | None:
-        """Reads "8GB", "448GB/s" and "24GB/s,35us". Returns None where none is given. Raises OptionError."""
+        """Reads texts such as "8GB", "448GB/s" and "24GB/s,35us". Returns None if all three are None. Raises
+        OptionError."""
         if memory is None and bandwidth is None and link is None:
             return None
         if memory is None or bandwidth is None or link is None:
@@ -106,10 +111,10 @@ class SupposedDevice:
 
 
 def estimate_model(model: str, given: Mapping[str, Any] | None = None, device: SupposedDevice | None = None) -> Facts:
-    """Facts of `moegguf estimate`: the plan for this machine now, with the measured speeds of disk and memory.
+    """Returns the facts of `moegguf estimate`: the plan for this machine now, with measured speeds of disk and memory.
 
-    given: options of loading by name; they replace parameters of the model's name. device: what one that is only
-    supposed would give.
+    given: {load option: value}; an option replaces the same parameter of the model's name. device: a GPU for which a
+    prediction is added.
     """
     with described(model) as (entry, is_here):
         own = {
@@ -126,7 +131,7 @@ def estimate_model(model: str, given: Mapping[str, Any] | None = None, device: S
         default = "auto" if plan.placement or plan.on_device else None
         placed, hit_rates = plan.placement, _hit_rates(layout, is_here)
         memory_bytes_per_s = _memory_speed()
-        if device:  # plan it beside RAM that holds everything, with the context of the present plan
+        if device:  # plans with unlimited RAM and with the context length of the plan for this machine
             there = machine.Device("the device", 0, device.memory_bytes, device.memory_bytes)
             ample = machine.Machine(machine.Memory(1 << 62, 1 << 62, "what is supposed"), devices=(there,))
             speeds = Speeds.supposed(device.memory_bytes_per_s, device.link, memory_bytes_per_s)
@@ -159,8 +164,8 @@ def _memory_speed() -> float:
 
 
 def _expectation(hit_rates: HitRates, plan: Plan, disk: machine.DiskSpeed | None, memory_bytes_per_s: float) -> Facts:
-    """Returns what to expect while answering. The speed of a model that has to read is known where its disk was
-    measured. With a device only hit rates and bytes are known: its speed was not measured."""
+    """Returns the expected hit rates, bytes per token and speed of answers. The speed is None if the plan has a device,
+    or if the model reads from a disk that was not measured."""
     if plan.device is not None or not (disk or plan.resident):
         n_slots = max(plan.n_slots, plan.n_ram_slots) if plan.device is not None else plan.n_slots
         return asdict(hit_rates.expect(n_slots)) | {"memory_bytes_per_s": None}
@@ -171,10 +176,10 @@ def _expectation(hit_rates: HitRates, plan: Plan, disk: machine.DiskSpeed | None
 def _cpu_placements(
     layout: ExpertLayout, hit_rates: HitRates, plan: Plan, disk: machine.DiskSpeed | None, memory_bytes_per_s: float
 ) -> Facts | None:
-    """Returns the predicted speeds of prompts and answers where the CPU computes every layer.
+    """Returns the predicted speeds of prompts and answers if the CPU computes every layer.
 
-    They are predicted with the plan's slots, if the disk's speed is known, and with a slot for every expert. Returns
-    None for a plan with a device and for a model without experts.
+    There is one prediction with the plan's slots (only if the disk's speed is known), and one with a slot for every
+    expert. Returns None for a plan with a device and for a model without experts.
     """
     if plan.on_device or not layout.is_moe:
         return None
@@ -193,7 +198,8 @@ def _cpu_placements(
 
 
 def _placement(plan: PlacementPlan | None) -> Facts | None:
-    """The table of placements, what it rests on, and the reason; None where there was nothing to decide."""
+    """Returns the possible placements of experts, their predicted speeds, and the reason of the choice. Returns None if
+    there was no choice."""
     if plan is None:
         return None
     return asdict(plan) | {"placements": [asdict(each) | {"text": str(each)} for each in plan.placements]}
@@ -234,9 +240,9 @@ def facts_of(entry: ModelEntry, is_here: bool = True) -> Facts:
 
 
 def _expert_facts(layout: ExpertLayout, hit_rates: HitRates) -> Facts:
-    """The experts, and what some budgets mean for them: slots, bytes and the range of hit rates."""
+    """Returns facts about the model's experts, and for some budgets the slots, the bytes and the range of hit rates."""
     sizes, n_total, size = [layer.expert_bytes for layer in layout.layers], layout.n_expert_total, slot_bytes(layout)
-    # Shared experts, which every token uses, count as dense weights.
+    # Every token uses the shared experts, so elsewhere they count as dense weights.
     count = layout.metadata.get(f"{layout.arch}.expert_shared_count")
     if not isinstance(count, int) or count <= 0:
         count = int(bool(layout.metadata.get(f"{layout.arch}.expert_shared_feed_forward_length")))
@@ -263,9 +269,11 @@ def _expert_facts(layout: ExpertLayout, hit_rates: HitRates) -> Facts:
 
 
 def library_facts(prefix: str = "") -> list[Facts]:
-    """Returns facts of the models whose names start with `prefix`, with this machine's memory and speeds now. The
-    processor's speed counts; it is None where one token's experts do not fit into the free memory. The disk is the one
-    that moegguf is installed on."""
+    """Returns facts about the library's models whose names start with `prefix`, with their predicted speeds here.
+
+    The speeds are for the CPU, with the memory that is free now and the disk on which moegguf is installed. A speed is
+    None if the experts for one token do not fit into the free memory.
+    """
     free_bytes, found = machine.read_memory().available_bytes, []
     disk = machine.disk_read_speed(demo_path() or sys.executable, DISK_SECONDS)
     speeds = Speeds.of_cpu(_memory_speed(), disk.bytes_per_s)
@@ -295,8 +303,8 @@ def library_facts(prefix: str = "") -> list[Facts]:
 
 
 def best_fit_of(models: Sequence[Facts]) -> str | None:
-    """Returns the name of the largest model that answers as fast as one reads, else of the fastest one that runs; None
-    where none runs."""
+    """Returns the name of the largest model that answers at reading speed. If there is none, returns the name of the
+    fastest model that can run here, or None."""
     running = [facts for facts in models if facts["tokens_per_s"]]
     fluent = [facts for facts in running if facts["tokens_per_s"][1] >= READING_TOKENS_PER_S]
     if fluent:

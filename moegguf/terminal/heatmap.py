@@ -1,7 +1,7 @@
-"""A text map of the experts: which are in memory and which were used. Rows are layers, columns experts.
+"""Draws a map of the experts as text: which are in memory and which were used. Rows are layers, columns are experts.
 
-Several experts or layers share a cell where the width or height is too small for all.
-The letters differ without colours, too.
+If the width or height is too small, several experts or layers share a cell. Each state has its own letter, so the map
+can also be read without colours.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from rich.text import Text
 Counts = npt.NDArray[np.unsignedinteger]
 
 ABSENT, EVICTED, IN_FLIGHT, SOME_RESIDENT, RESIDENT, USED, USED_ALL, FETCHED = "·", "○", "~", "░", "▒", "▓", "█", "+"
-SOME_IN_RAM = ":"  # some of a cell's experts are in RAM, while layers compute in VRAM
+SOME_IN_RAM = ":"  # if layers compute in VRAM: some experts of the cell are in RAM only
 ALL_IN_RAM = "%"
-IN_RAM, IN_VRAM = 2, 3  # states
+IN_RAM, IN_VRAM = 2, 3  # values of `state`
 
 STYLES = {
     ABSENT: "bright_black",
@@ -60,15 +60,15 @@ def heatmap(
     height: int | None = None,
     vram: bool = False,
 ) -> Text:
-    """The map, at most `width` cells wide and `height` lines high.
+    """Returns the map, at most `width` characters wide and `height` lines high.
 
     Args:
         state: (n_rows, n_expert): 0 on disk, 1 in flight, 2 in RAM, 3 in VRAM.
         uses, loads: (n_rows, n_expert): lookups and fetches in the period shown.
-        layers: the layer index of each row.
-        width: cells of a line, with the layer index; at least MIN_COLUMNS columns are shown anyway.
-        height: lines; None for one per layer.
-        vram: whether layers compute in VRAM, so that what is in RAM is not yet where it is needed.
+        layers: il of the layer in each row.
+        width: characters of a line, including the layer index. At least MIN_COLUMNS columns are always shown.
+        height: number of lines; None: one line for each layer.
+        vram: True if layers compute in VRAM, so that only experts in VRAM count as resident.
     """
     if not state.size:
         return Text("no layers with experts")
@@ -99,13 +99,13 @@ def heatmap(
         if drawn:
             drawn.append("\n")
         drawn.append(f"{layers[row]:>{label - 1}} ", "bright_black")
-        for letter, run in groupby(map(str, line)):  # terminals draw one styled span per run fastest
+        for letter, run in groupby(map(str, line)):  # one styled span for equal letters, which terminals draw fast
             drawn.append("".join(run), STYLES[letter])
     return drawn
 
 
 def legend(width: int, vram: bool = False) -> Text:
-    """The meaning of the letters, wrapped to `width` cells; `vram`: also where layers compute in VRAM."""
+    """Returns the meaning of the letters, wrapped to `width` characters. `vram`: True if layers compute in VRAM."""
     text = Text(end="")
     column = 0
     for letters, meaning in VRAM_LEGEND if vram else LEGEND:
@@ -124,16 +124,16 @@ def legend(width: int, vram: bool = False) -> Text:
 def tiers_line(state: Counts, vram: bool) -> str:
     """Returns a line such as "5 of 8 experts in memory" or "3 of 8 in VRAM, 2 in RAM only".
 
-    Where VRAM holds whole layers the line is "5 of 16 experts in RAM, 8 in VRAM".
+    If VRAM holds whole layers, the line is "5 of 16 experts in RAM, 8 in VRAM". `vram`: True if VRAM has slots.
     """
     n_ram, n_vram = (int((state == tier).sum()) for tier in (IN_RAM, IN_VRAM))
     if vram:
         return f"{n_vram:,} of {state.size:,} in VRAM, {n_ram:,} in RAM only"
-    if n_vram:  # whole layers
+    if n_vram:  # experts of whole layers in VRAM
         return f"{n_ram:,} of {state.size:,} experts in RAM, {n_vram:,} in VRAM"
     return f"{n_ram:,} of {state.size:,} experts in memory"
 
 
 def group_size(n: int, n_cells: int) -> int:
-    """Returns how many of `n` items share a cell when there are `n_cells`."""
+    """Returns how many of `n` items must share one cell if there are `n_cells` cells."""
     return -(-n // max(1, n_cells))

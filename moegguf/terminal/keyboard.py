@@ -1,7 +1,7 @@
-"""Terminal mode between prompts, and the end of a process that cannot be interrupted.
+"""Changes the terminal's mode while an answer is printed, and ends a process that cannot be interrupted.
 
-Input typed during an answer is not echoed and stays in the terminal's queue for the next prompt. In the default mode it
-would be echoed into the answer, and Enter would arrive as a line feed, which is Ctrl-J.
+Input typed during an answer is not echoed and stays in the terminal's queue for the next prompt. In the default mode
+the input would appear in the answer, and Enter would arrive as a line feed, which is Ctrl-J.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any, NoReturn
 
 from moegguf.terminal.messages import EXIT_INTERRUPTED
 
-IFLAG, LFLAG = 0, 3  # indices into tcgetattr's list
-SIGNAL_EXIT_BASE = 128  # exit code of a signal = this + its number, as in shells
+IFLAG, LFLAG = 0, 3  # indices into the list that tcgetattr returns
+SIGNAL_EXIT_BASE = 128  # exit code after a signal = 128 + number of the signal, as in shells
 
 _saved_attributes: list[Any] | None = None
 
 
 @contextmanager
 def keyboard_echo_off() -> Iterator[None]:
-    """No echo, no line buffering, no CR-to-LF mapping; signals from keys still work. Undone at the end, also on SIGTERM
-    and SIGHUP."""
+    """Context manager that turns off echo, line buffering and the mapping of CR to LF. Ctrl-C and Ctrl-Z still work.
+    The mode is restored at the end, also on SIGTERM and SIGHUP."""
     global _saved_attributes
     stdin = sys.stdin.fileno()
     _saved_attributes = termios.tcgetattr(stdin)
@@ -34,11 +34,11 @@ def keyboard_echo_off() -> Iterator[None]:
     attributes[LFLAG] &= ~(termios.ECHO | termios.ICANON)
     attributes[LFLAG] |= termios.NOFLSH  # Ctrl-C must not discard the input queue
 
-    def apply(*_: Any) -> None:  # again on SIGCONT: after Ctrl-Z shells set their own mode
+    def apply(*_: Any) -> None:  # called again on SIGCONT, since shells set their own mode after Ctrl-Z
         with suppress(termios.error):
             termios.tcsetattr(stdin, termios.TCSANOW, attributes)
 
-    def exit_on_signal(number: int, _frame: Any) -> NoReturn:  # unwinds the stack, which restores the terminal
+    def exit_on_signal(number: int, _frame: Any) -> NoReturn:  # raises, so that `finally` restores the mode
         raise SystemExit(SIGNAL_EXIT_BASE + number)
 
     handlers = ((signal.SIGCONT, apply), (signal.SIGTERM, exit_on_signal), (signal.SIGHUP, exit_on_signal))
@@ -62,6 +62,6 @@ def _restore() -> None:
 
 
 def exit_now() -> NoReturn:
-    """Ends the process as Ctrl-C does, without waiting for anything."""
+    """Ends the process at once, with the terminal restored and with the exit code of Ctrl-C."""
     _restore()
     os._exit(EXIT_INTERRUPTED)

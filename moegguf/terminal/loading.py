@@ -1,4 +1,4 @@
-"""Steps of commands before a model is loaded: they parse values, and find or pull the model."""
+"""Steps that commands do before they load a model: they parse values of flags, and find or pull the model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def parse_think(text: str) -> bool | str:
-    """True, False or a level. Raises BadParameter for anything else."""
+    """Parses the value of --think: True, False or a level of thinking. Raises BadParameter for anything else."""
     word = text.strip().lower()
     if word in ("true", "false"):
         return word == "true"
@@ -33,7 +33,8 @@ def parse_think(text: str) -> bool | str:
 
 
 def parse_format(text: str) -> str | Mapping[str, Any]:
-    """ "json", or a JSON schema given as text or as a file name. Raises BadParameter for anything else."""
+    """Parses the value of --format: "json", or a JSON schema as text or in a file. Raises BadParameter for anything
+    else."""
     if text.strip() == "json":
         return "json"
     try:
@@ -49,8 +50,8 @@ def parse_format(text: str) -> str | Mapping[str, Any]:
 
 
 def find_or_pull(name: str) -> ModelEntry:
-    """The entry called `name`; one of Hugging Face or of the library that is not on this machine is pulled first.
-    Raises ModelNotFoundError, ModelNameError, PullError."""
+    """Returns the model called `name`. If it is not on this machine, but on Hugging Face or in the library, pulls it
+    first. Raises ModelNotFoundError, ModelNameError, PullError."""
     from moegguf.errors import ModelNotFoundError
     from moegguf.models.catalog import Catalog
     from moegguf.models.names import fetchable_name
@@ -69,7 +70,8 @@ def find_or_pull(name: str) -> ModelEntry:
 
 
 def with_files(entry: ModelEntry, mmproj: str | None = None, lora_path: str | None = None) -> ModelEntry:
-    """Returns the model with another projector, or with an adapter. Raises ModelFormatError, ModelNotFoundError."""
+    """Returns the model's entry with another projector for images, or with a LoRA adapter. Raises ModelFormatError,
+    ModelNotFoundError."""
     from moegguf.gguf.projector import read_projector
     from moegguf.models.catalog import with_adapter
 
@@ -79,17 +81,17 @@ def with_files(entry: ModelEntry, mmproj: str | None = None, lora_path: str | No
 
 
 def print_card_note(loading: Mapping[str, Any]) -> None:
-    """Prints why a card of this machine does not compute, unless the options of loading choose the CPU."""
+    """Prints why moegguf cannot use a GPU of this machine, if so, unless the load options choose the CPU."""
     from moegguf.engine.cards import card_note
 
     chosen = "cpu" if loading.get("n_gpu_layers") == 0 else loading.get("placement")
-    with suppress(LibraryError):  # the load raises it
+    with suppress(LibraryError):  # the load raises the same error
         if note := card_note(chosen):
             print_message(note)
 
 
 def warn_of_long_context(layout: ExpertLayout, requested: int | None) -> None:
-    """Warns when more tokens are requested than the model was trained on."""
+    """Prints a warning if the requested context is longer than the context on which the model was trained."""
     trained = layout.hparams.n_ctx_train
     if requested and requested > trained:
         print_message(f"warning: a context of {requested} tokens is more than the {trained} the model was trained on.")

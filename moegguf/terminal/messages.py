@@ -21,27 +21,27 @@ from moegguf.errors import MoeggufError
 from moegguf.settings import shows_tracebacks
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
-UsageError: Any = typer.BadParameter.__base__  # typer does not export the class itself
+UsageError: Any = typer.BadParameter.__base__  # a class that typer does not export
 
 _OF_PYDANTIC = {
     "Input should be": "it has to be", "less than or equal to": "at most", "greater than or equal to": "at least",
     "a valid integer, unable to parse string as an integer": "a whole number",
     "a valid number, unable to parse string as a number": "a number",
 }  # fmt: skip
-_ASCII_ONLY = "moegguf-ascii"  # a handler of encoding errors
-_ASCII_LETTERS = dict(zip("·○░▒▓█▁▂▃▄▅▆▇–×", ".o-=x#___---=-x", strict=True))  # letters of maps, sparklines, tables
+_ASCII_ONLY = "moegguf-ascii"  # name of the handler of encoding errors
+_ASCII_LETTERS = dict(zip("·○░▒▓█▁▂▃▄▅▆▇–×", ".o-=x#___---=-x", strict=True))  # ASCII for letters in maps and tables
 
 
 def print_message(text: str) -> None:
     """Prints on stderr, and breaks lines between words on a terminal. A closed stderr is ignored."""
-    with suppress(OSError, ValueError, AttributeError):  # closed or missing
+    with suppress(OSError, ValueError, AttributeError):  # stderr is closed or missing
         if sys.stderr.isatty():
             text = "\n".join(map(_broken_line, text.split("\n")))
         print(text, file=sys.stderr, flush=True)
 
 
 def _broken_line(line: str) -> str:
-    """Returns the line with a break wherever it would run over the terminal's right edge. Words stay whole."""
+    """Returns a line with breaks so that it fits the width of the terminal. Words are not broken."""
     columns = os.get_terminal_size(sys.stderr.fileno()).columns
     if columns < len(line):
         return textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False)
@@ -49,31 +49,31 @@ def _broken_line(line: str) -> str:
 
 
 def print_error(error: Exception, before: str = "") -> None:
-    """Prints an error as one line on stderr, after `error: ` and what goes before it."""
+    """Prints an error on stderr as one line: "error: ", the text `before`, and the error's message."""
     print_message(f"error: {before}{' '.join(str(error).split())}")
 
 
 def _replace_closed_streams() -> None:
-    """Opens /dev/null as closed standard streams, so that no file opened later gets their numbers."""
+    """Opens /dev/null in place of standard streams that are closed, so that no other file gets their descriptors."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is `number`
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8", closefd=False))
 
 
 def _ascii_letters(error: UnicodeError) -> tuple[str, int]:
-    """ASCII for characters that the encoding of a standard stream lacks."""
+    """Handles an encoding error: returns ASCII characters for characters that the stream's encoding does not have."""
     assert isinstance(error, UnicodeEncodeError)
     lacking = error.object[error.start : error.end]
     return "".join(_ASCII_LETTERS.get(letter, "?") for letter in lacking), error.end
 
 
 def run_with_exit_code(call: Callable[[], Any]) -> int:
-    """Runs `call`, prints any error, returns the exit code."""
+    """Runs `call`, prints its error if it fails, and returns the exit code."""
     _replace_closed_streams()
     codecs.register_error(_ASCII_ONLY, _ascii_letters)
     for stream in (sys.stdout, sys.stderr):
@@ -87,7 +87,7 @@ def run_with_exit_code(call: Callable[[], Any]) -> int:
         return result if isinstance(result, int) else 0
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else EXIT_FAILURE
-    except BaseException as error:  # an interrupt has an exit code, too
+    except BaseException as error:  # includes Ctrl-C, which also has an exit code
         if shows_tracebacks():
             raise
         return _print_failure(error)
@@ -97,7 +97,7 @@ def _print_failure(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt | typer.Abort) or isinstance(error.__cause__, KeyboardInterrupt):
         return EXIT_INTERRUPTED
     if isinstance(error, BrokenPipeError):
-        # The pipe behind stdout is closed; the interpreter's final flush must not report that again.
+        # The reader of stdout has closed the pipe. Python's flush at the exit must not report this again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILURE
     text = " ".join(str(error).split())

@@ -1,6 +1,6 @@
-"""Progress on stderr: a bar for each file of a download, one line for everything else.
+"""Shows progress on stderr: a bar for each file of a download, and one line for everything else.
 
-Nothing where stderr is not a terminal, or one without cursor control.
+Shows nothing if stderr is not a terminal with cursor control.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from moegguf.models.entry import PullStatus
 
 RATE_WINDOW_S = 10.0
-STDOUT = 1  # descriptor
+STDOUT = 1  # file descriptor of stdout
 
 
 def _is_ansi_terminal() -> bool:
-    """Returns whether stderr is a terminal with cursor control."""
+    """Returns True if stderr is a terminal with cursor control."""
     return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def duration(seconds: float) -> str:
-    """A duration as Go's time.Duration prints it: "412.5µs", "1.234ms", "4.9s", "2m3.5s", "1h0m5s"."""
+    """Formats seconds as Go's time.Duration does: "412.5µs", "1.234ms", "4.9s", "2m3.5s", "1h0m5s"."""
     ns = round(seconds * 1e9)
     for unit, name in ((1_000, "ns"), (1_000_000, "µs"), (1_000_000_000, "ms")):
         if 0 < ns < unit:
@@ -43,9 +43,9 @@ def _decimal(ns: int, unit: int) -> str:
 
 
 class _Display:
-    """A live display of rich on stderr, nothing elsewhere; ends with the `with` block."""
+    """A live display on stderr, made by the package rich. The end of the `with` block ends it."""
 
-    _live: Any = None  # rich's Progress or Status while shown
+    _live: Any = None  # rich's Progress or Status while it is shown, else None
 
     def close(self) -> None:
         """Ends the display. A second call does nothing."""
@@ -62,10 +62,10 @@ class _Display:
 
 
 class PullProgress(_Display):
-    """A line for each step of a download, a bar for each file, and one for all files when there are several."""
+    """Shows a download: a line for each step, a bar for each file, and a bar for all files if there are several."""
 
     def __init__(self) -> None:
-        self._files: dict[str, Any] = {}  # tasks of rich's Progress
+        self._files: dict[str, Any] = {}  # {file: its task in rich's Progress}
         self._all_files: Any = None
         if _is_ansi_terminal():
             from rich import progress as bars
@@ -79,7 +79,7 @@ class PullProgress(_Display):
             self._live.start()
 
     def report(self, status: PullStatus) -> None:
-        """Shows a status. Every file is reported once before the first bytes of any."""
+        """Shows a status of the download. The caller reports each file once before it reports received bytes of any."""
         if self._live is None:
             return
         if not status.total_bytes:
@@ -91,21 +91,23 @@ class PullProgress(_Display):
         if status.completed_bytes is None or len(self._files) == 1:
             return
         files = [task for task in self._live.tasks if task.id in self._files.values()]
-        if self._all_files is None:  # the last line: rich shows tasks in the order they were added
+        if self._all_files is None:  # added after all files, so that rich shows it as the last line
             total = sum(task.total for task in files)
             self._all_files = self._live.add_task(f"all {len(files)} files", total=total)
         self._live.update(self._all_files, completed=sum(task.completed for task in files))
 
 
 class Spinner(_Display):
-    """One line that names the current step, cleared when closed; `show` works again after that. Nothing where stdout is
-    a pipe: a pager at its end has the same terminal."""
+    """One line on stderr that names the current step. `close` clears the line, and `show` shows it again.
+
+    Shows nothing if stdout is a pipe, since a pager at the pipe's other end uses the same terminal.
+    """
 
     def __init__(self) -> None:
         self.visible = _is_ansi_terminal() and not stat.S_ISFIFO(os.fstat(STDOUT).st_mode)
 
     def show(self, text: str, share: float | None = None) -> None:
-        """Shows `text` after the spinner, and `share`, from 0 to 1, of all work, before it."""
+        """Shows `text`, and before it the `share` of the work that is done (0 to 1), if it is given."""
         if not self.visible:
             return
         from rich.text import Text
@@ -121,13 +123,13 @@ class Spinner(_Display):
 
 
 def loading_text(name: str, share: float, n_bytes: int, seconds: float) -> str:
-    """Progress of a load: "loading demo 43% of 6.1 GB · 1.2 GB/s". `share`: from 0 to 1."""
+    """Returns the progress of a load: "loading demo 43% of 6.1 GB · 1.2 GB/s". `share` is from 0 to 1."""
     rate = f" · {human_bytes(share * n_bytes / seconds)}/s" if seconds > 0.2 and share > 0 else ""
     return f"loading {name} {share:.0%} of {human_bytes(n_bytes)}{rate}"
 
 
 def prompt_text(n_tokens: int, n_cached: int, n_done: int, seconds: float) -> str:
-    """Progress of a prefill: "reading the prompt 1,024/6,300 tokens · 45 t/s · 1m57s left"."""
+    """Returns the progress of a prompt: "reading the prompt 1,024/6,300 tokens · 45 t/s · 1m57s left"."""
     text = f"reading the prompt {n_done:,}/{n_tokens:,} tokens"
     n_evaluated = n_done - n_cached
     if n_evaluated <= 0 or seconds <= 0:

@@ -1,4 +1,4 @@
-"""The statistics after an answer: the eight lines of `ollama run --verbose`, then lines about the expert cache."""
+"""Formats the statistics after an answer: the lines of `ollama run --verbose`, then lines about the expert cache."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from moegguf.generate.request import AnswerSummary
 from moegguf.quantities import format_bytes
 from moegguf.terminal.progress import duration
 
-LEAST_TOKENS = 16  # shorter answers have no speed that says something
-LABEL_WIDTH = 22  # characters: Ollama's longest label, its colon and a space
+LEAST_TOKENS = 16  # answers that are not longer are too short to compare their speed
+LABEL_WIDTH = 22  # characters of Ollama's longest label, its colon and a space
 
 Line = tuple[str, str]
 
@@ -23,11 +23,12 @@ def statistics(
     decisions: Mapping[str, Any] | None = None,
     predicted: Placement | None = None,
 ) -> list[str]:
-    """Lines for stderr. Per-token figures are of decode only; the others include the prompt. predicted: the placement
-    of experts that was chosen.
+    """Returns the lines of statistics. Numbers per token are only of the answer; all others include the prompt.
 
-    The eval rate is the count by the duration, as llama.cpp and clients of the APIs compute it, although the first
-    token comes out of the prompt's last pass.
+    The eval rate is the token count divided by the duration, as in llama.cpp and clients of the APIs, although the
+    first token comes from the prompt's last pass.
+
+    predicted: the chosen placement of experts with its predicted speeds.
     """
     lines = [("total duration", duration(summary.total_s + load_s))]
     if load_s:
@@ -70,7 +71,8 @@ def _aligned(lines: list[Line]) -> list[str]:
 
 
 def expert_lines(stats: Stats, decode: Stats) -> list[Line]:
-    """(label, value) of the expert cache: `stats` of prompt and answer, `decode` from the second token on."""
+    """Returns (label, value) lines about the expert cache. `stats` count the prompt and the answer, `decode` the answer
+    from its second token on."""
     if not stats.n_experts:
         return []
     lines = [("expert cache", _slots(stats, stats.n_experts))]
@@ -102,7 +104,7 @@ def expert_lines(stats: Stats, decode: Stats) -> list[Line]:
 
 
 def _drive(drive: DriveStats) -> str:
-    """Returns the bytes that came from a copy of the model's files: "812.30 MB of mirror 1 (0.41 GB/s)"."""
+    """Returns the bytes that were read from one copy of the model's files: "812.30 MB of mirror 1 (0.41 GB/s)"."""
     about = "failed" if drive.is_dropped else f"{drive.bytes_per_s / 1e9:.2f} GB/s"
     return f"{drive.bytes_read / 1e6:.2f} MB of {drive.name} ({about})"
 
@@ -113,15 +115,18 @@ def _slots(of: Stats | TierStats, n_experts: int) -> str:
 
 
 def staged(stats: Stats) -> str:
-    """Returns the bytes that prompts copied into staging tensors, and the share of copying during
-    which no layer waited: "12.30 MB through 48 MiB, 93% of the time while computing"."""
+    """Returns a text such as "12.30 MB through 48 MiB, 93% of the time while computing".
+
+    The text has the bytes that prompts copied into staging tensors, and the share of the copying time in which no
+    layer waited.
+    """
     text = f"{stats.bytes_staged / 1e6:.2f} MB through {format_bytes(stats.staging_bytes)}"
     return text + f", {stats.staging_overlap:.0%} of the time while computing" * (stats.bytes_staged > 0)
 
 
 def lookup_shares(stats: Stats) -> str:
-    """Shares of lookups by where the expert was: "ram 97.3% in flight 0.4% disk 2.3%"; "vram 80.1% ram 15.0% in flight
-    0.4% disk 4.5%"."""
+    """Returns the shares of lookups by the place of the expert: "ram 97.3% in flight 0.4% disk 2.3%", or "vram 80.1%
+    ram 15.0% in flight 0.4% disk 4.5%"."""
     ram = stats.below or TierStats("RAM")
     cpu = stats.on_cpu or TierStats("CPU")
     n_late = stats.hits_late + ram.hits_late
@@ -134,7 +139,7 @@ def lookup_shares(stats: Stats) -> str:
 
 
 def total_lines(stats: Stats) -> list[str]:
-    """Returns lines about everything since the model was loaded."""
+    """Returns lines with the statistics since the model was loaded."""
     if not stats.lookups:
         return []
     hits = f"{lookup_shares(stats)} of {stats.lookups} lookups"
@@ -144,7 +149,7 @@ def total_lines(stats: Stats) -> list[str]:
 
 
 def policy_lines(decisions: Mapping[str, Any], stats: Stats) -> list[Line]:
-    """(label, value) of the policy, the predictor and prefetching; none for plain LRU."""
+    """Returns (label, value) lines about the policy, the predictor and prefetching. There are none for plain LRU."""
     if not decisions or (decisions["policy"] == "lru" and decisions["predictor"] == "none"):
         return []
     lines = [("policy", decisions["policy"]), ("predictor", decisions["predictor"])]

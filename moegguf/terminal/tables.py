@@ -1,4 +1,4 @@
-"""Prints facts as rich tables or JSON on stdout. Formats only; computes no facts."""
+"""Prints facts as tables or JSON on stdout. This module only formats: facts.py collects the facts."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from moegguf.terminal.facts import Facts
 from moegguf.text import without_surrogates
 
 PIPE_WIDTH = 400
-NARROW_BETWEEN = 2  # spaces between columns where a terminal has no room for more
-SHOWN_LINES = 2  # shown lines of a system message or a license, as in `ollama show`
+NARROW_BETWEEN = 2  # spaces between columns in a narrow terminal
+SHOWN_LINES = 2  # lines of a system message or a license that are shown, as in `ollama show`
 
 Row = tuple[str, ...]
 
 
 def print_json(facts: Any) -> None:
-    """Prints indented JSON on stdout, nothing else: null for a number that is none, no surrogates."""
+    """Prints facts on stdout as indented JSON. NaN and infinity become null, and invalid characters are replaced."""
     from pydantic_core import to_jsonable_python
 
     plain = to_jsonable_python(facts, inf_nan_mode="null", fallback=lambda array: array.tolist())
@@ -36,9 +36,9 @@ def print_json(facts: Any) -> None:
 
 
 def print_renderable(renderable: Any, least_width: int = 0) -> None:
-    """Prints on stdout; into a pipe without the trailing spaces of tables. A terminal narrower than `least_width`
-    breaks lines itself."""
-    # A pipe has no width; rich's default of 80 would break long paths.
+    """Prints an object of rich on stdout, without trailing spaces if stdout is not a terminal. Lines may have
+    `least_width` characters; a narrower terminal breaks them itself."""
+    # A pipe has no width, and rich's default of 80 would break long paths.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
     if console.width < least_width:
         console.width = least_width
@@ -51,7 +51,8 @@ def print_renderable(renderable: Any, least_width: int = 0) -> None:
 
 
 def _section(title: str, rows: Iterable[Row], right: Sequence[int] = ()) -> None:
-    """A title and rows of name, value and an optional remark. Columns in `right` are right-aligned."""
+    """Prints a title, and below it rows of a name, a value and an optional remark. The columns whose indices are in
+    `right` are right-aligned."""
     rows = list(rows)
     table = Table.grid(padding=(0, 3, 0, 0))
     for column in range(max(map(len, rows), default=0)):
@@ -79,7 +80,7 @@ def print_columns(
 
     style: style of the header.
 
-    drop: names of columns that a narrow terminal leaves out, in this order.
+    drop: names of columns that are left out, one after another in this order, until the table fits the terminal.
     """
     lines = [list(header), *map(list, rows)]
     widths = {name: max(cell_len(line[column]) for line in lines) for column, name in enumerate(header)}
@@ -103,7 +104,7 @@ def print_columns(
 
 
 def print_model_list(entries: Iterable[ModelEntry]) -> None:
-    """The table of `moegguf list` and the chat's /list."""
+    """Prints the table of `moegguf list`, and of the command /list in a chat."""
     rows = []
     for entry in entries:
         size = human_bytes(entry.size_bytes)
@@ -116,8 +117,8 @@ def print_model_list(entries: Iterable[ModelEntry]) -> None:
 
 
 def print_library(facts: Iterable[Facts]) -> None:
-    """Prints the table of `moegguf library`. Marks stand behind the names of the model that fits best, and of models
-    that are on this machine."""
+    """Prints the table of `moegguf library`. The name of the model that fits best ends with a star. The names of models
+    on this machine end with "(here)"."""
     rows = []
     for each in facts:
         sizes = (human_bytes(each[key]) for key in ("size_bytes", "least_bytes", "all_bytes"))
@@ -137,7 +138,7 @@ def _range(low: str, high: str) -> str:
 
 
 def two_digits(low: float, high: float) -> str:
-    """A range of two significant digits: "35,000 to 59,000", "0.31 to 0.54"."""
+    """Formats a range with two significant digits: "35,000 to 59,000", "0.31 to 0.54"."""
     return _range(*(
         f"{float(f'{value:.2g}'):,.{max(0, 1 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
         for value in (low, high)
@@ -145,8 +146,8 @@ def two_digits(low: float, high: float) -> str:
 
 
 def print_model(facts: Facts) -> None:
-    """The output of `moegguf show`: the model, its experts, tensor types, what budgets would mean, and what the catalog
-    entry adds to the files; of long texts the first lines."""
+    """Prints the output of `moegguf show`: the model, its experts, tensor types, hit rates for some budgets, and the
+    facts of the catalog entry. Only the first lines of long texts are shown."""
     print_renderable(Text(facts["title"], style="bold"))
     n_parameters = human_number(facts["parameters"])
     n_active = facts["active_parameters"]
@@ -222,7 +223,7 @@ def _budget_rows(budgets: list[Facts]) -> Iterator[Row]:
 
 
 def print_estimate(facts: Facts) -> None:
-    """The output of `moegguf estimate`: memory, expected speed, reasons and warnings."""
+    """Prints the output of `moegguf estimate`: memory, expected speed, reasons and warnings."""
     plan = facts["plan"]
     print_renderable(Text(facts["name"], style="bold"))
     title = f"What goes where, with a context of {facts['n_ctx']:,} tokens"
@@ -242,7 +243,7 @@ def print_estimate(facts: Facts) -> None:
         _section(title, _placement_rows(facts["placement"]), right=(1, 2, 3))
         _section("What these predictions rest on", _speed_rows(facts["placement"]))
     print_renderable(Text("  Why", style="bold"))
-    supposed = facts["placement"] if not plan["placement"] else None  # a plan has its own reason
+    supposed = facts["placement"] if not plan["placement"] else None  # the reasons of a plan include its placement's
     for reason in [*plan["reasons"], *([supposed["reason"]] if supposed else [])]:
         print_renderable(Padding(Text(f"- {reason}"), (0, 0, 0, 4)))
     for warning in plan["warnings"]:
@@ -285,9 +286,9 @@ def _memory_rows(facts: Facts) -> Iterator[Row]:
 
 
 def _placement_rows(placement: Facts) -> Iterator[Row]:
-    """Yields a row for each placement of experts, the fastest with a typical request first.
+    """Yields the header, then a row for each placement of experts, the fastest for a typical request first.
 
-    A row has the speeds of that request's prompt, of a longer prompt where the context holds one, and of an answer.
+    A row has the speeds of a typical prompt, of a longer prompt if the context is long enough, and of the answer.
     """
     n_long = placement["placements"][0]["long_prompt_tokens"]
     columns = {"prompt_tokens_per_s": "prompt", "long_prompt_tokens_per_s": f"of {n_long:,}", "tokens_per_s": "answer"}
@@ -299,7 +300,7 @@ def _placement_rows(placement: Facts) -> Iterator[Row]:
 
 
 def _speed_rows(placement: Facts) -> Iterator[Row]:
-    """Yields speeds and hit rates from which placements are predicted."""
+    """Yields rows with the speeds and hit rates from which the placements' speeds are predicted."""
     speeds = placement["speeds"]
     device, cpu, disk = (f"{speeds[f'{name}_bytes_per_s'] / 1e9:.3g} GB/s" for name in ("device", "cpu", "disk"))
     link = f"{speeds['copies']['bytes_per_s'] / 1e9:.3g} GB/s, {speeds['copies']['latency_s'] * 1e6:.0f} us a layer"
@@ -311,7 +312,8 @@ def _speed_rows(placement: Facts) -> Iterator[Row]:
 
 
 def _expectation_rows(facts: Facts) -> Iterator[Row]:
-    """The hit rate, what is read, and a range of tokens per second with what it rests on."""
+    """Yields rows with the expected hit rate, the bytes read per token, and the range of tokens per second. The remarks
+    name the sources of these numbers."""
     expected = facts["expected"]
     disk = facts["disk"]
     resident = facts["plan"]["resident"]
@@ -335,7 +337,7 @@ def _expectation_rows(facts: Facts) -> Iterator[Row]:
 
 
 def print_doctor(sections: dict[str, Facts]) -> None:
-    """The output of `moegguf doctor`: sections, one fact per line."""
+    """Prints the output of `moegguf doctor`: sections with one fact in each line."""
     for title, facts in sections.items():
         rows = [(name.replace("_", " ") if name.islower() else name, value) for name, value in _flatten(facts)]
         _section(title, rows or [("(none set)", "")])

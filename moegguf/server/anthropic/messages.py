@@ -1,9 +1,10 @@
 """Anthropic's Messages API: POST /v1/messages returns the next message of a conversation.
 
 /v1/messages/count_tokens counts the tokens of a conversation. Unknown fields, such as `cache_control` and the fields of
-betas, are ignored. Tools that run at Anthropic (web search, ...) are left out with a warning in the log: clients offer
-them beside their own. An answer is a list of blocks: thinking, text and calls in the order in which they come. A stream
-has an event for each block's beginning, growth and end. Without a stream only the message is sent.
+betas, are ignored. Tools that run on Anthropic's servers (web search, ...) are dropped with a warning in the log, since
+clients send them together with their own tools. An answer is a list of blocks: thinking, text and tool calls in the
+order in which the model wrote them. A stream has an event for each block's beginning, growth and end. Without a stream
+only the message is sent.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from moegguf.server.common.options import MAX_TOKEN, Stops, in_range, sampling_o
 from moegguf.server.common.replies import event_line
 from moegguf.serving.events import Done, Event
 
-# Claude Code begins its system prompt with a header for billing whose checksum differs in every request. The header is
-# removed, because no part of the prompt could be reused from the request before.
 ROLES = ("user", "assistant", "system")
+# Claude Code begins its system prompt with a header for billing, in which a checksum differs in every request. The
+# header is removed, since otherwise no request could reuse the computed prompt of an earlier request.
 _BILLING_HEADER = re.compile(r"x-anthropic-billing-header:(?:\s*\w+=[^;\s]*;)+\s*")
 
 
@@ -47,7 +48,8 @@ class _TextBlock(Body):
 
 
 def _part_of(block: Any) -> Any:
-    """A block as a part of the chat. Raises ValueError for an image or document that would have to be fetched."""
+    """Converts a content block to a part of a chat message. Raises ValueError for a source that is not supported, such
+    as a document at a URL."""
     kind = block.get("type") if isinstance(block, dict) else None
     if kind not in ("image", "document"):
         return block
@@ -65,8 +67,8 @@ def _part_of(block: Any) -> Any:
 
 
 def _chat_messages(message: Any) -> list[Any]:
-    """A message as messages of the chat: one for each result of a tool, then one with the rest. Only Anthropic can read
-    thinking that is redacted, and its signature is not needed."""
+    """Converts one of Anthropic's messages to chat messages: one for each tool result, then one with all other blocks.
+    Drops redacted thinking, which only Anthropic can read. Raises ValueError for an unknown role."""
     if not isinstance(message, dict):
         return [message]
     if message.get("role") not in ROLES:
@@ -105,7 +107,7 @@ class _ToolChoice(Body):
 
 
 class _Thinking(Body):
-    """`thinking`. Any budget is taken, also one below Anthropic's 1,024 tokens; None: no limit."""
+    """The field `thinking`. The budget may be below Anthropic's minimum of 1,024 tokens. None: the model's default."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Whole | None = in_range("reasoning_budget_tokens")
@@ -122,7 +124,7 @@ class _OutputConfig(Body):
 
 
 class _CountBody(RequestBody):
-    """The body of /v1/messages/count_tokens. `options` are Ollama's, as an extension."""
+    """The body of /v1/messages/count_tokens. As an extension, `options` takes Ollama's options."""
 
     messages: Annotated[Messages, BeforeValidator(_messages_of)]
     system: Annotated[list[_TextBlock], BeforeValidator(_blocks_of)] = Field(default_factory=list)
@@ -142,8 +144,8 @@ class _CountBody(RequestBody):
 
     def requests(self, entry: ModelEntry, known: Details) -> Sequence[Request]:
         choice = self.tool_choice or _ToolChoice()
-        # A request without `thinking` turns thinking off, as Anthropic's API says. A model that cannot think answers
-        # without thinking, as in Ollama, since clients send `thinking` to every model.
+        # The model does not think unless the request has the field `thinking`, as in Anthropic's API. The field is
+        # ignored for a model that cannot think, since clients send it to every model.
         thinks = self.thinking and self.thinking.type != "disabled" and "thinking" in known.capabilities
         effort = self.output_config.effort if self.output_config else None
         request = Request(
@@ -168,7 +170,7 @@ class _MessagesBody(_CountBody):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[Whole, Field(ge=-1, le=MAX_TOKEN)] | None = None
     stop_sequences: Stops | None = None
-    exact: bool | None = None  # `exact` of `options`
+    exact: bool | None = None  # an extension: has the same effect as `exact` in `options`
 
     def requests(self, entry: ModelEntry, known: Details) -> Sequence[Request]:
         [request] = super().requests(entry, known)
@@ -187,7 +189,8 @@ class _MessagesBody(_CountBody):
 
 
 def _usage(summary: AnswerSummary) -> Json:
-    """Token counts. `input_tokens` are those computed for this request; the others of the prompt were cached."""
+    """Returns the token counts. `input_tokens` counts the prompt tokens that were computed for this request, and
+    `cache_read_input_tokens` the prompt tokens that were cached."""
     return {
         "input_tokens": summary.prompt_tokens,
         "cache_creation_input_tokens": 0,
@@ -201,7 +204,7 @@ class _MessageReply(EventReply):
     ping_line = event_line({"type": "ping"}, "ping")
 
     def __post_init__(self) -> None:
-        self._content: list[Json] = []  # the last block may still grow
+        self._content: list[Json] = []  # blocks of the answer; the last one may still grow
         self._message: Json = {
             "id": f"msg_{secrets.token_hex(12)}",
             "type": "message",
@@ -220,7 +223,7 @@ class _MessageReply(EventReply):
         return event_line(error.body(path), "error")
 
     def _begin(self, event: Event) -> Iterator[Json]:
-        known = AnswerSummary()  # a prompt's counts are known when its progress came first
+        known = AnswerSummary()  # zeros, unless the first event is the prompt's progress, which has the counts
         if isinstance(event, PromptProgress):
             known = AnswerSummary(prompt_tokens=event.n_tokens - event.n_cached, cached_tokens=event.n_cached)
         yield {"type": "message_start", "message": {**self._message, "content": [], "usage": _usage(known)}}
@@ -242,7 +245,7 @@ class _MessageReply(EventReply):
     def _end_block(self, kind: str, done: Done | None = None) -> Iterator[Json]:
         if kind == "thinking":
             block = self._content[-1]
-            block["signature"] = hashlib.sha256(block["thinking"].encode()).hexdigest()  # nothing checks it
+            block["signature"] = hashlib.sha256(block["thinking"].encode()).hexdigest()  # nobody verifies it
             yield self._delta({"type": "signature_delta", "signature": block["signature"]})
         yield {"type": "content_block_stop", "index": len(self._content) - 1}
 

@@ -1,7 +1,8 @@
 """Access control before any route: Host, Origin, API key and size of the headers.
 
-Plain ASGI middleware, as it adds to the time to the first token. A web page of another site can reach a server on
-loopback by DNS rebinding (CVE-2024-28224) or by a cross-site POST; the Host and Origin headers reveal both.
+The module is plain ASGI middleware, which is fast: its time is part of the time to the first token. A web page of
+another site can reach a server on loopback by DNS rebinding (CVE-2024-28224) or by a cross-site POST. The Host and
+Origin headers reveal both.
 """
 
 from __future__ import annotations
@@ -32,28 +33,30 @@ ORIGINS = (
     ),
     *("app://*", "file://*", "tauri://*", "vscode-webview://*", "vscode-file://*"),
 )
-OPEN_PATHS = ("/", "/health")  # need no key: they only show that the server runs
+OPEN_PATHS = ("/", "/health")  # paths that need no key, since they only show that the server runs
 OPEN_PREFIX = "/page/"
-# Parts of the names of headers that proxies, load balancers, CDNs and tunnels add: facts about a client, and products.
+# Matches names of headers that proxies, load balancers, CDNs and tunnels add to a request. Such a name contains a fact
+# about the client, such as its address, or the name of a product.
 FORWARDED = re.compile(
     rb"forward|proxy|(?:client|connecting|originating|real|remote|source|src|user)-?(?:addr|ip)"
     rb"|^via$|-via$|^x-amz(?:-cf|n-trace)-id$|^x-(?:rewrite-url|scheme)$"
     rb"|^(?:x-)?(?:akamai|appengine|arr|azure|cdn|cf|cloudfront|envoy|fastly|fly|goog-iap|l5d|nf|ngrok|original|pomerium"
     rb"|railway|tailscale|varnish|vercel)(?:-|$)"
 )
-IN_BACKGROUND = re.compile(rb"(^|,)\s*u=7\s*(,|;|$)")  # header Priority (RFC 9218) of a request that nobody waits for
+IN_BACKGROUND = re.compile(rb"(^|,)\s*u=7\s*(,|;|$)")  # lowest urgency in the header Priority (RFC 9218)
 METHODS = ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS")
 
 
 @dataclass
 class AccessControl:
-    """ASGI middleware that refuses requests without a right to this server.
+    """ASGI middleware that refuses requests that may not use this server.
 
-    With `loopback` only this machine reaches the server, so foreign Host headers are refused.
+    With `loopback` only this machine reaches the server, so a Host header with another machine's name is refused.
 
-    Clients of `trusted` networks need no key. If there are such networks, clients on this machine need none, too. Web
-    pages in their browsers differ from such clients by the Host header alone. So this header has to be a name that
-    public DNS does not resolve. All clients of a proxy have its address, so a forwarded request is never trusted.
+    Clients in `trusted` networks need no key. If there are such networks, clients on this machine need no key either. A
+    web page in a browser there differs from such a client only in its Host header. Therefore the Host header must be an
+    address of this machine or a name that public DNS does not resolve. All clients of a proxy have the proxy's address,
+    so a forwarded request is never trusted.
     """
 
     app: ASGIApp
@@ -69,7 +72,7 @@ class AccessControl:
             self.app,
             allow_origin_regex=self._origins.pattern,
             allow_methods=METHODS,
-            allow_headers=("*",),  # a page may send any: its origin decides
+            allow_headers=("*",),  # a page may send any header: only its origin is checked
             allow_private_network=True,
         )
         self._keys = [
@@ -80,9 +83,9 @@ class AccessControl:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        headers = dict(reversed(scope["headers"]))  # the first of a repeated header
+        headers = dict(reversed(scope["headers"]))  # the first one counts if a header is repeated
         origin = headers.get(b"origin", b"").decode("latin-1")
-        key = None  # the number of the key that was sent; all are compared, in a time that tells nothing of them
+        key = None  # index of the key that was sent; all keys are compared, so that the time reveals nothing
         for number, (*forms, _) in enumerate(self._keys):
             for name, value in forms:
                 if hmac.compare_digest(headers.get(name, b""), value):
@@ -90,18 +93,18 @@ class AccessControl:
         refusal = self._refusal(scope, headers, origin, key is not None)
         if refusal:
             return await error_response(refusal, scope["path"])(scope, receive, send)
-        # A request takes the turn of its key. Several clients with one key are kept apart by their addresses. Headers
-        # of a proxy about its clients do not count, as anyone can write them.
+        # Waiting clients are served in turn. A client is a key and an address, so clients with one key have separate
+        # turns. A proxy's headers about its clients do not count, since anyone can write such headers.
         owner = "" if key is None else self._keys[key][-1]
         current_owner.set(owner)
         client = f"{owner} {scope['client'][0] if scope['client'] else ''}"
         current_client.set(BACKGROUND if IN_BACKGROUND.search(headers.get(b"priority", b"")) else client)
         if len(self._keys) > 1:
-            scope["key"] = None if key is None else key + 1  # place of the key in MOEGGUF_API_KEY, for the log
+            scope["key"] = None if key is None else key + 1  # position in MOEGGUF_API_KEY, for the log
         await (self._cors if origin else self.app)(scope, receive, send)
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes], origin: str, has_key: bool) -> HttpError | None:
-        if b"content-length" in headers and b"transfer-encoding" in headers:  # a proxy may see other requests in it
+        if b"content-length" in headers and b"transfer-encoding" in headers:  # a proxy may read other requests here
             return BodyRefusedError(
                 400, "a body has a Content-Length or a Transfer-Encoding, not both", headers={"connection": "close"}
             )
@@ -110,7 +113,7 @@ class AccessControl:
         host, path = headers.get(b"host", b"").decode("latin-1"), scope["path"]
         if self.loopback and not is_own_host(host):
             return HttpError(403, f"the Host header {host[:100]!r} is not allowed; use an address of this machine")
-        own = (f"http://{host.lower()}", f"https://{host.lower()}") if host else ()  # the page was served from here
+        own = (f"http://{host.lower()}", f"https://{host.lower()}") if host else ()  # origins of this server's page
         if origin and origin.lower() not in own and not self._origins.fullmatch(origin):
             return HttpError(403, f"the Origin {origin[:100]!r} is not allowed; OLLAMA_ORIGINS adds origins")
         is_open = scope["method"] == "OPTIONS" or path in OPEN_PATHS or path.startswith(OPEN_PREFIX)
@@ -139,17 +142,17 @@ class AccessControl:
 
 
 def origin_pattern(origins: Sequence[str]) -> re.Pattern[str]:
-    """Returns one expression for all origins; `*` matches any text, and `:*` any port."""
+    """Returns one regular expression for all `origins`, in which `*` stands for any text and `:*` for any port."""
     parts = (re.escape(origin.strip()).replace(r":\*", r":\d+").replace(r"\*", ".*") for origin in origins)
     return re.compile(f"(?i:{'|'.join(parts)})")
 
 
 @lru_cache(maxsize=256)
 def is_own_host(header: str) -> bool:
-    """Returns whether a Host header can name this machine.
+    """Returns True if a Host header may belong to this machine.
 
-    It can be a private address, or a name that public DNS does not resolve. An empty header is accepted, as browsers
-    always send one.
+    This is an own or any private address, or a name that public DNS does not resolve. A missing header is accepted,
+    because the client cannot be a web page: browsers always send the header.
     """
     host = _strip_port(header.strip().lower())
     if host is None:
@@ -163,7 +166,7 @@ def is_own_host(header: str) -> bool:
 
 
 def _strip_port(header: str) -> str | None:
-    """The host of `host`, `host:port` or `[v6]:port`; None for anything else."""
+    """Returns the host in `host`, `host:port` or `[v6]:port`, and None for any other text."""
     match = re.fullmatch(r"(\[[0-9a-z:.%]*\]|[a-z0-9._-]*)(?::\d{1,5})?", header)
     return match[1] if match else None
 

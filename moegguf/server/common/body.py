@@ -1,9 +1,9 @@
-"""Request bodies: JSON, parsed and validated, whatever the Content-Type; and forms with a file, which goes where the
-caller says as it arrives, never into memory.
+"""Reads request bodies: JSON, which is parsed and validated, and forms with a file. The file's bytes are passed on as
+they arrive, and are never collected in memory.
 
-`curl -d` labels JSON as a form, so that header is ignored. Size, number of values and numbers are limited before any
-object is built, nesting by pydantic's parser; of a repeated key the last one counts. Half of a surrogate pair, which
-JavaScript leaves where it cuts a text, becomes U+FFFD, as in Go.
+The header Content-Type of JSON is ignored, because `curl -d` labels JSON as a form. The size, the number of values and
+the numbers are checked before any object is built; pydantic's parser limits the nesting. If a key is repeated, the last
+one counts. Half of a surrogate pair, which JavaScript leaves when it cuts a text, becomes U+FFFD, as in Go.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from moegguf.errors import MoeggufError
 from moegguf.server.common import limits
 from moegguf.server.common.errors import BodyRefusedError, HttpError, http_error
 
-STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # an unterminated one extends to the end
-LARGE_NUMBER = re.compile(rb"(?<![.\d])(?:\d{20}|[\d.]++[eE]\+?\d{3,}+)")  # a number that may have more than 64 bits
-HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # half of a surrogate pair may begin with these
+STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # up to the end if it is not closed
+LARGE_NUMBER = re.compile(rb"(?<![.\d])(?:\d{20}|[\d.]++[eE]\+?\d{3,}+)")  # a number that may not fit 64 bits
+HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # possible beginnings of half of a surrogate pair
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 NOT_STRUCTURE = bytes(set(range(256)) - set(b"[]{},"))
-BODIES, N_BYTES = "moegguf.bodies", "moegguf.n_bytes"  # keys of a scope: the `Bodies`, and how much it holds of it
+# Keys of an ASGI scope: the `Bodies` object, and the bytes of this request that the object counts.
+BODIES, N_BYTES = "moegguf.bodies", "moegguf.n_bytes"
 
 
 class Bodies:
-    """Middleware that bounds the bytes of all bodies together, each from its arrival to the end of its request."""
+    """Middleware that limits the bytes of all request bodies together. A body counts until its request has ended."""
 
     def __init__(self, app: ASGIApp, most_bytes: int = limits.ALL_BODIES_BYTES) -> None:
         self._app = app
@@ -53,7 +54,8 @@ class Bodies:
             self._free(scope)
 
     def add(self, scope: Scope, n_bytes: int) -> int:
-        """Notes that bytes of a request have arrived; returns how many there are now. Raises BodyRefusedError 503."""
+        """Counts `n_bytes` that have arrived for a request, and returns the bytes of its body so far. Raises
+        BodyRefusedError 503 if all bodies together are too large."""
         scope[N_BYTES] += n_bytes
         self.n_bytes += n_bytes
         if self.n_bytes > self.most_bytes:
@@ -68,14 +70,14 @@ class Bodies:
 
 
 def without_nulls(given: Any) -> Any:
-    """Returns an object without the fields that are null, any other value as it is."""
+    """Returns a copy of a mapping without the fields that are null. Returns any other value unchanged."""
     if not isinstance(given, Mapping):
         return given
     return {name: value for name, value in given.items() if value is not None}
 
 
 class Body(BaseModel):
-    """Base of all requests: strict types, unknown fields are ignored, and null is the same as absent."""
+    """Base of all request bodies: types are strict, unknown fields are ignored, and null counts as absent."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
@@ -86,7 +88,7 @@ class Body(BaseModel):
 
 
 def integral(value: Any) -> Any:
-    """Returns 8 for 8.0, any other value as it is."""
+    """Returns an integral float as an int (8 for 8.0), and any other value unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -100,19 +102,19 @@ T = TypeVar("T", bound=BaseModel)
 async def read_body(request: HttpRequest, kind: type[T], limit: int = limits.BODY_BYTES) -> T:
     """Reads the body of `request` as a `kind`.
 
-    Raises HttpError: 400 for an invalid body, 408, 413 and 415 for a slow, large or compressed one, 503 while the
-    bodies of all requests together are too large.
+    Raises HttpError 400 for an invalid body, 408 for a slow one, 413 for a large one, and 415 for a compressed one.
+    Raises HttpError 499 if the client disconnects, and 503 if the bodies of all requests together are too large.
     """
     return parse_body(await read_bytes(request, limit), kind)
 
 
 def parse_body(raw: bytes, kind: type[T]) -> T:
-    """Returns JSON text as a `kind`. Raises HttpError 400 that names the first invalid field."""
+    """Parses JSON text as a `kind`. Raises HttpError 400 that names the first invalid field."""
     return parse_fields(parse_object(raw), kind)
 
 
 def parse_fields(fields: Mapping[str, Any], kind: type[T]) -> T:
-    """Returns fields as a `kind`. Raises HttpError 400 that names the first invalid field."""
+    """Makes a `kind` of its fields. Raises HttpError 400 that names the first invalid field."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
@@ -120,7 +122,7 @@ def parse_fields(fields: Mapping[str, Any], kind: type[T]) -> T:
 
 
 def explain(error: ValidationError) -> str:
-    """The first validation error as text: the field, and the rule."""
+    """Returns the first validation error as text: the field, and the rule that its value breaks."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ".".join(str(part) for part in first["loc"])[:200]
     text = first["msg"].removeprefix("Value error, ").replace(" after validation, not", ", but has")
@@ -128,7 +130,7 @@ def explain(error: ValidationError) -> str:
 
 
 async def read_bytes(request: HttpRequest, limit: int = limits.BODY_BYTES) -> bytes:
-    """The whole body, at most `limit` bytes. Raises HttpError 408, 413, 415, 499, 503."""
+    """Returns the whole body, which may have at most `limit` bytes. Raises HttpError 408, 413, 415, 499, 503."""
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > limit:
         raise too_large(limit)
@@ -146,8 +148,8 @@ async def read_bytes(request: HttpRequest, limit: int = limits.BODY_BYTES) -> by
 
 
 async def chunks(request: HttpRequest) -> AsyncGenerator[bytes]:
-    """The body as it arrives; b"" is its end. Raises HttpError 408 when nothing of it arrives for READ_S, 415 for a
-    compressed one, which could expand to any size, and 499."""
+    """Yields the body as it arrives, and b"" at its end. Raises HttpError 408 if nothing arrives for READ_S, 415 for a
+    compressed body, which could expand to any size, and 499 if the client disconnects."""
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding not in ("", "identity"):
         raise HttpError(
@@ -166,7 +168,7 @@ async def chunks(request: HttpRequest) -> AsyncGenerator[bytes]:
 
 
 def too_large(limit: int) -> BodyRefusedError:
-    """The error for a body of more than `limit` bytes."""
+    """Returns the error for a body of more than `limit` bytes."""
     return BodyRefusedError(413, f"request body too large: at most {limit >> 20} MiB are taken")
 
 
@@ -174,7 +176,7 @@ def too_large(limit: int) -> BodyRefusedError:
 
 
 def parse_json(raw: bytes) -> Any:
-    """JSON text as a value. Raises ValueError."""
+    """Parses JSON text. Half of a surrogate pair becomes U+FFFD. Raises ValueError."""
     try:
         return from_json(raw, allow_inf_nan=False)
     except ValueError as error:
@@ -188,10 +190,10 @@ def parse_json(raw: bytes) -> Any:
 
 
 def parse_value(raw: bytes) -> Any:
-    """Returns the value of JSON text. Raises HttpError 400."""
+    """Parses JSON text within the limits of values and numbers. Raises HttpError 400."""
     if not raw.strip():
         raise HttpError(400, "missing request body")
-    n_quotes = raw.count(b'"') - raw.count(b'\\"')  # each string has one or two
+    n_quotes = raw.count(b'"') - raw.count(b'\\"')  # a string has two, or one if it does not end
     without_strings = STRING.sub(b"", raw) if n_quotes <= 4 * limits.JSON_VALUES else b"," * (limits.JSON_VALUES + 1)
     if len(without_strings.translate(None, NOT_STRUCTURE)) > limits.JSON_VALUES:
         raise HttpError(400, f"invalid request body: more than {limits.JSON_VALUES} values")
@@ -204,7 +206,7 @@ def parse_value(raw: bytes) -> Any:
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """JSON text as a dict. Raises HttpError 400."""
+    """Parses JSON text, which must be an object. Raises HttpError 400."""
     value = parse_value(raw)
     if not isinstance(value, dict):
         kinds = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "an array"}
@@ -216,7 +218,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 
 class _FormFile(UploadFile):
-    """The file of a form, of at most `most_bytes`, which goes to `sink` as it arrives."""
+    """The uploaded file of a form. Passes its bytes, at most `most_bytes`, to `sink` as they arrive."""
 
     def __init__(self, filename: str, sink: Callable[[bytes], object], most_bytes: int) -> None:
         super().__init__(BytesIO(), filename=filename)
@@ -230,11 +232,11 @@ class _FormFile(UploadFile):
         self._sink(data)
 
     async def seek(self, offset: int) -> None:
-        """Nobody reads it again."""
+        """Does nothing: the parser rewinds the file, but nobody reads it again."""
 
 
 class _FormParser(MultiPartParser):
-    """Starlette's, whose file is made by `new_file`."""
+    """Starlette's parser of forms, except that `new_file` makes the object for the uploaded file."""
 
     new_file: Callable[[str], UploadFile]
 
@@ -247,9 +249,11 @@ class _FormParser(MultiPartParser):
 async def read_form(
     request: HttpRequest, write: Callable[[bytes], object], most_bytes: int
 ) -> tuple[str | None, dict[str, str]]:
-    """Reads a form whose part `file` goes to `write`, at most `most_bytes`; returns its name, None without a file, and
-    the fields. Raises HttpError 400, 408, 413, 415, 499, and what `write` raises, as a reply to a client that is still
-    sending."""
+    """Reads a form and passes the bytes of its part `file`, at most `most_bytes`, to `write`.
+
+    Returns the file's name (None if there is no file) and the form's other fields. Raises BodyRefusedError 400, 408,
+    413, 415 or 499, or with the status for an error of `write`.
+    """
     kind, options = parse_options_header(request.headers.get("content-type", ""))
     boundary = options.get(b"boundary")
     if kind != b"multipart/form-data" or not boundary or len(boundary) > 256:

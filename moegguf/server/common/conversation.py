@@ -1,7 +1,8 @@
-"""Answers requests of every API: reads a body, has a model answer its requests, sends the reply, whole or streamed.
+"""Answers requests of every API: reads a body, lets a model answer its requests, and sends the reply, whole or as a
+stream.
 
-An API has bodies that make `Request`s (`RequestBody`) and replies that encode events (`Reply`). Neither waits:
-leases, loops, errors in mid stream, disconnects and counts for `/metrics` are here.
+Each API defines bodies that make `Request`s (`RequestBody`) and replies that encode events (`Reply`). Leases, loops,
+errors in the middle of a stream, disconnects and the counts for `/metrics` are handled here.
 """
 
 from __future__ import annotations
@@ -38,21 +39,21 @@ Json = dict[str, Any]
 
 @dataclass
 class Reply(ABC):
-    """The answers to one body in the form of an API."""
+    """The reply to one body in the format of one API. It contains an answer to each request of the body."""
 
     body: Any
     entry: ModelEntry
     requests: Sequence[Request]
 
-    ping_line: ClassVar[bytes] = b": ping\n\n"  # keeps a stream without other events open
-    n_calls = 0  # tool calls of the answer so far
+    ping_line: ClassVar[bytes] = b": ping\n\n"  # sent in a stream that is idle, to keep it open
+    n_calls = 0  # tool calls sent so far in this answer
 
     def __post_init__(self) -> None:  # noqa: B027 (not every API needs it)
         """Prepares the state of an API's reply."""
 
     @property
     def name(self) -> str:
-        """Returns the model's name as the body has it; without one, its own."""
+        """Returns the model's name as the body spells it, or the entry's name if the body has none."""
         return self.body.model or self.entry.name
 
     async def prepare(self, lease: Lease) -> None:  # noqa: B027 (most need nothing)
@@ -67,18 +68,19 @@ class Reply(ABC):
 
     @abstractmethod
     def add(self, delta: Delta, done: Done) -> None:
-        """Takes an answer for `whole`."""
+        """Adds a complete answer to the reply that `whole` returns."""
 
     @abstractmethod
     def whole(self) -> Any:
-        """The reply as one object, or several in a list where the API has that."""
+        """Returns the complete reply: one object, or a list of objects in APIs that allow this."""
 
     def error_line(self, error: HttpError, path: str) -> bytes:
         """Returns the line that ends a stream of a request at `path` with an error."""
         return event_line(error.body(path))
 
     def numbered(self, calls: Iterable[ToolCall]) -> Iterator[tuple[int, ToolCall]]:
-        """Tool calls that are sent, with their number among all of an answer."""
+        """Yields the tool calls to send, each with its index in the answer. If the body allows no parallel calls, only
+        the first call of an answer is sent."""
         for call in calls:
             if self.n_calls and not self.body.parallel_calls:
                 return
@@ -87,18 +89,19 @@ class Reply(ABC):
 
 
 class EventReply(Reply):
-    """A reply in named events for the beginning, growth and end of each block: thinking, text or call."""
+    """A reply whose stream has named events: for the beginning, the growth and the end of each block. A block is
+    thinking, text or a tool call."""
 
     started = False
-    open = ""  # the kind of the block that still grows
+    open = ""  # the kind of the block that still grows, "thinking" or "text"; "": none
 
-    # Methods of an API's reply, with the events that they make.
-    _begin: Callable[[Event], Iterator[Json]]  # first events of a reply, made of the answer's first event
+    # Each API's reply implements these methods. They return the events to send.
+    _begin: Callable[[Event], Iterator[Json]]  # first events of the reply; takes the answer's first event
     _begin_block: Callable[[str], Iterator[Json]]  # beginning of a block, "thinking" or "text"
     _grow: Callable[[str, Delta], Iterator[Json]]  # more text in the open block
-    _end_block: Callable[[str, Done | None], Iterator[Json]]  # end of a block; Done if the answer ends with it
-    _call: Callable[[ToolCall], Iterator[Json]]  # a tool call, which is a block
-    _finish: Callable[[Done], Iterator[Json]]  # last events, which complete the object
+    _end_block: Callable[[str, Done | None], Iterator[Json]]  # end of a block; Done if the answer ends here
+    _call: Callable[[ToolCall], Iterator[Json]]  # the whole block of a tool call
+    _finish: Callable[[Done], Iterator[Json]]  # last events of the reply, which complete the object
 
     def _events(self, event: Event) -> Iterator[Json]:
         if not self.started:
@@ -129,24 +132,24 @@ class EventReply(Reply):
             yield from self._end_block(kind, done)
 
     def lines(self, event: Event) -> bytes:
-        """Server-sent events with their names."""
+        """Returns the server-sent events for an event of the answer, each with its name."""
         return b"".join(event_line(item, item["type"]) for item in self._events(event))
 
     def add(self, delta: Delta, done: Done) -> None:
-        """Makes the events of a stream and keeps only the object that they build."""
+        """Makes the events of a stream and discards them: they build the complete object on the way."""
         for event in (delta, done):
             list(self._events(event))
 
 
 class RequestBody(Loading):
-    """A body that asks for answers, of at most `limit` bytes."""
+    """A body, of at most `limit` bytes, for which a model generates answers."""
 
     limit: ClassVar[int] = limits.IMAGES_BODY_BYTES
     reply_kind: ClassVar[type[Reply]]
 
     model: ModelName
     stream: bool | None = None
-    lora: Adapters | None = None  # llama-server's: scales of adapters; 0 for one that is not in the list
+    lora: Adapters | None = None  # llama-server's field: scales of LoRA adapters; 0 for an adapter not listed
 
     @property
     def streams(self) -> bool:
@@ -159,21 +162,22 @@ class RequestBody(Loading):
         return True
 
     async def look_up(self, state: State) -> None:
-        """Reads what the body refers to. Raises MoeggufError."""
+        """Reads stored data to which the body refers, such as an earlier response. Raises MoeggufError."""
 
     @abstractmethod
     def requests(self, entry: ModelEntry, known: Details) -> Sequence[Request]:
-        """Returns the requests, whose answers come in this order, with the entry's defaults. Raises MoeggufError."""
+        """Returns the requests of the body, with the entry's defaults, in the order in which their answers are sent.
+        Raises MoeggufError."""
 
     async def respond(self, request: HttpRequest) -> Response:
-        """The response to a request that has this body. Raises MoeggufError."""
+        """Returns the response to an HTTP request that has this body. Raises MoeggufError."""
         events, reply = await _answer(request.app.state, self)
         if not self.streams:
             return WholeResponse(_whole(events, reply))
         return LineResponse(_lines(events, reply), reply.error_line, reply.ping_line)
 
     async def whole_reply(self, state: State) -> Any:
-        """The object of a reply that is not streamed. Raises MoeggufError."""
+        """Returns the complete reply as JSON objects, without a stream. Raises MoeggufError."""
         return await _whole(*await _answer(state, self))
 
 
@@ -181,7 +185,7 @@ Kind = TypeVar("Kind", bound=RequestBody)
 
 
 def conversation(path: str, kind: type[RequestBody]) -> Route:
-    """Returns an endpoint that answers requests."""
+    """Returns an endpoint for POST requests at `path`, whose bodies a model answers."""
 
     async def respond(request: HttpRequest) -> Response:
         body = await read_body(request, kind, kind.limit)
@@ -191,9 +195,12 @@ def conversation(path: str, kind: type[RequestBody]) -> Route:
 
 
 def about_prompt(path: str, kind: type[Kind], what: str, reply: Callable[[Any], Json]) -> Route:
-    """Returns an endpoint about the prompt of a conversation, which replies with `reply` of a value: the tokens
-    (`what`: "count") or the text ("render") that the model's own template makes. It loads the model if needed, and does
-    not wait for running answers."""
+    """Returns an endpoint that replies with a fact about the prompt of a conversation, without an answer.
+
+    `what` is "count" for the number of tokens, or "render" for the text that the chat template makes. `reply` converts
+    this value to the JSON of the response. The endpoint loads the model if needed, and does not wait for running
+    answers.
+    """
 
     async def compute(request: HttpRequest, body: Kind) -> Json:
         entry, requests = await _read_requests(request.app.state, body)
@@ -210,7 +217,8 @@ async def _answer(state: State, body: RequestBody) -> tuple[AsyncGenerator[Event
 
 
 async def _read_requests(state: State, body: RequestBody) -> tuple[ModelEntry, Sequence[Request]]:
-    """Returns the model of a body, and its requests, for the owner of the HTTP request. Raises MoeggufError."""
+    """Returns the entry of the body's model, and the body's requests with the owner of the HTTP request. Raises
+    MoeggufError."""
     entry, known = await look_up(state, body.model)
     await body.look_up(state)
     client_key = current_owner.get()
@@ -239,7 +247,7 @@ async def _read_requests(state: State, body: RequestBody) -> tuple[ModelEntry, S
 
 
 def _with_budget(sampling: Sampling, settings: Settings) -> Sampling:
-    """Returns sampling parameters with the server's budget of thinking where they have none."""
+    """Returns sampling parameters in which a missing budget of thinking tokens comes from the server's settings."""
     names = "reasoning_budget_tokens", "reasoning_budget_message"
     defaults = {name: getattr(settings, name) for name in names if getattr(sampling, name) in (None, "")}
     return sampling_with(sampling, defaults)
@@ -248,8 +256,11 @@ def _with_budget(sampling: Sampling, settings: Settings) -> Sampling:
 async def _answers(
     state: State, body: RequestBody, entry: ModelEntry, requests: Sequence[Request], reply: Reply
 ) -> AsyncGenerator[Event]:
-    """Yields the events of each request after the events of the one before; a `Done` ends each. Closing it stops the
-    answers. As many are computed together as the model answers at once; between two, other requests have their turn."""
+    """Yields the events of all requests, one request after another; a `Done` ends the events of each.
+
+    The model computes as many of these requests together as it answers at once. After each one, requests of other
+    clients get their turn. Closing the generator stops the answers.
+    """
     queues: list[asyncio.Queue[Event | Exception]] = [asyncio.Queue() for _ in requests]
     left = iter(zip(requests, queues, strict=True))
     use = entry, body.overrides(), body.keep_alive_s()
@@ -265,7 +276,7 @@ async def _answers(
                 return
 
     async def compute_beside() -> None:
-        with suppress(MoeggufError):  # the first lease computes everything if there is no other one
+        with suppress(MoeggufError):  # the first lease computes everything if this one fails
             async with state.manager.lease(*use) as lease:
                 await compute(lease)
 

@@ -1,8 +1,8 @@
-"""Maps exceptions to HTTP errors: status, headers and JSON in the form of the API that was called.
+"""Maps exceptions to HTTP errors: status, headers and JSON in the format of the API that was called.
 
-At /v1/messages it is Anthropic's `{"type": "error", "error": {"type", "message"}}`, elsewhere below /v1 OpenAI's
-`{"error": {"message", "type", "param", "code"}}`, at LLAMA_PATHS llama-server's with a type, everywhere else Ollama's
-`{"error": "text"}`.
+At /v1/messages the JSON is Anthropic's `{"type": "error", "error": {"type", "message"}}`. Elsewhere below /v1 it is
+OpenAI's `{"error": {"message", "type", "param", "code"}}`. At LLAMA_PATHS it is llama-server's `{"error": {"code",
+"message", "type"}}`. Everywhere else it is Ollama's `{"error": "text"}`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from moegguf.text import without_surrogates
 log = logging.getLogger(__name__)
 
 LINGER_S = 2.0
-OVERLOADED = 529  # Anthropic's own status for a server that cannot answer now
+OVERLOADED = 529  # status in Anthropic's API for a server that is too busy to answer
 OLLAMA_PREFIX = "/api/"
 ANTHROPIC_PATH = "/v1/messages"
-ANTHROPIC_HEADER = "anthropic-version"  # all of Anthropic's clients send it
-MODELS_PATH = "/v1/models"  # a path of OpenAI's and Anthropic's APIs
+ANTHROPIC_HEADER = "anthropic-version"  # header that all clients of Anthropic's API send
+MODELS_PATH = "/v1/models"  # a path that OpenAI's and Anthropic's APIs share
 OPENAI_TYPES = {
     404: "not_found_error", 401: "authentication_error", 403: "permission_error", 429: "rate_limit_error",
 }  # fmt: skip
@@ -42,11 +42,11 @@ LLAMA_PATHS = (
 )  # fmt: skip
 SLOT_PREFIX = "/slots/"
 LLAMA_TYPES = {**OPENAI_TYPES, 501: "not_supported_error", 503: "unavailable_error"}
-NO_RETRY = {"x-should-retry": "false"}  # OpenAI's and Anthropic's clients would retry twice
+NO_RETRY = {"x-should-retry": "false"}  # stops OpenAI's and Anthropic's clients from retrying
 
 
 class HttpError(errors.MoeggufError):
-    """An error with its HTTP status and headers. `code` is OpenAI's, such as "model_not_found"."""
+    """An error with its HTTP status and headers. `code` is OpenAI's error code, such as "model_not_found"."""
 
     def __init__(self, status: int, message: str, code: str | None = None, headers: Mapping[str, str] = {}) -> None:
         super().__init__(message)
@@ -55,7 +55,7 @@ class HttpError(errors.MoeggufError):
         self.headers = dict(headers)
 
     def body(self, path: str) -> dict[str, Any]:
-        """The JSON of the reply to a request at `path`."""
+        """Returns the JSON of the error in the format of the API at `path`."""
         message, invalid = str(self), "invalid_request_error" if self.status < 500 else None
         if path in LLAMA_PATHS or path.startswith(SLOT_PREFIX):
             kind = LLAMA_TYPES.get(self.status, invalid or "server_error")
@@ -70,16 +70,16 @@ class HttpError(errors.MoeggufError):
 
 
 class BodyRefusedError(HttpError):
-    """An error that is sent while the client may still be sending its body."""
+    """An error that is sent while the client may still be sending the body of its request."""
 
 
 def lists_for_anthropic(request: HttpRequest) -> bool:
-    """Returns whether one of Anthropic's clients lists models, at a path that OpenAI's API has too."""
+    """Returns True if a client of Anthropic's API lists models. The path is also a path of OpenAI's API."""
     path = request.url.path
     return ANTHROPIC_HEADER in request.headers and (path == MODELS_PATH or path.startswith(f"{MODELS_PATH}/"))
 
 
-# (classes, status, code, headers); the first match counts, so subclasses come before their bases.
+# Rows of exception classes, status, OpenAI's error code, headers. The first match counts, so subclasses come first.
 STATUSES: tuple[tuple[tuple[type[BaseException], ...], int, str | None, Mapping[str, str]], ...] = (
     ((errors.ModelNotFoundError,), 404, "model_not_found", {}),
     ((errors.ContextError,), 400, "context_length_exceeded", {}),
@@ -95,7 +95,7 @@ STATUSES: tuple[tuple[tuple[type[BaseException], ...], int, str | None, Mapping[
 
 
 def http_error(error: BaseException) -> HttpError:
-    """The HTTP error of an exception. An unexpected exception is logged, and its message is not sent."""
+    """Returns the HTTP error for an exception. An unexpected exception is logged, and its message is not sent."""
     if isinstance(error, HttpError):
         return error
     if isinstance(error, errors.QueueFullError):
@@ -113,24 +113,24 @@ def http_error(error: BaseException) -> HttpError:
 
 
 def error_response(error: BaseException, path: str) -> Response:
-    """The reply to a request at `path` that failed with `error`."""
+    """Returns the response to a request at `path` that failed with `error`."""
     found = http_error(error)
     kind = LingeringResponse if isinstance(found, BodyRefusedError) else JSONResponse
     return kind(found.body(path), status_code=_status_of(found, path), headers=found.headers)
 
 
 def _status_of(error: HttpError, path: str) -> int:
-    """Returns the status of an error in the API that was called."""
+    """Returns the HTTP status with which the API at `path` reports an error."""
     if path.startswith(ANTHROPIC_PATH) and error.status == HTTPStatus.SERVICE_UNAVAILABLE:
         return OVERLOADED
     if path.startswith(OLLAMA_PREFIX) and error.status == HTTPStatus.TOO_MANY_REQUESTS:
-        return HTTPStatus.SERVICE_UNAVAILABLE  # Ollama's own status for a full queue
+        return HTTPStatus.SERVICE_UNAVAILABLE  # Ollama's status for a full queue
     return error.status
 
 
 class LingeringResponse(JSONResponse):
-    """A reply to a client that is still sending: reads and drops the rest for LINGER_S at most, since an immediate
-    close would discard the reply on the client's side."""
+    """A response to a client that is still sending its body. The response reads and drops the rest of the body, for at
+    most LINGER_S. If the connection was closed at once, the client would lose the response."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

@@ -1,18 +1,18 @@
-"""Limits of a request: every number, length and depth is bounded before it reaches a model.
+"""Limits of a request: every number, length and depth is checked before it reaches a model.
 
-Chosen against known attacks on other servers: huge headers, gzip bombs, deep JSON, unbounded counts.
+The limits stop known attacks on other servers: huge headers, gzip bombs, deep JSON, unbounded counts.
 """
 
 from __future__ import annotations
 
 BODY_BYTES = 8 << 20
-IMAGES_BODY_BYTES = 32 << 20  # body of a request that may have images as base64
-ALL_BODIES_BYTES = 256 << 20  # bodies of all requests that are read, wait or are answered
+IMAGES_BODY_BYTES = 32 << 20  # bytes of a body that may contain images in base64
+ALL_BODIES_BYTES = 256 << 20  # bytes of the bodies of all unfinished requests together
 HEADER_BYTES = 16 << 10
 JSON_VALUES = 1 << 17
 
-READ_S = 60.0  # time for a body to arrive
-PING_S = 15.0  # time between two comments that keep an idle event stream open
+READ_S = 60.0  # seconds for a body to arrive; in an upload, the longest pause
+PING_S = 15.0  # seconds between two lines that keep an idle event stream open
 
 MESSAGES = 4096
 TOOLS = 256
@@ -22,6 +22,6 @@ INPUTS = 2048
 CHOICES = 128  # answers to one prompt
 NAME_CHARS = 512
 
-FORM_FIELDS = 16  # fields of a form, without its file
-FORM_PART_BYTES = 4 << 10  # bytes of each field
+FORM_FIELDS = 16  # fields of a form, not counting its file
+FORM_PART_BYTES = 4 << 10  # bytes of each field of a form
 FILE_NAME_CHARS = 255

@@ -1,6 +1,7 @@
-"""A conversation as every API gives it: messages of texts and images, tools and their calls.
+"""The conversation in a request of any API: messages with texts and images, tools and tool calls.
 
-OpenAI's chat has the common form: responses and Anthropic's API translate theirs into it, and one model checks all.
+The common format is OpenAI's chat. OpenAI's responses and Anthropic's API are converted to it before one pydantic model
+checks all of them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ FunctionName = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 def _image_of_url(url: Any) -> Part:
-    """The part for an image in a data URL. Raises ValueError for any other URL: the server fetches nothing."""
+    """Returns the part for an image in a data URL. Raises ValueError for any other URL: the server fetches nothing."""
     if not isinstance(url, str):
         raise ValueError('image_url must be {"url": "data:image/png;base64,..."}')
     found = _DATA_URL.match(url[:100])
@@ -45,7 +46,7 @@ def _image_of_url(url: Any) -> Part:
 
 
 def _image_of_base64(data: str) -> Part:
-    """The part for an image as base64. Raises ValueError when it cannot be used."""
+    """Returns the part for an image in base64. Raises ValueError if the image cannot be used."""
     try:
         return image_part(data)
     except OptionError as error:
@@ -53,8 +54,8 @@ def _image_of_base64(data: str) -> Part:
 
 
 def part_of(part: Any) -> Part:
-    """A part of a message: a text, a `search_result` as text, or an image as a data URL or (`image`) as base64. Raises
-    ValueError for others."""
+    """Converts one part of a message's content to a text or an image. A `search_result` becomes a text. An image comes
+    as a data URL or as base64. Raises ValueError for any other part."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == SEARCH_RESULT:
         return {"type": "text", "text": _text_of_result(part)}
@@ -78,7 +79,7 @@ def _text_of_result(part: dict[str, Any]) -> str:
 
 
 def is_foreign(part: Any) -> bool:
-    """Returns whether a part has a type that nothing here reads, and logs that type."""
+    """Returns True, after a warning in the log, if the server cannot read parts of this type."""
     kind = part.get("type") if isinstance(part, dict) else None
     found = isinstance(kind, str) and kind not in (*_TEXTS, *_IMAGES, "image", SEARCH_RESULT)
     if found:
@@ -87,8 +88,8 @@ def is_foreign(part: Any) -> bool:
 
 
 def read_parts(content: Any) -> Any:
-    """A message's content: its texts joined by newlines, or with images a list of parts (moegguf.generate.images).
-    Raises ValueError for a part that is neither."""
+    """Returns a message's content as one text, joined by newlines, or as a list of parts if there are images. Raises
+    ValueError for a part that is neither text nor image."""
     if not isinstance(content, list):
         return content
     parts = [part_of(part) for part in content]
@@ -96,8 +97,8 @@ def read_parts(content: Any) -> Any:
 
 
 def _arguments(given: Any) -> Any:
-    """The arguments of a call, which OpenAI's clients send as JSON text. An empty text and null are no arguments.
-    Raises ValueError."""
+    """Parses the arguments of a tool call from JSON text, as OpenAI's clients send them. An empty text and null mean no
+    arguments. Raises ValueError."""
     if not isinstance(given, str):
         return given
     try:
@@ -116,7 +117,8 @@ class _CalledFunction(Body):
 
 
 class ToolCall(Body):
-    """A tool call of an earlier answer. One of OpenAI's custom tools, whose input is a text, has that as argument."""
+    """A tool call in an earlier answer. The input of OpenAI's custom tools is a text, which becomes the argument
+    `input`."""
 
     id: str | None = None
     function: _CalledFunction
@@ -131,7 +133,7 @@ class ToolCall(Body):
 
 
 class ChatMessage(Body):
-    """A message of OpenAI's chat."""
+    """A message in the format of OpenAI's chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[Part] | None = None
@@ -144,13 +146,14 @@ class ChatMessage(Body):
     @field_validator("content", mode="before")
     @classmethod
     def _read_content(cls, given: Any, info: ValidationInfo) -> Any:
-        """Reads the parts. Those of earlier answers and results that only another server can read are left out."""
+        """Reads the parts of the content. In earlier answers and tool results, drops parts that only another server can
+        read."""
         if isinstance(given, list) and info.data.get("role") in ("assistant", "tool", "function"):
             given = [part for part in given if not is_foreign(part)]
         return read_parts(given)
 
     def as_message(self, tool_names: Mapping[str, str]) -> Message:
-        """The message for `Request`. `tool_names`: {id of an earlier call: name of its function}."""
+        """Returns the message for `Request`. `tool_names`: {id of an earlier tool call: name of its function}."""
         message: Message = {"role": "system" if self.role == "developer" else self.role, "content": self.content or ""}
         if self.role in ("tool", "function"):
             name = self.name or tool_names.get(self.tool_call_id or "")
@@ -167,14 +170,16 @@ Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.ME
 
 
 def messages_of(given: Sequence[ChatMessage], earlier: Sequence[Message] = ()) -> Iterator[Message]:
-    """Returns the messages for `Request`. Results of tools have the names of the calls before, `earlier` ones too."""
+    """Returns the messages for `Request`. A tool result gets the function's name from its tool call, which may be among
+    the `earlier` messages."""
     names = {call["id"]: call["function"]["name"] for message in earlier for call in message.get("tool_calls", ())}
     names |= {call.id or "": call.function.name for message in given for call in message.tool_calls or ()}
     return (message.as_message(names) for message in given)
 
 
 def with_entry_messages(given: Iterable[Message], entry: ModelEntry) -> tuple[Message, ...]:
-    """A conversation after the entry's own messages; its system message first unless `given` begins with one."""
+    """Returns the model entry's own messages, then the `given` ones. The entry's system message comes first, unless
+    `given` begins with a system message."""
     given = tuple(given)
     own = [dict(message) for message in entry.messages]
     if entry.system and not (given and given[0]["role"] == "system"):
@@ -186,7 +191,7 @@ def with_entry_messages(given: Iterable[Message], entry: ModelEntry) -> tuple[Me
 
 
 class Function(Body):
-    """A function and the JSON schema of its arguments, which are refused if `strict` and no grammar can follow them.
+    """A function and the JSON schema of its arguments. If `strict`, a schema that no grammar can express is refused.
     Additional keys are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow")
@@ -208,8 +213,11 @@ Tools = Annotated[list[Tool], Field(max_length=limits.TOOLS)]
 
 
 def own_tools(tools: Any, kinds: Sequence[str | None], schema: str) -> Any:
-    """The tools of these kinds in the form of OpenAI's chat; `schema`: the key of their parameters. Others run at
-    OpenAI or Anthropic, whose clients offer them beside their own: they are left out, with a warning in the log."""
+    """Returns the tools of the given `kinds` in the format of OpenAI's chat. `schema` is the key of their parameters.
+
+    Tools of other kinds run on OpenAI's or Anthropic's servers, and clients send them together with their own tools.
+    Such tools are dropped with a warning in the log.
+    """
     if not isinstance(tools, list):
         return tools
     found: list[Any] = []

@@ -1,4 +1,4 @@
-"""The fields that bodies of every API share: a model, and options for loading and sampling.
+"""The fields that the request bodies of all APIs share: a model, and options for loading and sampling.
 
 Options have Ollama's names and ranges. Unknown options are ignored with a warning in the log. Options that Ollama has
 removed are ignored without a warning.
@@ -34,13 +34,13 @@ LORA_SCALE = OPTIONS["lora_scale"]
 MAX_TOKEN = 2**31 - 1  # llama.cpp's token ids have 32 bits
 
 ModelName = Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARS)]
-SelectedName = Annotated[str, Field(max_length=limits.NAME_CHARS)]  # "": the only loaded model
+SelectedName = Annotated[str, Field(max_length=limits.NAME_CHARS)]  # "" selects the only loaded model
 
 # Models
 
 
 def find(catalog: Catalog, name: str, *, even_missing: bool = False) -> ModelEntry:
-    """Returns the entry of that name, with `even_missing` also one whose files are missing. Raises HttpError 404 with
+    """Returns the model entry with this name. With `even_missing`, its files may be missing. Raises HttpError 404 with
     Ollama's message, ModelNameError."""
     try:
         return catalog.find(name, even_missing=even_missing)
@@ -51,14 +51,15 @@ def find(catalog: Catalog, name: str, *, even_missing: bool = False) -> ModelEnt
 
 
 def check_loaded(state: State) -> None:
-    """Raises HttpError 503 with llama-server's message while models that the server was started with are loaded."""
+    """Raises HttpError 503, with llama-server's message, until the models that were named at the server's start are
+    loaded."""
     if state.preloading is not None and not state.preloading.done():
         raise HttpError(503, "Loading model", headers={"retry-after": "1"})
 
 
 def selected_model(state: State, model: str | None) -> str:
-    """The name of the selected model; without one the only loaded model's. Raises HttpError 400 when there is not
-    exactly one, 503 as `check_loaded`."""
+    """Returns `model`, or the name of the only loaded model if `model` is empty. In this case raises HttpError 400 if
+    not exactly one model is loaded, and 503 as `check_loaded`."""
     if model:
         return model
     check_loaded(state)
@@ -69,13 +70,14 @@ def selected_model(state: State, model: str | None) -> str:
 
 
 def loaded_of(state: State, entry: ModelEntry) -> LoadedModel | None:
-    """The model in memory that the entry's name uses, if there is one."""
+    """Returns the loaded model that the entry's name uses, or None if the model is not in memory."""
     loaded: list[LoadedModel] = state.manager.loaded()
     return next((model for model in loaded if entry.name in {each.name for each in model.names}), None)
 
 
 async def look_up(state: State, model: str | None) -> tuple[ModelEntry, Details]:
-    """The entry of the selected model and its details. Raises as `selected_model` and `find`, ModelFormatError."""
+    """Returns the entry of the selected model and the details in its file. Raises the errors of `selected_model` and
+    `find`, and ModelFormatError."""
 
     def both(name: str) -> tuple[ModelEntry, Details]:
         entry = find(state.catalog, name)
@@ -85,7 +87,8 @@ async def look_up(state: State, model: str | None) -> tuple[ModelEntry, Details]
 
 
 def check_capabilities(entry: ModelEntry, known: Details, needs: Mapping[str, bool]) -> None:
-    """Raises HttpError 400 with Ollama's message for the first of `needs` ({operation: needed}) the model lacks."""
+    """Raises HttpError 400, with Ollama's message, if the model cannot do an operation that is needed. `needs` is
+    {operation: True if it is needed}."""
     for operation, needed in needs.items():
         capability = "completion" if operation in ("chat", "generate") else operation
         if needed and capability not in known.capabilities:
@@ -94,12 +97,12 @@ def check_capabilities(entry: ModelEntry, known: Details, needs: Mapping[str, bo
 
 
 def details_or_none(entry: ModelEntry) -> Details | None:
-    """An entry's details, None when its file cannot be read: lists contain such a model without details."""
+    """Returns the details of a model, or None if its file cannot be read. Lists also show such models."""
     try:
         return details(entry)
     except (MoeggufError, OSError):
         return None
-    except Exception:  # a fault of ours, which hides no other model
+    except Exception:  # a bug in the reader; it must not hide the other models of a list
         log.exception("the details of %s cannot be read", entry.name)
         return None
 
@@ -114,7 +117,7 @@ def _budget(value: str | int | None) -> str | None:
 
 
 def in_range(name: str) -> Any:
-    """The field of a parameter, within its range and None by default."""
+    """Returns the pydantic field of a model parameter: limited to the parameter's range, and None by default."""
     least, most = RANGES.get(name, (None, None))
     return Field(default=None, ge=least, le=most)
 
@@ -126,13 +129,13 @@ Stops = Annotated[list[Stop], Field(max_length=limits.STOPS)]
 
 
 class SamplingOptions(Body):
-    """The options that choose tokens: Ollama's options, which are also keys of OpenAI's bodies, and others.
+    """The options that control how tokens are chosen. Most are Ollama's, and OpenAI's bodies accept them as keys.
 
-    With `exact` other requests change no bit. A seed of -1 is random. Names that begin with `reasoning`, `dry`, `xtc`
-    or `top_n` are llama-server's. None is the model's parameter, or the default.
+    Options whose names begin with `reasoning`, `dry`, `xtc` or `top_n` are llama-server's. None stands for the model's
+    own parameter, or the default.
     """
 
-    seed: Whole | None = in_range("seed")
+    seed: Whole | None = in_range("seed")  # -1: a random seed
     temperature: Number = in_range("temperature")
     top_k: Whole | None = in_range("top_k")
     top_p: Number = in_range("top_p")
@@ -156,29 +159,20 @@ class SamplingOptions(Body):
     reasoning_budget_tokens: Whole | None = in_range("reasoning_budget_tokens")
     reasoning_budget_message: Stop | None = None
     stop: Stops | None = None
-    exact: bool | None = None
+    exact: bool | None = None  # True: other requests change no bit of the answer
 
 
 class Options(SamplingOptions):
-    """The other options of Ollama that have an effect here, and `expert_cache` with its alias `moe_cache_ram`.
+    """All of Ollama's options that have an effect here, and moegguf's own options."""
 
-    num_predict: -1 and -2 let the model answer until it ends or the context is full.
-
-    num_keep: tokens that stay when the context is full; -1 is the prompt.
-
-    num_thread: at most the number of processors; 0 is the default, as 0 is for num_ctx.
-
-    num_batch: belongs to a name (`create`). A request shares its passes with others, so there it has no effect.
-    """
-
-    num_ctx: Whole | None = in_range("num_ctx")
-    num_batch: Whole | None = in_range("num_batch")
-    num_thread: Whole | None = in_range("num_thread")
+    num_ctx: Whole | None = in_range("num_ctx")  # tokens of the context; 0: the default
+    num_batch: Whole | None = in_range("num_batch")  # has an effect only as a parameter of a stored name
+    num_thread: Whole | None = in_range("num_thread")  # limited to the number of processors; 0: the default
     expert_cache: Budget = None
-    moe_cache_ram: Budget = None
+    moe_cache_ram: Budget = None  # alias of `expert_cache`
     draft: Literal["auto", "off", "ngram", "mtp"] | None = None
-    num_predict: Whole | None = in_range("num_predict")
-    num_keep: Whole | None = in_range("num_keep")
+    num_predict: Whole | None = in_range("num_predict")  # -1, -2: until the model ends or the context is full
+    num_keep: Whole | None = in_range("num_keep")  # tokens that stay when the context is full; -1: the prompt
 
     @model_validator(mode="before")
     @classmethod
@@ -190,26 +184,27 @@ class Options(SamplingOptions):
 
 
 class Loading(Body):
-    """The fields of a body that may load a model."""
+    """The fields that are common to all request bodies that may load a model."""
 
     options: Options | None = None
     keep_alive: int | float | str | None = None
 
     def overrides(self) -> LoadOverrides:
-        """The options for loading."""
+        """Returns the options of the body with which the model is loaded."""
         options = self.options or Options()
         given = options.model_dump(exclude_none=True, exclude={"num_batch"})
-        if options.num_thread:  # more would spin for each other, and one request would hold up the machine
+        if options.num_thread:  # more threads than processors would busy-wait, and slow the whole machine down
             given["num_thread"] = min(options.num_thread, count_cpus())
         return LoadOverrides.of({"expert_cache": options.moe_cache_ram} | given)
 
     def keep_alive_s(self) -> float | None:
-        """Returns the time that an idle model stays loaded: inf for ever, None for the setting. Raises OptionError."""
+        """Returns the seconds that an idle model stays loaded. inf means for ever, and None means the server's setting.
+        Raises OptionError."""
         return None if self.keep_alive is None else parse_duration(self.keep_alive)
 
 
 class Adapter(Body):
-    """The scale of a LoRA adapter, which is named by its place in the list of /lora-adapters."""
+    """The scale of a LoRA adapter. `id` is the adapter's index in the list of /lora-adapters."""
 
     id: Annotated[Whole, Field(ge=0)]
     scale: Annotated[float, Field(ge=LORA_SCALE.least, le=LORA_SCALE.most)]
@@ -219,8 +214,8 @@ Adapters = Annotated[list[Adapter], Field(max_length=limits.STOPS)]
 
 
 def scale_of(entry: ModelEntry, adapters: Sequence[Adapter]) -> float | None:
-    """Returns the scale of a model's adapter, 0 where it is not in the list; None for a model without adapter. Raises
-    HttpError 400 for adapters that the model does not have."""
+    """Returns the scale of a model's LoRA adapter: 0 if `adapters` does not list it, None if the model has no adapter.
+    Raises HttpError 400 for an id that the model does not have."""
     n_adapters = 0 if entry.adapter is None else 1
     if wrong := [adapter.id for adapter in adapters if adapter.id >= n_adapters]:
         raise HttpError(400, f"lora: {entry.name} has {n_adapters} adapters (ids from 0), but none with id {wrong[0]}")
@@ -230,8 +225,8 @@ def scale_of(entry: ModelEntry, adapters: Sequence[Adapter]) -> float | None:
 
 
 def sampling_of(entry: ModelEntry, options: Options | None = None, **own: Any) -> Sampling:
-    """The sampling parameters: `own` keys by Ollama's names, unless they are None, then `options`, then the entry's
-    parameters. Raises HttpError 400 for invalid ones of the entry."""
+    """Returns the sampling parameters. `own` values (by Ollama's names) come before `options`, and `options` before the
+    model entry's parameters. None is no value. Raises HttpError 400 if a parameter of the entry is invalid."""
     given = options.model_dump(exclude_none=True) if options else {}
     try:
         known = Options.model_validate(parameters_of(entry) | given).model_dump(exclude_none=True)
@@ -258,8 +253,8 @@ def _token_of(given: Any) -> int:
 
 
 def _text_of(given: Any) -> Text:
-    """A text, or a list of tokens, with texts among them; or an object of llama-server's with one. Raises
-    ValueError."""
+    """Reads a text: a string, a list of tokens and strings, or llama-server's object with the key `prompt_string`.
+    Raises ValueError."""
     if isinstance(given, dict) and "prompt_string" in given:
         if given.get("multimodal_data"):
             raise ValueError("multimodal_data is not supported here; send images to /v1/chat/completions")
@@ -272,7 +267,7 @@ def _text_of(given: Any) -> Text:
 
 
 def _texts_of(given: Any) -> list[Text]:
-    """Texts in any of OpenAI's and llama-server's forms: one, or a list of these. Raises ValueError."""
+    """Reads one text or a list of texts, in each form that OpenAI's API or llama-server accepts. Raises ValueError."""
     is_list = isinstance(given, list) and bool(given) and not any(map(_is_number, given))
     texts = given if is_list else [given]
     if len(texts) > limits.INPUTS:

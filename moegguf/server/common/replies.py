@@ -1,8 +1,8 @@
-"""Replies: lines as they come (NDJSON, server-sent events), or one JSON object at the end; and parts of their objects
-that more than one API has.
+"""HTTP responses: a stream of lines (NDJSON or server-sent events) or one JSON object; and parts of JSON objects that
+more than one API has.
 
-Each stops its work when the client disconnects. An error before the first byte gets its own status; after that it
-becomes the last line.
+Each response stops its work when the client disconnects. An error before the first byte sets the HTTP status. A later
+error becomes the last line of the stream.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moegguf.server.common import limits
 from moegguf.server.common.body import read_body
 from moegguf.server.common.errors import HttpError, error_response, http_error
 
-MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot hold
+MIN_LOGPROB = -9999.0  # sent for minus infinity, which JSON cannot express
 
 Lines = AsyncGenerator[bytes, None]
 ErrorLine = Callable[[HttpError, str], bytes]
@@ -35,31 +35,35 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 
 def dumps(value: Any) -> str:
-    """Returns compact JSON. Raises ValueError on NaN, which is not JSON."""
+    """Returns a value as compact JSON. Raises ValueError for NaN and infinity, which JSON cannot express."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def json_line(value: Any) -> bytes:
-    """Returns an object as a line of JSON, for a LineResponse."""
+    """Returns a value as one line of JSON, for a LineResponse."""
     return to_utf8(dumps(value)) + b"\n"
 
 
 def event_line(data: Mapping[str, Any], name: str = "") -> bytes:
-    """Returns a server-sent event, with a name or without."""
+    """Returns a server-sent event with `data` as JSON; with an empty `name` the event has no name."""
     return to_utf8(f"{f'event: {name}' if name else ''}\ndata: {dumps(data)}\n\n".lstrip())
 
 
 async def end(*tasks: asyncio.Task[None]) -> None:
-    """Cancels tasks and waits for their end."""
+    """Cancels tasks and waits until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class LineResponse(Response):
-    """The items of `lines`, each sent at once: JSON objects, or with a `ping_line` server-sent events, each with its
-    blank line; that one is sent while nothing else is. `lines` is always closed, also when the client disconnects.
-    `error_line`: the last one after an error behind the first byte, by default its JSON."""
+    """A response that sends each item of `lines` as soon as it comes: server-sent events with a `ping_line`, else lines
+    of JSON.
+
+    `ping_line` is sent after PING_S without a message from the client, so that the connection stays open. `error_line`
+    makes the last line after an error in mid-stream; the default is the error's JSON. `lines` is always closed, also
+    when the client disconnects.
+    """
 
     ping_line = b""
 
@@ -78,7 +82,7 @@ class LineResponse(Response):
         disconnect = asyncio.create_task(self._wait_for_disconnect(receive, send))
         try:
             await asyncio.wait((work, disconnect), return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:  # the server is shutting down, and has waited long enough
+        except asyncio.CancelledError:  # the server shuts down, and its time for running answers is over
             await end(work, disconnect)
             await self._fail(BusyError("the server is shutting down; try again later."), scope, receive, send)
             return
@@ -119,7 +123,7 @@ class LineResponse(Response):
 
 
 class WholeResponse(LineResponse):
-    """The object that `answer` computes, as JSON; its work ends, too, when the client disconnects."""
+    """A response with the object that `answer` computes, as JSON. `answer` is cancelled if the client disconnects."""
 
     _started = False
 
@@ -138,7 +142,8 @@ class WholeResponse(LineResponse):
 def computed(
     path: str, kind: type[Kind], compute: Callable[[HttpRequest, Kind], Awaitable[Any]], limit: int = limits.BODY_BYTES
 ) -> Route:
-    """An endpoint that replies with the object that is computed of a body, unless the client leaves before."""
+    """Returns an endpoint for POST requests at `path`. The endpoint replies with the JSON of the object that `compute`
+    returns for a body, and cancels `compute` if the client disconnects."""
 
     async def respond(request: HttpRequest) -> Response:
         return WholeResponse(compute(request, await read_body(request, kind, limit)))
@@ -147,12 +152,13 @@ def computed(
 
 
 def to_ns(seconds: float) -> int:
-    """A duration in whole nanoseconds, as Ollama's API gives it."""
+    """Converts seconds to whole nanoseconds, the unit of Ollama's API."""
     return round(seconds * 1e9)
 
 
 def logprob_objects(logprobs: Iterable[TokenLogprob], *, with_ids: bool = False) -> list[dict[str, Any]]:
-    """Returns the tokens of `logprobs` of a chat. The bytes of parts of a character join to it."""
+    """Returns the list of tokens with log probabilities that a chat reply has. If a character is split between tokens,
+    each token has its own part of the bytes."""
 
     def token_object(chance: TokenChance) -> dict[str, Any]:
         number = {"id": chance.token} if with_ids else {}
@@ -163,7 +169,8 @@ def logprob_objects(logprobs: Iterable[TokenLogprob], *, with_ids: bool = False)
 
 
 def moe_object(stats: Stats) -> dict[str, Any]:
-    """Cost of the experts: hit rate, lookups, bytes read, stall time in ns. An extension of both APIs."""
+    """Returns the cost of an answer's experts: hit rate, lookups, bytes read, stall time in ns. The object is moegguf's
+    addition to replies of other APIs."""
     return {
         "hit_rate": round(stats.hit_rate, 6),
         "lookups": stats.lookups,
@@ -174,7 +181,8 @@ def moe_object(stats: Stats) -> dict[str, Any]:
 
 
 def cut_object(summary: AnswerSummary) -> dict[str, int]:
-    """Returns the counts of messages and tokens that a prompt lost to fit the context, and of context shifts."""
+    """Returns the numbers of messages and tokens that were cut from a prompt to fit the context, and the number of
+    context shifts. Zeros are left out."""
     counts = {
         "cut_messages": summary.cut_messages,
         "cut_tokens": summary.cut_tokens,
@@ -184,7 +192,7 @@ def cut_object(summary: AnswerSummary) -> dict[str, int]:
 
 
 def usage(n_input: int, n_cached: int, n_output: int, n_thinking: int, **details: int) -> dict[str, Any]:
-    """Returns token counts as OpenAI's responses and batches have them. The input's count includes cached tokens."""
+    """Returns the object `usage` of OpenAI's responses and batches. `n_input` includes the `n_cached` tokens."""
     return {
         "input_tokens": n_input,
         "input_tokens_details": {"cached_tokens": n_cached, **details},
@@ -197,8 +205,11 @@ def usage(n_input: int, n_cached: int, n_output: int, n_thinking: int, **details
 def page(
     request: HttpRequest, objects: Sequence[dict[str, Any]], most: int, default: int, suffix: str = ""
 ) -> dict[str, Any]:
-    """The page of `objects` that the query asks for: `limit` of them, after or before the id in `after` or `before`,
-    whose names in the query end with `suffix`. Raises HttpError 400."""
+    """Returns one page of a list: at most `limit` of `objects`, after the id in `after` or before the id in `before`.
+
+    These three values come from the request's query, where `after` and `before` have the `suffix` at the end of their
+    names. `default` is the default of `limit`, `most` its maximum. Raises HttpError 400.
+    """
     query = request.query_params
     text = query.get("limit") or str(default)
     if not (text.isascii() and text.isdecimal() and len(text) <= 9 and 1 <= int(text) <= most):

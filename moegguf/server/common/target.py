@@ -1,4 +1,4 @@
-"""The target of a request, before access checks and routes: the form that they know, whatever form a client sends."""
+"""Brings the target of an HTTP request (a path or a whole URL) into one form, before access checks and routing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moegguf.server.common.errors import HttpError, error_response
 
-URL = re.compile(rb"https?://([^/@]+)(/.*)?", re.IGNORECASE | re.DOTALL)  # the query was cut off before
+URL = re.compile(rb"https?://([^/@]+)(/.*)?", re.IGNORECASE | re.DOTALL)  # the target has no query here
 ALIASES = {
     **{
         path: f"/v1{path}"
@@ -24,8 +24,8 @@ ALIASES = {
 
 
 def with_plain_target(app: ASGIApp) -> ASGIApp:
-    """Middleware that makes a path of a target. Of a whole URL (RFC 9112, 3.2.2) the authority counts in place of the
-    Host header, as the standard says. A slash at the end of a path means nothing, and an alias becomes its endpoint."""
+    """Middleware that reduces a request's target to a path. The host in a whole URL replaces the Host header (RFC 9112,
+    3.2.2). Slashes at the end of a path are removed, and an alias becomes the path of its endpoint."""
 
     async def handle(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":

@@ -1,7 +1,7 @@
 """/api/chat and /api/generate: the next message of a conversation, and the answer to one prompt.
 
-Without a question they load or unload the model. Bodies and replies are Ollama's (api/types.go). A request without a
-system message, messages, parameters or a template has the entry's.
+A request without a question only loads or unloads the model. Bodies and replies are in Ollama's format (api/types.go).
+The model entry supplies the system message, first messages, parameters and template that a request does not have.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from moegguf.server.common.messages import ToolCall, Tools, with_entry_messages
 from moegguf.server.common.options import ModelName, check_capabilities, find, sampling_of
 from moegguf.serving.events import Done, Event
 
-NEVER = datetime(2318, 1, 1, tzinfo=UTC)  # expiry of a model that is kept for ever; Ollama gives a similar year
+NEVER = datetime(2318, 1, 1, tzinfo=UTC)  # expiry of a model that stays loaded; Ollama sends a similar year
 
 
 def _level(value: bool | str | None) -> bool | str | None:
@@ -45,11 +45,11 @@ def _format(value: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     return None if value == "" else value
 
 
-Images = Annotated[list[str], Field(max_length=MAX_IMAGES)]  # base64
+Images = Annotated[list[str], Field(max_length=MAX_IMAGES)]  # images in base64
 
 
 class ModelBody(Body):
-    """A request about one model; `name` is the deprecated form of `model`."""
+    """The body of a request about one model. `name` is the deprecated name of `model`."""
 
     model: ModelName
     _begun_ns: int = PrivateAttr(default_factory=time.perf_counter_ns)
@@ -63,12 +63,12 @@ class ModelBody(Body):
 
     @property
     def age_ns(self) -> int:
-        """The time since the body was read."""
+        """Returns the nanoseconds since the body was read."""
         return time.perf_counter_ns() - self._begun_ns
 
 
 class ChatMessage(Body):
-    """One message; tool calls carry their arguments as an object."""
+    """One message of a conversation. The arguments of its tool calls are JSON objects, not text as in OpenAI's API."""
 
     role: Annotated[str, Field(min_length=1, max_length=32), AfterValidator(str.lower)]
     content: str | None = None
@@ -79,7 +79,7 @@ class ChatMessage(Body):
     tool_call_id: str | None = None
 
     def as_message(self) -> Message:
-        """The message for `Request`: without null fields, always with `content`. Raises OptionError."""
+        """Returns the message for `Request`, without null fields, but always with `content`. Raises OptionError."""
         fields = self.model_dump(exclude_none=True, exclude={"images", "content"})
         return {**fields, "content": with_images(self.content or "", self.images or ())}
 
@@ -91,7 +91,8 @@ class _GenerationBody(ModelBody, RequestBody):
     shift: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[Whole | None, Field(ge=0, le=MAX_TOP_LOGPROBS)] = None
-    details: bool | None = None  # ours: lines with `prompt_progress`, and at the end `timing`, `decisions`, `load_s`
+    # moegguf's addition: a stream has lines with `prompt_progress`, and at its end `timing`, `decisions` and `load_s`
+    details: bool | None = None
 
     @property
     @abstractmethod
@@ -103,7 +104,7 @@ class _GenerationBody(ModelBody, RequestBody):
         return self.stream is not False
 
     def request(self, entry: ModelEntry, **fields: Any) -> Request:
-        """The request with `fields`, and those that chat and generate share."""
+        """Returns a request with the fields that /api/chat and /api/generate share, and with the given `fields`."""
         return Request(
             format=self.format,
             think=self.think,
@@ -116,7 +117,7 @@ class _GenerationBody(ModelBody, RequestBody):
         )
 
     async def respond(self, request: HttpRequest) -> Response:
-        """Answers a question. Without one, loads the model, or unloads it with `keep_alive` 0."""
+        """Answers the question of the body. Without a question, loads the model, or unloads it if `keep_alive` is 0."""
         if self.asks:
             return await super().respond(request)
         state, keep_alive_s = request.app.state, self.keep_alive_s()
@@ -144,7 +145,7 @@ class ChatRequest(_GenerationBody):
         return bool(self.messages)
 
     def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
-        """The only request."""
+        """Returns the only request of the body: the next message of the conversation."""
         messages = with_entry_messages((message.as_message() for message in self.messages or ()), entry)
         tools = tuple(tool.model_dump(exclude_none=True) for tool in self.tools or ())
         return [self.request(entry, messages=messages, tools=tools, template=entry.template)]
@@ -174,7 +175,8 @@ class _GenerateRequest(_GenerationBody):
         return bool(self.prompt or self.suffix or self.images)
 
     def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
-        """The only request: the prompt through the chat template, or as it is with `raw` or `suffix`."""
+        """Returns the only request of the body. The prompt passes through the chat template, unless the body has `raw`
+        or `suffix`."""
         check_capabilities(entry, known, {"generate": True})
         prompt = self.prompt or ""
         if self.raw or self.suffix:
@@ -190,23 +192,22 @@ class _GenerateRequest(_GenerationBody):
 
 
 def time_text(moment: datetime | None) -> str:
-    """An aware time as RFC 3339 in UTC; None is NEVER."""
+    """Returns an aware time in UTC in the format of RFC 3339. None stands for NEVER."""
     return (moment or NEVER).astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
 def _present(**fields: Any) -> Json:
-    """Returns the fields that are not empty: Go omits zeros."""
+    """Returns the fields that are not empty or zero, since Ollama's Go code omits such fields."""
     return {name: value for name, value in fields.items() if value}
 
 
 class _Reply(Reply):
-    """A reply of /api/chat, which has a message, or of /api/generate, which has a response. With `details` of the body
-    there are lines for the progress of the prompt, and all of `timing` at the end."""
+    """The reply of /api/chat, which has a `message`, or of /api/generate, which has a `response`."""
 
     ping_line = b""
 
     def __post_init__(self) -> None:
-        self._found_ns = self.body.age_ns  # until the model was found
+        self._found_ns = self.body.age_ns  # nanoseconds from the body to the model's entry
         self._whole: Json = {}
 
     def error_line(self, error: HttpError, path: str) -> bytes:
@@ -249,8 +250,8 @@ class _Reply(Reply):
         return self._content(delta.text, thinking=delta.thinking, tool_calls=calls) | _present(logprobs=logprobs)
 
     def _end(self, done: Done) -> Json:
-        """The fields of the last object: token counts, and durations in ns. That of the load is the time in which the
-        model was found, and loaded where it was not in memory."""
+        """Returns the fields of the last object: token counts, and durations in ns. `load_duration` is the time for
+        finding the model, and for loading it if it was not in memory."""
         summary = done.summary
         return {
             "done": True,

@@ -1,7 +1,7 @@
-"""Ollama's endpoints about models: /api/version, tags, ps, show, copy and delete.
+"""Ollama's endpoints about models: they list, show, copy, delete, download and create models.
 
-/api/pull downloads a model. A disconnect stops the download, unless others wait for it. /api/create and /api/blobs make
-a name from another one or from uploaded files. /api/push is not supported.
+When the client of /api/pull disconnects, the download stops unless other clients wait for it. /api/create makes a new
+name for another name's model or for uploaded files (/api/blobs). There is no support of /api/push.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from moegguf.serving.events import LoadedModel, LoadedName
 from moegguf.text import without_surrogates
 
 OLLAMA_VERSION = "0.33.0"  # version of the API; clients parse it as numbers and refuse old ones
-SHORT_ARRAY = 5  # longer ones are shown empty without `verbose`
-HIDDEN = ("general.name", "tokenizer.chat_template")  # other fields of the reply have these
+SHORT_ARRAY = 5  # longer arrays are shown as empty without `verbose`
+HIDDEN = ("general.name", "tokenizer.chat_template")  # metadata that the reply has in other fields
 SUCCESS = "success"
 
 Json = dict[str, Any]
@@ -51,13 +51,13 @@ async def _version(request: HttpRequest) -> Response:
 
 
 async def _tags(request: HttpRequest) -> Response:
-    """All models, newest first."""
+    """Replies with all models of the catalog, newest first."""
     catalog: Catalog = request.app.state.catalog
     return JSONResponse({"models": await asyncio.to_thread(lambda: [_tag_object(each) for each in catalog.entries()])})
 
 
 def _details_object(known: Details | None, parent: str = "") -> Json:
-    """Ollama's `details`, with empty fields for an unreadable file."""
+    """Returns Ollama's object `details`. Its fields are empty if the model's file cannot be read (`known` is None)."""
     return {
         "parent_model": parent,
         "format": "gguf",
@@ -69,7 +69,7 @@ def _details_object(known: Details | None, parent: str = "") -> Json:
 
 
 def _tag_object(entry: ModelEntry) -> Json:
-    """An entry of the list; with empty details when its file cannot be read."""
+    """Returns one model of the list in /api/tags. Its details are empty if its file cannot be read."""
     known = details_or_none(entry)
     more = {"context_length": known.n_ctx_train, "embedding_length": known.n_embd} if known else {}
     return {
@@ -85,7 +85,7 @@ def _tag_object(entry: ModelEntry) -> Json:
 
 
 async def _ps(request: HttpRequest) -> Response:
-    """Returns one row for each name of a model in memory; models that expire last come first."""
+    """Replies with one object for each name of a loaded model. Models that expire last come first."""
     state = request.app.state
 
     def found(loaded: list[LoadedModel]) -> list[Json]:
@@ -98,16 +98,16 @@ async def _ps(request: HttpRequest) -> Response:
 
 
 def _loaded_object(catalog: Catalog, model: LoadedModel, loaded: LoadedName, prompt_tokens: Mapping[str, int]) -> Json:
-    """Describes a name of a model in memory. Names with one `pid` share a model.
+    """Returns one name of a loaded model for /api/ps. Names with the same `pid` share one loaded model.
 
-    `size` is the model's memory in bytes, `size_vram` the part of it on GPUs. `expert_share` is the share of its
-    experts that have a slot on a GPU or, where that is more, in RAM.
+    `size` is the model's memory in bytes, and `size_vram` the part of it on GPUs. `expert_share` is the share of the
+    experts that have a slot, on GPUs or in RAM, whichever is larger.
 
-    prompt_tokens: number of tokens of its prompts, by where they came from.
+    prompt_tokens: {where prompt tokens came from ("computed", "memory" or "disk"): their number}.
     """
     try:
         entry = find(catalog, loaded.name)
-    except HttpError:  # removed while loaded
+    except HttpError:  # the name was removed while the model was loaded
         entry = None
     known = details_or_none(entry) if entry else None
     all_bytes = model.stats.n_experts * int(model.plan.get("slot_bytes", 0))
@@ -177,7 +177,7 @@ def _show_object(catalog: Catalog, body: _ShowRequest) -> Json:
 
 
 def _json_value(value: Any, verbose: bool) -> Any:
-    """Metadata as JSON: infinite numbers become null; long arrays are empty without `verbose`."""
+    """Converts metadata to JSON. NaN and infinite numbers become null. Without `verbose`, long arrays become empty."""
     if isinstance(value, Mapping):
         return {key: _json_value(each, verbose) for key, each in value.items()}
     if isinstance(value, tuple | list):
@@ -186,10 +186,10 @@ def _json_value(value: Any, verbose: bool) -> Any:
 
 
 def _long_arrays(path: Path) -> dict[str, list[Any]]:
-    """The arrays that `read_gguf` does not keep, such as the tokens of the vocabulary."""
+    """Returns all arrays in the metadata, also long arrays that `read_gguf` skips, such as the vocabulary's tokens."""
     from gguf import GGUFReader
 
-    names = read_gguf(path).arrays  # also validates the file for the other reader
+    names = read_gguf(path).arrays  # validates the file, which GGUFReader does not do
     fields = GGUFReader(path).fields
     return {name: fields[name].contents() for name in names if name in fields}
 
@@ -217,7 +217,7 @@ async def _delete(request: HttpRequest) -> Response:
 
 
 async def _push(request: HttpRequest) -> Response:
-    raise HttpError(501, "push is not supported")  # it needs ollama.com
+    raise HttpError(501, "push is not supported")  # a push goes to ollama.com
 
 
 # New models
@@ -228,7 +228,7 @@ class _PullRequest(ModelBody):
 
 
 def _told(body: _PullRequest | _CreateRequest, statuses: AsyncGenerator[Json]) -> Response:
-    """The statuses, a line each; without `stream` the last one alone, which is `success`."""
+    """Returns a response with one line for each status, or with the last status alone if `stream` is false."""
 
     async def lines() -> Lines:
         async with aclosing(statuses):
@@ -248,19 +248,19 @@ async def _pull(request: HttpRequest) -> Response:
 
 
 async def _pulling(name: str, catalog: Catalog) -> AsyncGenerator[Json]:
-    """The progress of a download, which runs on a daemon thread. Raises what `moegguf.models.pull.pull` raises. Closing
-    it stops the download; the received part is kept."""
+    """Downloads a model on a daemon thread, and yields the progress. Raises the errors of `moegguf.models.pull.pull`.
+    Closing the generator stops the download; the received part is kept."""
     loop, cancelled = asyncio.get_running_loop(), threading.Event()
     items: asyncio.Queue[PullStatus | BaseException | None] = asyncio.Queue()
 
     def put(item: PullStatus | BaseException | None) -> None:
-        with suppress(RuntimeError):  # the loop is closed
+        with suppress(RuntimeError):  # raised if the loop is already closed
             loop.call_soon_threadsafe(items.put_nowait, item)
 
     def work() -> None:
         try:
             fetch(name, catalog, put, cancelled)
-        except BaseException as error:  # raised again by the consumer
+        except BaseException as error:  # the loop below raises it again
             put(error)
         else:
             put(None)
@@ -270,7 +270,7 @@ async def _pulling(name: str, catalog: Catalog) -> AsyncGenerator[Json]:
         while (item := await items.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
-            if item.status != SUCCESS:  # success is sent when everything has ended
+            if item.status != SUCCESS:  # success is sent below, when the download has ended
                 yield _status_object(item)
         yield {"status": SUCCESS}
     finally:
@@ -278,7 +278,7 @@ async def _pulling(name: str, catalog: Catalog) -> AsyncGenerator[Json]:
 
 
 def _status_object(status: PullStatus) -> Json:
-    """A status as Ollama writes it; `completed` is absent before the first bytes."""
+    """Returns a download's status in Ollama's format. `completed` is absent before the first bytes."""
     found: Json = {"status": status.status}
     if status.digest or status.file:
         found |= {"digest": status.digest, "total": status.total_bytes}
@@ -290,7 +290,8 @@ def _status_object(status: PullStatus) -> Json:
 
 
 class _CreateRequest(ModelBody):
-    """`from_` or `files` give the weights; the rest is stored with the new name."""
+    """The body of /api/create. The weights come from the model `from_` or from `files`. The other fields are stored
+    with the new name."""
 
     from_: Annotated[str | None, Field(alias="from", max_length=limits.NAME_CHARS)] = None
     files: Annotated[dict[str, str] | None, Field(max_length=1024)] = None
@@ -347,7 +348,7 @@ async def _has_blob(request: HttpRequest) -> Response:
 
 
 async def _add_blob(request: HttpRequest) -> Response:
-    """Stores the body under its digest: 201, or 200 if it exists."""
+    """Stores the body under its digest. Replies with status 201, or 200 if the blob already exists."""
     digest, catalog = request.path_params["digest"], request.app.state.catalog
     if await asyncio.to_thread(catalog.blobs.has, digest):
         return Response()

@@ -1,11 +1,11 @@
-"""POST /v1/chat/completions: the next message of a conversation, whole or streamed; and what OpenAI's other endpoints
-share with it.
+"""POST /v1/chat/completions: the next message of a conversation, whole or streamed. OpenAI's other endpoints use parts
+of this module.
 
-Follows OpenAI's API reference and llama-server's extensions. Every number of a body has limits; unknown keys are
-ignored, as OpenAI's clients often get new ones; `null` is the same as absent. Sampling parameters become Ollama's
-options, so that a model's defaults are applied in one place. Images come as data URLs; an audio part is refused by its
-type. Replies have additional keys: `timings` and `prompt_progress` as llama-server writes them, `moe` of our own.
-Thinking is `reasoning` (as in Ollama) and `reasoning_content` (as in llama-server).
+The API follows OpenAI's reference and llama-server's extensions. Every number in a body has limits. Unknown keys are
+ignored, because OpenAI's clients often get new ones, and `null` counts as absent. Sampling parameters become Ollama's
+options, so that a model's defaults are applied in one place. Images come as data URLs; audio is refused. Replies have
+additional keys: `timings` and `prompt_progress` as in llama-server, and moegguf's own `moe`. Thinking is sent twice, as
+`reasoning` (Ollama's key) and as `reasoning_content` (llama-server's key).
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ EFFORTS: Mapping[str, bool | str] = {
 
 
 def _not_zero(value: int) -> int:
-    """Raises ValueError for 0; -1 is no limit, as in llama-server."""
+    """Returns a limit unchanged, but raises ValueError for 0. As in llama-server, -1 means no limit."""
     if value == 0:
         raise ValueError("must be at least 1, or -1 for no limit, but is 0")
     return value
 
 
 def token_ids(biases: Any) -> Any:
-    """`logit_bias` with token ids as keys, which are strings in JSON. Raises ValueError."""
+    """Converts the keys of `logit_bias`, which are strings in JSON, to token ids. Raises ValueError."""
     biases = without_nulls(biases)
     if not isinstance(biases, dict):
         return biases
@@ -69,7 +69,7 @@ class _StreamOptions(Body):
 
 
 class GenerationBody(RequestBody, SamplingOptions):
-    """The fields that chat and completion share."""
+    """The fields that the bodies of chats, responses and completions share."""
 
     stream_options: _StreamOptions | None = None
     n: Choices | None = None
@@ -77,22 +77,22 @@ class GenerationBody(RequestBody, SamplingOptions):
     stop: Annotated[Stops | None, BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = None
     logit_bias: Annotated[Biases, BeforeValidator(token_ids)] | None = None
     thinking_budget_tokens: Whole | None = in_range("reasoning_budget_tokens")
-    ignore_eos: bool | None = None  # llama-server's and vLLM's: the answer ends at its limit only
+    ignore_eos: bool | None = None  # True: only a limit ends the answer (as in llama-server and vLLM)
     return_progress: bool | None = None
-    truncate: bool | None = None  # a prompt longer than the context is no error
-    shift: bool | None = None  # Ollama's: a prompt loses its middle then, and an answer goes on in a full context
-    json_schema: dict[str, Any] | None = None  # llama-server's, as is the grammar (in GBNF): the answer follows it
-    grammar: str | None = None
+    truncate: bool | None = None  # True: a prompt longer than the context is cut; otherwise it is an error
+    shift: bool | None = None  # True: when the context is full, the middle is dropped and the answer continues
+    json_schema: dict[str, Any] | None = None  # the answer follows this schema (as in llama-server)
+    grammar: str | None = None  # the answer follows this grammar in GBNF (as in llama-server)
 
     @property
     def thinking_budget(self) -> int | None:
-        """Tokens of thinking, by either of llama-server's names."""
+        """Returns the maximum of thinking tokens. llama-server has two names for this field."""
         given = self.reasoning_budget_tokens
         return self.thinking_budget_tokens if given is None else given
 
     def sampling(self, entry: ModelEntry, most: int | None) -> Sampling:
-        """Returns the sampling parameters: the body's own keys, then `options`, then the entry's parameters. `most`:
-        tokens of the answer, -1 for no limit, None for the default."""
+        """Returns the sampling parameters. The body's own keys come before `options`, and these before the entry's
+        parameters. `most` is the maximum of answer tokens; -1: no limit, None: the default."""
         own = self.model_dump(include=set(SamplingOptions.model_fields))
         own |= {"num_predict": most, "reasoning_budget_tokens": self.thinking_budget}
         biases = self.logit_bias or {}
@@ -104,8 +104,8 @@ class GenerationBody(RequestBody, SamplingOptions):
         )
 
     def request(self, entry: ModelEntry, most: int | None, **fields: Any) -> Request:
-        """Returns a request with the fields that all of these endpoints share, and `fields`. `most`: as of
-        `sampling`."""
+        """Returns a request with the fields of this class, and with the given `fields`. `most` is the maximum of answer
+        tokens; -1: no limit, None: the default."""
         shared = {
             "format": self.json_schema,
             "grammar": self.grammar or None,
@@ -121,14 +121,15 @@ class GenerationBody(RequestBody, SamplingOptions):
         return self.n or 1
 
     def repeated(self, request: Request) -> list[Request]:
-        """Returns the same request for each answer, with the seeds that follow its own."""
+        """Returns a copy of a request for each answer. If the request has a seed, the copies have successive seeds."""
         first = request.sampling.seed
         seeds = [None if first is None else (first + i) & 0xFFFFFFFF for i in range(self.n_answers)]
         return [replace(request, sampling=replace(request.sampling, seed=seed)) for seed in seeds]
 
 
 def _choice_of(choice: Any) -> Any:
-    """`tool_choice` as a `ToolChoice` has it; chat nests it deeper than responses. Raises ValueError."""
+    """Converts `tool_choice` to the fields of a `ToolChoice`. A chat nests these fields deeper than a response does.
+    Raises ValueError."""
     if not isinstance(choice, dict):
         return choice
     kind = choice.get("type")
@@ -146,7 +147,7 @@ def _choice_of(choice: Any) -> Any:
 
 
 class ToolChoice(Body):
-    """`tool_choice` as an object: one function, or with `mode` a subset of the tools."""
+    """The field `tool_choice` if it is an object. It names one function that must be called, or the allowed tools."""
 
     type: Literal["function", "allowed_tools"]
     mode: Literal["auto", "required"]
@@ -154,7 +155,7 @@ class ToolChoice(Body):
 
 
 class OpenAITool(Tool):
-    """A tool that the model may call."""
+    """A tool that the model may call. OpenAI's chat has only tools of type "function"."""
 
     type: Literal["function"] = "function"
 
@@ -163,22 +164,23 @@ Tools = Annotated[list[OpenAITool], Field(max_length=limits.TOOLS)]
 
 
 class Reasoning(Body):
-    """`reasoning`. With a summary, responses send the thinking as one; else as text. `max_tokens` is OpenRouter's."""
+    """The field `reasoning`: how much the model thinks, and how responses send the thinking."""
 
     effort: Effort | None = None
-    max_tokens: Whole = in_range("reasoning_budget_tokens")
-    summary: str | None = None
-    generate_summary: str | None = None
+    max_tokens: Whole = in_range("reasoning_budget_tokens")  # OpenRouter's name for the budget of thinking tokens
+    summary: str | None = None  # if set, responses send the thinking as a summary, otherwise as text
+    generate_summary: str | None = None  # deprecated name of `summary`
 
 
 def _format_of(given: Any) -> Any:
-    """`response_format` as the fields of a `Format`; chat has a schema one level deeper than responses."""
+    """Converts `response_format` to the fields of a `Format`. A chat nests the schema deeper than a response does."""
     named = given.get("json_schema") if isinstance(given, dict) else None
     return {"type": given.get("type"), **named} if isinstance(named, dict) else given
 
 
 class Format(Body):
-    """`response_format` of chat, `text.format` of responses; `schema` with json_object is llama-server's."""
+    """The format of the answer: `response_format` in chats, `text.format` in responses. As in llama-server, `schema` is
+    also allowed with the type json_object."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -194,7 +196,7 @@ class Format(Body):
 
 
 class ToolsBody(GenerationBody):
-    """The fields of a conversation with tools."""
+    """The fields that the bodies of chats and responses share."""
 
     tools: Tools | None = None
     tool_choice: Annotated[Literal["none", "auto", "required"] | ToolChoice | None, BeforeValidator(_choice_of)] = None
@@ -204,12 +206,12 @@ class ToolsBody(GenerationBody):
 
     @property
     def parallel_calls(self) -> bool:
-        """`parallel_tool_calls`, true by default."""
+        """True unless the body forbids several tool calls in one answer (`parallel_tool_calls` is false)."""
         return self.parallel_tool_calls is not False
 
     @property
     def thinking_budget(self) -> int | None:
-        """Tokens of thinking, by llama-server's or by OpenRouter's name."""
+        """Returns the maximum of thinking tokens, which has names of llama-server and of OpenRouter."""
         given = super().thinking_budget
         return self.reasoning.max_tokens if given is None and self.reasoning else given
 
@@ -232,7 +234,8 @@ class ToolsBody(GenerationBody):
         logprobs: bool,
         **fields: Any,
     ) -> Request:
-        """Returns the request for the next message, with the entry's defaults, the tools, and `fields`."""
+        """Returns the request for the next message of a conversation, with the entry's defaults, the tools that the
+        model may use, and the given `fields`."""
         choice: Any = self.tool_choice
         tools = self.tools or ()
         if isinstance(choice, ToolChoice):
@@ -257,9 +260,12 @@ class ToolsBody(GenerationBody):
 
 
 class ChatBody(ToolsBody):
-    """The body of /v1/chat/completions. `top_logprobs` has an effect only with `logprobs`. An assistant's message at
-    the end is continued, as by llama-server, unless `continue_final_message` is false or `add_generation_prompt` true
-    (vLLM's names). `add_generation_prompt` false: the prompt ends with the last message."""
+    """The body of /v1/chat/completions.
+
+    If the last message is an assistant's message, the answer continues this message, as in llama-server. This is not so
+    if `continue_final_message` is false or `add_generation_prompt` is true. If `add_generation_prompt` is false, the
+    prompt ends with the last message. Both names are vLLM's.
+    """
 
     messages: Messages
     max_completion_tokens: Limit | None = None
@@ -269,7 +275,7 @@ class ChatBody(ToolsBody):
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
-    logprobs: bool | None = None
+    logprobs: bool | None = None  # `top_logprobs` has an effect only if this is true
 
     @model_validator(mode="after")
     def _continues_or_begins(self) -> ChatBody:
@@ -278,13 +284,13 @@ class ChatBody(ToolsBody):
         return self
 
     def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
-        """Returns one for each choice."""
+        """Returns one request for each choice, which is one of `n` answers to the conversation."""
         continues, most = self.continue_final_message, self.max_completion_tokens
         request = self.next_message(
             entry,
             messages_of(self.messages),
             self.response_format,
-            self.max_tokens if most is None else most,  # the former is deprecated
+            self.max_tokens if most is None else most,  # max_tokens is the deprecated name
             bool(self.logprobs),
             think=self._think(),
             template_options=self.chat_template_kwargs or {},
@@ -312,7 +318,8 @@ def _per(amount: float, of: float) -> float:
 
 
 def statistics(summary: AnswerSummary) -> Json:
-    """Additional keys of a complete reply: llama-server's `timings` (token counts, times in milliseconds), and ours."""
+    """Returns the additional keys of a complete reply: llama-server's `timings` (token counts, times in milliseconds),
+    and moegguf's own keys."""
     prompt_ms, predicted_ms = summary.prompt_s * 1e3, summary.answer_s * 1e3
     timings = {
         "cache_n": summary.cached_tokens,
@@ -329,7 +336,7 @@ def statistics(summary: AnswerSummary) -> Json:
 
 
 def prompt_progress(progress: PromptProgress) -> Json:
-    """llama-server's `prompt_progress`: tokens of the prompt, time in milliseconds."""
+    """Returns llama-server's object `prompt_progress`: numbers of prompt tokens, and the time in milliseconds."""
     return {
         "total": progress.n_tokens,
         "cache": progress.n_cached,
@@ -339,26 +346,27 @@ def prompt_progress(progress: PromptProgress) -> Json:
 
 
 def _total(summary: AnswerSummary, later: AnswerSummary) -> AnswerSummary:
-    """Returns the statistics of two answers to one request together."""
+    """Returns the sum of the statistics of two answers in one reply."""
     names = "prompt_tokens cached_tokens answer_tokens prompt_s answer_s cut_messages cut_tokens n_shifts stats".split()
     return replace(later, **{name: getattr(summary, name) + getattr(later, name) for name in names})
 
 
 class ChoicesReply(Reply):
-    """The reply to one body, of one choice or more in turn. Its objects share id and time."""
+    """The reply to one body. It has one or more choices (answers), which are sent one after another. All objects of a
+    reply have the same id and time."""
 
     prefix, whole_kind, chunk_kind = "", "", ""
-    empty: ClassVar[Mapping[str, Any]] = {}  # a choice of a chunk without content
-    started = False  # the current choice
+    empty: ClassVar[Mapping[str, Any]] = {}  # the fields of a choice in a chunk without content
+    started = False  # True if chunks of the current choice were sent
 
     def __post_init__(self) -> None:
         options = self.body.stream_options
-        self.n_answers = self.body.n_answers  # answers to each prompt, whose tokens count once
+        self.n_answers = self.body.n_answers  # answers to each prompt
         self.n_choices = len(self.requests)
         self.logprobs = self.requests[0].n_logprobs is not None
         self._include_usage = bool(options and options.include_usage)
-        self._choices: list[Json] = []  # complete choices of a whole reply
-        self._summaries: list[AnswerSummary] = []  # summaries of the complete choices
+        self._choices: list[Json] = []  # complete choices, if the reply is not streamed
+        self._summaries: list[AnswerSummary] = []  # statistics of the complete choices
         self._head = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -368,20 +376,20 @@ class ChoicesReply(Reply):
 
     @abstractmethod
     def _first(self) -> Json:
-        """Returns the chunk before all others of a choice."""
+        """Returns the first chunk of a choice."""
 
     @abstractmethod
     def _chunks(self, delta: Delta) -> list[Json]:
-        """Returns the chunks of a delta; none for an empty one."""
+        """Returns the chunks for a delta, or [] if the delta is empty."""
 
     @property
     def index(self) -> int:
-        """Number of the current choice."""
+        """Returns the index of the current choice."""
         return len(self._summaries)
 
     def lines(self, event: Event) -> bytes:
-        """Server-sent events without a name."""
-        first = [] if self.started else [self._first()]  # made now, as the last chunk of a choice ends the choice
+        """Returns the server-sent events (without names) for an event of the answer."""
+        first = [] if self.started else [self._first()]  # `_last` below moves on to the next choice
         items: list[Json] = []
         if isinstance(event, Delta):
             items = self._chunks(event)
@@ -396,8 +404,8 @@ class ChoicesReply(Reply):
         return b"".join(map(event_line, [*first, *items])) + (b"data: [DONE]\n\n" if is_end else b"")
 
     def _finish(self, done: Done) -> str:
-        """Returns OpenAI's `finish_reason`, which has no "cancelled"."""
-        if done.summary.finish == "length":  # the last call may be cut
+        """Returns OpenAI's `finish_reason`. A cancelled answer is "stop", since OpenAI has no word for it."""
+        if done.summary.finish == "length":  # even after tool calls, since the last call may be incomplete
             return "length"
         return "tool_calls" if self.n_calls else "stop"
 
@@ -415,9 +423,10 @@ class ChoicesReply(Reply):
         self.n_calls = 0
 
     def _last(self, done: Done) -> list[Json]:
-        """Returns the chunk with `finish_reason`, and after the last choice a chunk with `usage` if requested.
+        """Returns the last chunk of a choice, which has `finish_reason`.
 
-        The last chunk of all has the statistics of all choices.
+        After the last choice, a chunk with `usage` follows if the client requested it. The last chunk of the reply has
+        the statistics of all choices.
         """
         chunk = self._chunk({**self.empty, "finish_reason": self._finish(done)})
         self._end_choice(done)
@@ -433,14 +442,14 @@ class ChoicesReply(Reply):
         self._end_choice(done)
 
     def whole(self) -> Json:
-        """The object of a reply that is not streamed, after `add` of every choice."""
+        """Returns the object of a reply that is not streamed. All choices were added by `add` before."""
         return self._object(self.whole_kind, self._choices, usage=self._usage(), **self._statistics())
 
     def _statistics(self) -> Json:
         return statistics(reduce(_total, self._summaries))
 
     def _usage(self) -> Json:
-        """Each prompt counts once."""
+        """Returns the object `usage`. The tokens of a prompt count once, also if the prompt has several answers."""
         prompts = reduce(_total, self._summaries[:: self.n_answers])
         n_answer = reduce(_total, self._summaries).answer_tokens
         return {
@@ -459,7 +468,7 @@ class _ChatReply(ChoicesReply):
         return self._chunk({"delta": {"role": "assistant", "content": ""}})
 
     def _chunks(self, delta: Delta) -> list[Json]:
-        """Returns one chunk each for thinking, text and calls, in this order; log probabilities are in the first."""
+        """Returns one chunk each for thinking, text and tool calls, in this order. The first chunk has the logprobs."""
         found = self._parts(delta) or ([{}] if delta.logprobs else [])
         chunks = [self._chunk({"delta": part}) for part in found]
         if chunks and delta.logprobs:
@@ -467,7 +476,7 @@ class _ChatReply(ChoicesReply):
         return chunks
 
     def _parts(self, delta: Delta) -> list[Json]:
-        """Returns the fields of a message that a delta has: thinking, text, calls."""
+        """Returns a message's fields for the thinking, the text and the tool calls of a delta, as separate objects."""
         parts: list[Json] = []
         if delta.thinking:
             parts.append({"reasoning": delta.thinking, "reasoning_content": delta.thinking})

@@ -21,17 +21,17 @@ from moegguf.server.openai.chat import Choices, ChoicesReply, GenerationBody, To
 from moegguf.serving.events import Done
 from moegguf.serving.lease import Lease
 
-DEFAULT_MAX_TOKENS = 16  # OpenAI's
+DEFAULT_MAX_TOKENS = 16  # default in OpenAI's API
 
 
 def fields_of(prompt: Text) -> Json:
-    """The fields of a `Request` for a prompt."""
+    """Returns the fields of a `Request` for a prompt, which is a text or a list of tokens."""
     return {"prompt": prompt} if isinstance(prompt, str) else {"prompt": "", "context": tuple(prompt)}
 
 
 class CompletionBody(GenerationBody):
-    """A list of prompts gets `n` choices for each, in their order: of `best_of` answers those whose tokens are the
-    likeliest."""
+    """The body of /v1/completions. Each prompt gets `best_of` answers. The reply has the `n` answers with the likeliest
+    tokens, in the order of the prompts."""
 
     limit = limits.BODY_BYTES
 
@@ -58,17 +58,18 @@ class CompletionBody(GenerationBody):
 
     @property
     def n_answers(self) -> int:
-        """Returns the number of answers to each prompt; `n` of them are sent."""
+        """Returns the number of answers that are computed for each prompt. Only `n` of them are sent."""
         return self.best_of or super().n_answers
 
     @property
     def scores_prompt(self) -> bool:
-        """True if the tokens of the prompt have logprobs, too."""
+        """True if the reply has logprobs of the prompt's tokens, too."""
         return bool(self.echo) and self.logprobs is not None
 
     def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
-        """Makes a request for each prompt. The entry's options apply; its template and messages do not."""
-        ranked = 0 if self.n_answers > (self.n or 1) else None  # the tokens' own logprobs rank the answers
+        """Returns `n_answers` requests for each prompt. The model entry's parameters apply, but not its template and
+        messages."""
+        ranked = 0 if self.n_answers > (self.n or 1) else None  # the answers are ranked by their tokens' logprobs
         base = self.request(
             entry,
             DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens,
@@ -83,8 +84,8 @@ class CompletionBody(GenerationBody):
 
 
 def _logprobs_object(logprobs: Sequence[TokenLogprob], offset: int) -> Json:
-    """`logprobs` of completion; `offset`: position of the first of these tokens in the text. Of alternatives with the
-    same text, such as parts of characters, the likeliest."""
+    """Returns the object `logprobs` of a completion. `offset` is the position of the first of these tokens in the text.
+    If alternative tokens have the same text, such as parts of characters, only the likeliest is included."""
     tops: list[dict[str, float]] = []
     offsets = []
     for logprob in logprobs:
@@ -103,7 +104,7 @@ def _logprobs_object(logprobs: Sequence[TokenLogprob], offset: int) -> Json:
 
 
 class _CompletionReply(ChoicesReply):
-    """A reply with the choices of each prompt; whole and streamed objects are alike."""
+    """The reply of /v1/completions, with the choices of all prompts. Streamed objects look like the whole object."""
 
     prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
     empty: ClassVar[Mapping[str, Any]] = {"text": ""}
@@ -112,8 +113,8 @@ class _CompletionReply(ChoicesReply):
         super().__post_init__()
         self.logprobs = self.body.logprobs is not None
         self._n_sent = self.body.n or 1  # answers to each prompt that are sent
-        self._prompts = [""] * len(self.body.prompt)  # the text that their choices begin with
-        self._scores: list[float] = []  # mean logprob of the tokens of each whole choice
+        self._prompts = [""] * len(self.body.prompt)  # texts of the prompts if `echo` is true
+        self._scores: list[float] = []  # mean logprob of the tokens of each complete choice
         self._offset = 0
 
     async def prepare(self, lease: Lease) -> None:
@@ -139,7 +140,8 @@ class _CompletionReply(ChoicesReply):
         return [self._chunk({"text": text, "logprobs": self._logprobs(delta)})]
 
     def _logprobs(self, delta: Delta) -> Json | None:
-        """Returns the logprobs of an echoed prompt, null for its first token, and of the answer's new tokens."""
+        """Returns the logprobs of the delta's tokens. The tokens of an echoed prompt come first, and the prompt's first
+        token has null."""
         if not self.logprobs:
             return None
         found = _logprobs_object(delta.logprobs, self._offset)

@@ -1,11 +1,12 @@
 """POST /v1/responses: the next items of a conversation; /v1/responses/input_tokens counts the tokens of its prompt.
 
-Responses are stored for a day (`MOEGGUF_RESPONSES_AGE`), unless the request says `store: false`: one that names an
-earlier response goes on from there, with the instructions of the new request. Tools that run
-at OpenAI (web search, computer use, ...) are left out with a warning in the log, as in llama-server: clients offer them
-beside their own functions. An answer is a list of items: thinking, text and calls in the order in which they come. A
-stream tells each item's beginning, growth and end; without a stream only the last object is sent. Thinking is raw, so
-it is `reasoning_text` unless the request wants a summary. `timings` and `moe` are additions, as in chat.
+Responses are stored for a day (`MOEGGUF_RESPONSES_AGE`), unless the request has `store: false`. A request that names an
+earlier response continues its conversation, with the instructions of the new request. Tools that run on OpenAI's
+servers (web search, computer use, ...) are dropped with a warning in the log, as in llama-server, since clients send
+them together with their own functions. An answer is a list of items: thinking, text and tool calls, in the order in
+which the model wrote them. A stream has events for each item's beginning, growth and end; without a stream only the
+last object is sent. The text of thinking is sent unchanged, as `reasoning_text`, or as a summary if the request has
+`reasoning.summary`. `timings` and `moe` are additions, as in chats.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ from moegguf.serving.responses import ResponseStore
 log = logging.getLogger(__name__)
 
 MAX_METADATA = 16
-CALL = "_call"  # the type of an item that calls a tool ends so
-CALL_FIELDS = ("type", "id", "call_id", "name", "status")  # fields that are no arguments
+CALL = "_call"  # end of the type of each item that calls a tool
+CALL_FIELDS = ("type", "id", "call_id", "name", "status")  # fields of a call that are not arguments
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
-REASONING_PREFIX = "moegguf:"  # begins our `encrypted_content`, which only carries the text back to us
+REASONING_PREFIX = "moegguf:"  # beginning of this server's `encrypted_content`, which is plain base64
 SETTINGS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")  # sampling settings in a response
 ECHOED = ("instructions", "max_output_tokens", "prompt_cache_key", "safety_identifier", "user")
 MESSAGES: TypeAdapter[Any] = TypeAdapter(Messages)
 ResponseId = Annotated[str, Field(min_length=1, max_length=limits.NAME_CHARS)]
-BETWEEN = {"assistant": "\n", "system": "\n\n"}  # texts of items that are one message
+BETWEEN = {"assistant": "\n", "system": "\n\n"}  # {role: separator between joined messages}
 
 NOT_STORED = "responses are not stored here; send the whole conversation as input"
 REFUSED = {
@@ -64,8 +65,8 @@ REFUSED = {
 
 
 def _thinking_of(item: Json) -> Any:
-    """The thinking in an item of an earlier answer, in one of three places, depending on what the client kept; "" for
-    the `encrypted_content` of another server."""
+    """Returns the text of a reasoning item in an earlier answer. The client may have kept it as `content`, `summary` or
+    `encrypted_content`. Returns "" for the `encrypted_content` of another server."""
     if parts := item.get("content") or item.get("summary"):
         return read_parts(parts)
     _, prefix, text = str(item.get("encrypted_content") or "").partition(REASONING_PREFIX)
@@ -76,22 +77,23 @@ def _thinking_of(item: Json) -> Any:
 
 
 def _called(item: Json, kind: str) -> Json:
-    """Returns the call in an item. A function has its arguments in `arguments`; the arguments of another tool are the
-    other fields of the item."""
+    """Returns the tool call in an item. A function's arguments are in the field `arguments`. The arguments of another
+    tool are all fields that are not in `CALL_FIELDS`."""
     own = {name: value for name, value in item.items() if name not in CALL_FIELDS and value is not None}
     arguments = item.get("arguments") if kind == "function_call" else own
     return {"name": item.get("name") or kind.removesuffix(CALL), "arguments": arguments}
 
 
 def _output_of(output: Any) -> Any:
-    """Returns a tool's output as the content of a message: a text, parts, or JSON of anything else."""
+    """Returns a tool's output as the content of a message. Texts and lists of parts stay; other values become JSON
+    text."""
     is_parts = isinstance(output, list) and all(isinstance(part, dict) and part.get("type") for part in output)
     return output if output is None or isinstance(output, str) or is_parts else dumps(output)
 
 
 def _messages_with(item: Any) -> list[Any]:
-    """The message of the chat with what an item has; none for an item of a tool that ran at OpenAI, such as
-    `web_search_call`, and of an unknown type. Raises ValueError for one that refers to a stored item."""
+    """Converts an item to a list of one chat message. The list is empty, with a warning in the log, for an unknown item
+    and for a call of a tool that ran on OpenAI's servers. Raises ValueError for a reference to a stored item."""
     if not isinstance(item, dict):
         return [item]
     kind = str(item.get("type") or ("message" if "role" in item else "item_reference"))
@@ -120,8 +122,8 @@ def _messages_of(given: Any) -> Any:
 
 
 def _joined(messages: Iterable[Message]) -> list[Message]:
-    """The messages where the items of an answer, which begins with its thinking, are one. Instructions in a row are one
-    system message: many templates know only one."""
+    """Joins successive messages of the assistant, so that each answer, which begins with its thinking, is one message.
+    Also joins successive system messages, because many templates accept only one."""
     groups: list[list[Message]] = []
     for message in messages:
         role = message["role"]
@@ -174,11 +176,12 @@ class ResponsesBody(chat.ToolsBody):
         if without_nulls(value):
             raise ValueError(f"is not supported: {REFUSED[info.field_name or '']}")
 
-    _responses: ResponseStore | None = None  # store of the response; None with `store: false`
-    _history: list[Message] = PrivateAttr(default_factory=list)  # messages of the conversation before
+    _responses: ResponseStore | None = None  # store for the response; None with `store: false`
+    _history: list[Message] = PrivateAttr(default_factory=list)  # earlier messages of the conversation
 
     async def look_up(self, state: State) -> None:
-        """Reads the conversation before. Raises HttpError 400 where there is none, BusyError, StorageError."""
+        """Reads the conversation that ends with the previous response, if the body names one. Raises HttpError 400 if
+        it is not stored, BusyError, StorageError."""
         responses: ResponseStore | None = state.responses
         if responses is not None and responses.stores and self.store is not False:
             self._responses = responses
@@ -195,15 +198,15 @@ class ResponsesBody(chat.ToolsBody):
 
     @property
     def is_stored(self) -> bool:
-        """Returns whether the response will be stored."""
+        """True if the response will be stored."""
         return self._responses is not None
 
     def new_messages(self) -> list[Message]:
-        """Returns the messages of the input."""
+        """Returns the messages of the body's input, without the earlier conversation."""
         return list(messages_of(self.messages, self._history))
 
     async def keep(self, response: Json) -> None:
-        """Stores the response with the messages of its turn, unless the request does not want that."""
+        """Stores the response with the messages of its turn (input and answer), unless `store` is false."""
         if self._responses is None:
             return
         answer = MESSAGES.validate_python(_messages_of(response["output"]))
@@ -214,7 +217,7 @@ class ResponsesBody(chat.ToolsBody):
             log.warning("the response %s is not stored: %s", response["id"], error)
 
     def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
-        """The only request."""
+        """Returns the only request of the body: the next message after the stored conversation and the input."""
         effort = self.reasoning.effort if self.reasoning else None
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
         request = self.next_message(
@@ -233,14 +236,14 @@ class ResponsesBody(chat.ToolsBody):
 
 
 class _Form(NamedTuple):
-    """Names in the objects and events of an item whose text grows."""
+    """The names that one kind of item (message, reasoning or summary) has in objects and events."""
 
     prefix: str  # beginning of the item's id
-    number: str  # key of the part's number in an event
-    part: str  # word for the part in the names of events
-    text: str  # word for the text in the names of events
-    kind: str  # type of the part
-    key: str  # key of the parts in the item
+    number: str  # key of the part's index in an event
+    part: str  # name of the part in types of events
+    text: str  # name of the text in types of events
+    kind: str  # value of "type" in the part
+    key: str  # key of the list of parts in the item
 
 
 MESSAGE = _Form("msg", "content_index", "content_part", "output_text", "output_text", "content")
@@ -253,15 +256,15 @@ def _new_id(prefix: str) -> str:
 
 
 class _ResponseReply(EventReply):
-    """The response to one request."""
+    """The reply of /v1/responses."""
 
     def __post_init__(self) -> None:
         self._settings = _settings(self.body, self.requests[0])
         self._output: list[Json] = []  # complete items
-        self._form = MESSAGE  # form of the item that grows
+        self._form = MESSAGE  # names of the item that still grows
         self._item: Json = {}
         self._part: Json = {}
-        self._keys: Json = {}  # keys of the events of the item that grows
+        self._keys: Json = {}  # fields that all events of the growing item have
         self._n_events = 0
         self._object: Json = {
             "id": _new_id("resp"),
@@ -323,7 +326,7 @@ class _ResponseReply(EventReply):
         item[form.key].append(part)
         if form is not MESSAGE and ENCRYPTED_REASONING in (
             self.body.include or ()
-        ):  # clients neither show nor change this form
+        ):  # clients send this text back unchanged
             item["encrypted_content"] = REASONING_PREFIX + base64.b64encode(part["text"].encode()).decode()
         yield self._item_done(item)
 
@@ -345,7 +348,7 @@ class _ResponseReply(EventReply):
         summary, is_cut = done.summary, done.summary.finish == "length"
         status = "incomplete" if is_cut else "completed"
         if all(item["type"] == "reasoning" for item in self._output):
-            yield from self._begin_block("text")  # clients expect a text, also an empty one
+            yield from self._begin_block("text")  # clients expect a text item, even if it is empty
             yield from self._end_block("text", done)
         counts = summary.whole_prompt_tokens, summary.cached_tokens, summary.answer_tokens, summary.thinking_tokens
         self._object |= {
@@ -388,7 +391,7 @@ def _settings(body: ResponsesBody, request: Request) -> Json:
 
 
 def _stored(request: HttpRequest) -> tuple[ResponseStore, str]:
-    """Returns the stored responses, and the id of one in the path."""
+    """Returns the store of responses, and the id in the request's path."""
     return request.app.state.responses, request.path_params["response"]
 
 

@@ -1,6 +1,6 @@
 """Batches of requests in OpenAI's batch file format: read, answered and stored so that a killed process loses nothing.
 
-Promises: each request has one line of answer, however often the process is killed; a line that is no request is an
-error of that line. Whoever runs a batch gives the function from (url, body) to (status, body). Does not know HTTP or
-terminals.
+Promises: each request gets one line with an answer, however often the process is killed. A line that is not a valid
+request only makes an error for this line. The caller supplies the function that answers a request. Does not know HTTP
+or terminals.
 """

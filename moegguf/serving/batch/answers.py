@@ -1,8 +1,8 @@
 """A file of requests in OpenAI's batch format, and its answers, which outlive the process.
 
-A request is a line {"custom_id", "method": "POST", "url", "body"}, checked once and read again when its turn comes:
-only its place and what identifies it stay in memory. Until all are answered, the answers are in a database. Each has
-the fingerprint of the requests, so that answers to other requests are not taken for these.
+A request is a line {"custom_id", "method": "POST", "url", "body"}. It is checked once, and its body is read again when
+it is answered: only its position in the file and its ids stay in memory. Until all requests are answered, the answers
+are in a database. Each answer has the fingerprint of the file, so that answers to another file are never mixed in.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from moegguf.regular_file import open_regular
 from moegguf.serving.batch.database import Database, storing
 from moegguf.text import in_utf8
 
-MAX_LINE_BYTES = 33 << 20  # the longest body that an endpoint takes, and room for what is around it
+MAX_LINE_BYTES = 33 << 20  # the largest body that an endpoint accepts (32 MiB), and 1 MiB for the rest of the line
 MAX_CUSTOM_ID_CHARS = 512
 BLOCK_BYTES = 1 << 20
 LOAD_OPTIONS = ("num_ctx", "num_thread", "expert_cache", "moe_cache_ram")
 _ID = re.compile(r"batch_req_([0-9a-f]{16})_([1-9]\d{0,17})")
 ADD_ANSWER = "INSERT INTO answer VALUES (?, ?, ?, ?)"
-N_REMOVED = 200  # answers at a time
-NOT_EXECUTED = ("batch_cancelled", "batch_expired")  # codes of requests that were not begun
+N_REMOVED = 200  # answers that are deleted with one statement
+NOT_EXECUTED = ("batch_cancelled", "batch_expired")  # error codes of requests that were never started
 OK = 200
 BUSY = (429, 503)
 BUSY_RETRY_S = 1.0
@@ -48,7 +48,7 @@ Checked = TypeVar("Checked", bound="_Named")
 
 
 class LineError(Exception):
-    """A line that is no request. `code` and `param` are OpenAI's."""
+    """The error of a line that is not a valid request. `code` and `param` are as in OpenAI's errors."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -58,25 +58,23 @@ class LineError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RequestLine:
-    """A line of the input. `number` counts all lines from 1; `content_hash`: of its bytes, in this process; `group`:
-    equal for requests that one loaded model serves: its name, and options of loading. `model`: None where the body
-    names none."""
+    """One line of a file of requests, without its contents."""
 
-    number: int
-    offset: int
+    number: int  # number of the line, from 1, also counting empty lines
+    offset: int  # position of the line in the file, in bytes
     n_bytes: int
-    content_hash: int
+    content_hash: int  # hash of the line's bytes, which only this process can compare
     custom_id: str | None
-    model: str | None
-    group: str
-    error: LineError | None
+    model: str | None  # name of the model; None if the body has none
+    group: str  # model and load options as text: equal for requests that one loaded model can answer
+    error: LineError | None  # None if the line is a valid request
 
 
 class Requests:
-    """The lines of a seekable file in UTF-8 or, with a byte order mark, UTF-16; the caller closes the file.
-    `fingerprint`: equal for equal contents and defaults.
+    """The requests in a seekable file, in UTF-8 or (with a byte order mark) in UTF-16. The caller closes the file.
 
-    `endpoints`: the urls that a request may have. `defaults`: fields of bodies that lack them.
+    `endpoints` are the urls that a request may have. `defaults` are fields that are added to bodies without them. Files
+    with equal contents and defaults have equal `fingerprint`s.
     """
 
     def __init__(
@@ -87,8 +85,7 @@ class Requests:
         *,
         max_requests: int | None = None,
     ) -> None:
-        """Reads and checks all lines. Raises BatchFileError for a file without requests or with more than
-        `max_requests`."""
+        """Reads and checks all lines. Raises BatchFileError if there are no requests, or more than `max_requests`."""
         self._file = file = in_utf8(file)
         self._endpoints = endpoints
         self._defaults = dict(defaults)
@@ -133,12 +130,12 @@ class Requests:
 
     @property
     def models(self) -> list[str]:
-        """The models that requests name, in the order of their first request."""
+        """Returns the names of all models in the requests, in the order of each model's first request."""
         return list(dict.fromkeys(line.model for line in self.lines if line.model is not None))
 
     def in_order(self, numbers: Collection[int]) -> list[RequestLine]:
-        """Requests without an error, but for those with one of `numbers`; those that need the same loaded model
-        together, in the order of their first request."""
+        """Returns the valid requests whose line numbers are not in `numbers`. Requests that one loaded model can answer
+        come one after another."""
         first: dict[str, int] = {}
         for line in self.lines:
             first.setdefault(line.group, line.number)
@@ -146,7 +143,7 @@ class Requests:
         return sorted(left, key=lambda line: (first[line.group], line.number))
 
     def read(self, line: RequestLine) -> tuple[str, bytes]:
-        """(url, body) of a line without an error. Raises BatchFileError when the file has changed meanwhile."""
+        """Returns (url, body) of a valid request. Raises BatchFileError if the line has changed since the check."""
         raw = os.pread(self._file.fileno(), line.n_bytes, line.offset)
         if hash(raw) != line.content_hash:
             raise BatchFileError(f"line {line.number} of the requests has changed; start anew.")
@@ -154,12 +151,13 @@ class Requests:
         return request["url"], json.dumps(self._with_defaults(request["body"])).encode()
 
     def id_of(self, line: RequestLine) -> str:
-        """The id of the line's answer: the same whenever the same requests are answered."""
+        """Returns the id of the answer to a line. The id is the same in each run with the same requests."""
         return f"batch_req_{self.fingerprint}_{line.number}"
 
 
 def _lines(file: BinaryIO, update: Callable[[bytes], object]) -> Iterator[tuple[int, int, bytes | None]]:
-    """(offset, bytes, contents) of each line; contents None of a too long one. `update` gets all bytes."""
+    """Yields (offset, number of bytes, contents) of each line. The contents of a line that is too long are None. Calls
+    `update` with all bytes of the file."""
     offset = file.seek(0)
     while raw := file.readline(MAX_LINE_BYTES + 1):
         update(raw)
@@ -172,12 +170,12 @@ def _lines(file: BinaryIO, update: Callable[[bytes], object]) -> Iterator[tuple[
 
 
 def _parse(raw: bytes | None) -> dict[str, Any]:
-    """A line as an object. Raises LineError."""
+    """Parses a line as a JSON object. None stands for a line that is too long. Raises LineError."""
     if raw is None:
         raise LineError("line_too_long", f"This line has more than {MAX_LINE_BYTES >> 20} MiB.")
     try:
         request = json.loads(raw)
-    except (ValueError, RecursionError):  # ValueError: not UTF-8, not JSON, or an integer of thousands of digits
+    except (ValueError, RecursionError):  # ValueError: not UTF-8, invalid JSON, or an integer with thousands of digits
         raise LineError("invalid_json_line", "This line is not parseable as valid JSON.") from None
     if not isinstance(request, dict):
         raise LineError("invalid_json_line", "This line is JSON, but not an object.")
@@ -197,7 +195,7 @@ class _Request(_Named):
 
 
 def _checked(kind: type[Checked], request: Mapping[str, Any]) -> Checked:
-    """A line's object, or the part of it that names it. Raises LineError."""
+    """Validates the object of a line as a `kind`. Raises LineError for the first invalid field."""
     try:
         return kind.model_validate(request)
     except ValidationError as error:
@@ -209,30 +207,30 @@ def _checked(kind: type[Checked], request: Mapping[str, Any]) -> Checked:
 
 
 def response_entry(requests: Requests, line: RequestLine, status: int, body: Any) -> Entry:
-    """The output line of a request that an endpoint has answered."""
+    """Returns the output line for a request that an endpoint has answered, with any status."""
     response = {"status_code": status, "request_id": f"req_{uuid.uuid4().hex}", "body": body}
     return {"id": requests.id_of(line), "custom_id": line.custom_id, "response": response, "error": None}
 
 
 def error_entry(requests: Requests, line: RequestLine, error: LineError) -> Entry:
-    """The output line of what did not reach an endpoint."""
+    """Returns the output line for a line that was not sent to an endpoint."""
     told = {"code": error.code, "message": f"line {line.number}: {error}"}
     return {"id": requests.id_of(line), "custom_id": line.custom_id, "response": None, "error": told}
 
 
 def to_line(entry: Entry) -> bytes:
-    """Returns an output line as JSON in UTF-8."""
+    """Encodes an output line as JSON in UTF-8."""
     return json.dumps(entry, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n"
 
 
 def is_answer(entry: Entry) -> bool:
-    """Returns whether the request succeeded."""
+    """Returns True if the request succeeded (status 200)."""
     return entry["error"] is None and entry["response"]["status_code"] == OK
 
 
 @dataclass
 class Counts:
-    """Requests that have ended, and the tokens of their prompts and answers."""
+    """The numbers of requests that have ended, and of the tokens in their prompts and answers."""
 
     completed: int = 0
     failed: int = 0
@@ -243,12 +241,12 @@ class Counts:
 
     @property
     def done(self) -> int:
-        """Requests that have ended."""
+        """Returns the number of requests that have ended."""
         return self.completed + self.failed
 
     def add(self, entry: Entry) -> None:
-        """Counts an output line, unless its request was not begun. Its `usage` is in the form of /v1/responses, or of
-        the older endpoints."""
+        """Counts the request of an output line, unless it was never started. The names in `usage` are those in
+        /v1/responses or in the older endpoints."""
         if not is_answer(entry):
             self.failed += (entry["error"] or {}).get("code") not in NOT_EXECUTED
             return
@@ -267,21 +265,18 @@ class Counts:
 
 @dataclass
 class Journal:
-    """The answers so far to some requests, in a database.
-
-    `batch`: the id of the batch in the database. `answered`: the numbers of the lines that have an answer, and whether
-    the request succeeded. `take_space` gets the bytes that are to be added, and may raise StorageError.
-    """
+    """The answers to the requests of one batch so far, in a database."""
 
     database: Database
-    batch: str = ""
-    answered: dict[int, bool] = field(default_factory=dict)
+    batch: str = ""  # id of the batch in the database
+    answered: dict[int, bool] = field(default_factory=dict)  # {number of an answered line: True if it succeeded}
     counts: Counts = field(default_factory=Counts)
+    # called with the bytes of each new answer before it is stored; may raise StorageError
     take_space: Callable[[int], object] = lambda n_bytes: None
     _fingerprint: str = ""
 
     def read(self, requests: Requests) -> None:
-        """Reads the answers to `requests` that are there. Raises BatchFileError when they answer other requests,
+        """Reads the answers that are stored already. Raises BatchFileError if they are answers to other requests,
         StorageError."""
         self._fingerprint = requests.fingerprint
         rows = self.database.execute("SELECT number, requests FROM answer WHERE batch = ?", self.batch)
@@ -294,9 +289,9 @@ class Journal:
             self._note(number, json.loads(self._line(number)))
 
     def append(self, number: int, entry: Entry) -> None:
-        """Adds the answer of a line, which no kill of this process loses when this has returned.
+        """Stores the answer to a line. After the return, the answer survives a kill of this process.
 
-        Raises StorageError; the journal is then as before.
+        Raises StorageError; the journal is then unchanged.
         """
         data = to_line(entry)
         self.take_space(len(data))
@@ -313,20 +308,21 @@ class Journal:
         return line
 
     def lines(self, succeeded: Collection[bool] = (True, False)) -> Iterator[bytes]:
-        """The lines of the requests that succeeded, or not, in the order of the requests."""
+        """Yields the output lines in the order of the requests. True in `succeeded` selects answers, False errors."""
         for number, has_succeeded in sorted(self.answered.items()):
             if has_succeeded in succeeded:
                 yield self._line(number)
 
     def finish(self, path: Path) -> None:
-        """Puts all answers, in the order of the requests, at `path` at once, with the database's mode, and removes
-        them here. Raises StorageError; the answers then stay."""
+        """Writes all answers, in the order of the requests, to the file `path` and removes them from the database. The
+        file appears at once, with the database's mode. Raises StorageError; the database then keeps the answers."""
         with storing(path):
             write_atomically(path, self.lines(), stat.S_IMODE(self.database.path.stat().st_mode))
         self.remove()
 
     def remove(self) -> None:
-        """Removes all answers, some at a time, so that other threads need not wait for all. Raises StorageError."""
+        """Removes all answers of the batch in small steps, so that other threads can use the database meanwhile. Raises
+        StorageError."""
         some = f"SELECT rowid FROM answer WHERE batch = ? LIMIT {N_REMOVED}"
         while self.database.execute(some, self.batch):
             self.database.execute(f"DELETE FROM answer WHERE rowid IN ({some})", self.batch, flush=False)
@@ -334,8 +330,8 @@ class Journal:
 
 
 def _answers_in(file: Iterable[bytes]) -> Iterator[tuple[str, int, Entry, bytes]]:
-    """(fingerprint of the requests, number of the request's line, answer, line) of each whole line. Raises ValueError
-    for one that is no answer."""
+    """Yields (fingerprint of the requests, number of the request's line, answer, raw line) for each complete line of a
+    file of answers. Raises ValueError for a line that is not an answer."""
     for raw in file:
         if not raw.endswith(b"\n"):
             return
@@ -352,9 +348,11 @@ def _answers_in(file: Iterable[bytes]) -> Iterator[tuple[str, int, Entry, bytes]
 
 @contextmanager
 def open_journal(path: Path, requests: Requests) -> Iterator[Journal]:
-    """Opens the journal in the database at `path`, after `read`; a database without answers goes at the end.
+    """Opens the journal in the database at `path` and reads its answers. Removes the database at the end if it has no
+    answers.
 
-    Raises BatchFileError for answers to other requests, and when another process has the journal open, StorageError.
+    Raises BatchFileError if there are answers to other requests, or another process has the database open. Raises
+    StorageError.
     """
     with ExitStack() as opened:
         try:
@@ -374,10 +372,10 @@ def _remove_when_empty(database: Database) -> None:
 
 
 def take_old_journal(database: Database, batch: str, path: Path) -> None:
-    """Moves the answers from the journal at `path`, a file of lines that older versions wrote, into a database.
+    """Moves the answers from the file at `path`, which an older version wrote, into a database.
 
-    A last line may be torn. Raises BatchFileError for another line that is no answer, BlockingIOError while another
-    process has the file, StorageError.
+    The last line may be incomplete. Raises BatchFileError if any other line is not an answer, BlockingIOError while
+    another process has the file open, StorageError.
     """
     with suppress(FileNotFoundError), open_regular(path) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -391,9 +389,9 @@ def take_old_journal(database: Database, batch: str, path: Path) -> None:
 
 
 def finished_counts(path: Path, requests: Requests) -> Counts | None:
-    """The counts of the file at `path`, which has the answers to all of `requests`; None without a file.
+    """Returns the counts of a finished file of answers at `path`, or None if there is no file.
 
-    Raises BatchFileError when there is a file that has not.
+    Raises BatchFileError if the file does not have the answers to all of `requests`.
     """
     if not path.exists():
         return None
@@ -410,7 +408,7 @@ def finished_counts(path: Path, requests: Requests) -> Counts | None:
 
 
 def write_all(handle: int, data: bytes) -> None:
-    """Writes all bytes. Raises OSError."""
+    """Writes all of `data` to a file descriptor. Raises OSError."""
     view = memoryview(data)
     while view:
         view = view[os.write(handle, view) :]
@@ -418,7 +416,7 @@ def write_all(handle: int, data: bytes) -> None:
 
 @dataclass(frozen=True)
 class Reply:
-    """An endpoint's answer: HTTP's status, and the JSON of its body."""
+    """The reply of an endpoint: HTTP status, and body as JSON values."""
 
     status: int
     body: Any
@@ -431,12 +429,13 @@ Answer = Callable[[str, bytes], Awaitable[Reply]]
 async def answer_requests(
     requests: Requests, answers: Journal, answer: Answer, n_parallel: int, on_answer: Callable[[Entry], object]
 ) -> None:
-    """Adds the answers that are missing, `n_parallel` requests at a time. `on_answer` gets each answer.
+    """Answers the requests that have no answer yet, `n_parallel` at a time. Calls `on_answer` with each output line.
 
-    Requests that need one loaded model are answered one after another, so that models are not swapped back and forth.
-    A request that finds the server busy is sent again. When cancelled, requests that have not ended have no answer.
+    All requests for one model come before the requests for the next model, so that models are not swapped back and
+    forth. If the server is busy, a request is sent again. If this call is cancelled, unfinished requests stay
+    unanswered.
 
-    Raises what `answer` and `answers.append` raise; the other requests are then cancelled.
+    Raises the errors of `answer` and `answers.append`; the other requests are then cancelled.
     """
 
     def add(line: RequestLine, entry: Entry) -> None:
@@ -460,4 +459,4 @@ async def answer_requests(
             for _ in range(min(n_parallel, len(left))):
                 tasks.create_task(work())
     except BaseExceptionGroup as failed:
-        raise failed.exceptions[0] from None  # the others were cancelled, or failed for the same reason
+        raise failed.exceptions[0] from None  # other tasks were cancelled, or failed for the same reason

@@ -1,8 +1,8 @@
-"""Batches that a server carries out: each from a stored file of requests to stored files of answers and of errors.
+"""Batches that a server answers: each reads a stored file of requests, and stores files of answers and of errors.
 
-They are checked when they are created, and answered one at a time, first come, first served. What is known of a batch
-is in the database before anything depends on it, so that a server that was killed goes on where it stopped. While the
-disk is full a batch waits. One whose time is over, or that is cancelled, has files of what was answered until then.
+The requests of a new batch are checked at once. Batches are answered one at a time, in the order of their arrival. The
+database has each change of a batch before the change has an effect, so that a server continues after a kill. A batch
+waits while the disk is full. If a batch expires or is cancelled, its files have the answers until then.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 INPUT_PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
 DATABASE = "batches.db"
 CANCELLABLE = ("validating", "in_progress")
-MAX_REQUESTS = 50_000  # OpenAI's
+MAX_REQUESTS = 50_000  # per batch, as in OpenAI's API
 MAX_UNFINISHED = 1000
 MAX_ERRORS = 100
 DISK_RETRY_S = 30.0
@@ -47,8 +47,7 @@ NOT_EXECUTED_TEXT = {
 
 @dataclass
 class Batch:
-    """A batch, in OpenAI's words; times in seconds since 1970. `errors`: of lines that are no requests. `owner`: who
-    may have it (`is_visible`)."""
+    """A batch, with OpenAI's names for fields. Fields that end with `_at` are times in seconds since 1970."""
 
     id: str
     endpoint: str
@@ -59,10 +58,10 @@ class Batch:
     status: str = "validating"
     metadata: dict[str, str] | None = None
     output_expires_after_s: int | None = None
-    model: str | None = None
-    total: int = 0
+    model: str | None = None  # the model of all requests; None if they use several models
+    total: int = 0  # number of requests
     counts: Counts = field(default_factory=Counts)
-    errors: list[dict[str, Any]] = field(default_factory=list)
+    errors: list[dict[str, Any]] = field(default_factory=list)  # errors of lines that are not valid requests
     output_file_id: str | None = None
     error_file_id: str | None = None
     in_progress_at: int | None = None
@@ -72,31 +71,27 @@ class Batch:
     expired_at: int | None = None
     cancelling_at: int | None = None
     cancelled_at: int | None = None
-    owner: str = ""
+    owner: str = ""  # only requests of this owner can see the batch (`is_visible`); "": all requests can
 
 
 @dataclass(eq=False)
 class Batches:
-    """The batches and files in a folder, inside `async with`. One server at a time has the folder, from its first use.
-
-    `answer` answers a request; `window_s`: a batch that takes longer expires, inf: none does. `max_bytes`: of all
-    files, and of the answers of batches that have not ended. `now`: seconds since 1970.
-    """
+    """The batches and files in a folder, answered inside `async with`. Only one server at a time can use a folder."""
 
     folder: Path
-    answer: answers.Answer
+    answer: answers.Answer  # answers one request
     _: KW_ONLY
-    max_bytes: int
-    n_parallel: int
-    window_s: float
-    now: Callable[[], float] = time.time
+    max_bytes: int  # limit for all files, and for the answers of unfinished batches
+    n_parallel: int  # requests of a batch that are answered at once
+    window_s: float  # seconds after which a batch expires; inf: never
+    now: Callable[[], float] = time.time  # returns seconds since 1970
 
     def __post_init__(self) -> None:
         self._database: Database | None = None
         self._batches: dict[str, Batch] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}  # tasks of batches that have not ended
-        self._begun: set[str] = set()  # batches whose task runs, or has run
-        self._turn = asyncio.Lock()  # held for the batch that is answered; batches get it in their order of arrival
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # {id of an unfinished batch: its task}
+        self._begun: set[str] = set()  # ids of batches whose task has started to run
+        self._turn = asyncio.Lock()  # held while a batch is answered; batches get it in their order of arrival
         self._closing = False
 
     async def __aenter__(self) -> Batches:
@@ -117,7 +112,7 @@ class Batches:
 
     @property
     def files(self) -> FileStore:
-        """The stored files. Raises BusyError when another server has the folder, StorageError."""
+        """Returns the store of files. Raises BusyError if another server uses the folder, StorageError."""
         self._open()
         return self._files
 
@@ -142,7 +137,7 @@ class Batches:
             self._start(batch)
 
     def _load(self, database: Database) -> None:
-        for path in (self.folder, *self.folder.rglob("*")):  # older versions let others read them
+        for path in (self.folder, *self.folder.rglob("*")):  # older versions let other users read the files
             make_private(path)
         migrate(self.folder, database, lambda known: _row_of(_batch_of(known)))
         ended = "SELECT batch FROM answer EXCEPT SELECT id FROM batch WHERE needs IS NOT NULL"
@@ -153,15 +148,16 @@ class Batches:
             batch = _batch_of(json.loads(about))
             self._batches[batch.id] = batch
 
-    # Calls of clients.
+    # Calls by clients.
 
     def all(self) -> list[Batch]:
-        """The owner's batches, newest first. Raises BusyError, StorageError."""
+        """Returns the batches that the current request may see, newest first. Raises BusyError, StorageError."""
         self._open()
         return [batch for batch in reversed(self._batches.values()) if is_visible(batch.owner)]
 
     def get(self, batch_id: str) -> Batch:
-        """A batch. Raises UnknownIdError, BusyError, StorageError."""
+        """Returns the batch with this id. Raises UnknownIdError if the current request may not see it, BusyError,
+        StorageError."""
         self._open()
         found = self._batches.get(batch_id)
         if found is None or not is_visible(found.owner):
@@ -175,7 +171,7 @@ class Batches:
         metadata: Mapping[str, str] | None = None,
         output_expires_after_s: int | None = None,
     ) -> Batch:
-        """A new batch of the requests in a stored file, which may be deleted meanwhile.
+        """Creates a batch of the requests in a stored file. The client may delete the file before the batch has ended.
 
         Raises UnknownIdError, BatchFileError for a file with another purpose, BusyError, StorageError.
         """
@@ -199,10 +195,10 @@ class Batches:
     def cancel(self, batch: Batch) -> None:
         """Begins to cancel a batch, whose status must be one of CANCELLABLE. Raises StorageError."""
         self._update(batch, status="cancelling", cancelling_at=int(self.now()))
-        if batch.id in self._begun:  # a batch that has not begun begins with this status
+        if batch.id in self._begun:  # a task that has not started finds the new status when it starts
             self._tasks[batch.id].cancel()
 
-    # The way of a batch.
+    # The life of a batch.
 
     def _start(self, batch: Batch) -> None:
         if batch.status not in FINAL:
@@ -211,7 +207,8 @@ class Batches:
             task.add_done_callback(lambda _: self._tasks.pop(batch.id, None))
 
     async def _carry_out(self, batch: Batch) -> None:
-        """Everything until the batch has ended, for its owner; over again while the disk is full."""
+        """Does all steps of a batch until it has ended, with the rights of its owner. Repeats a step while the disk is
+        full."""
         self._begun.add(batch.id)
         current_owner.set(batch.owner)
         next_s = 0.0
@@ -222,10 +219,10 @@ class Batches:
                 await self._advance(batch)
             except asyncio.CancelledError:
                 if self._closing:
-                    self._try_update(batch)  # the counts
+                    self._try_update(batch)  # stores the counts
                     raise
                 if (task := asyncio.current_task()) is not None:
-                    task.uncancel()  # the batch is to be cancelled, which is the next step
+                    task.uncancel()  # a client cancelled the batch, and the next step finishes it
             except BatchFileError as error:
                 self._fail(batch, [_error_of("invalid_file", str(error))])
             except OSError as error:
@@ -240,7 +237,7 @@ class Batches:
             self._files.count_answers()
 
     async def _advance(self, batch: Batch) -> None:
-        """Moves a batch from one status to the next. Is cancelled where the status changes meanwhile."""
+        """Does the work of a batch's current status, and sets the next status. `cancel` cancels this call."""
         if batch.status == "validating":
             await self._validate(batch)
         elif batch.status == "in_progress":
@@ -272,8 +269,11 @@ class Batches:
             self._update(batch, status="in_progress", in_progress_at=now, total=len(requests.lines), model=model)
 
     async def _finalize(self, batch: Batch, status: str, not_executed: str | None = None) -> None:
-        """Stores the files of answers and of errors; requests that were not begun are errors, with the code
-        `not_executed`. They may take more than there is room for: the journal goes when they are complete."""
+        """Stores the file of answers and the file of errors, and sets the batch's final status.
+
+        Requests that were never started are errors with the code `not_executed`. The files may exceed the limit of
+        space, since the journal is removed when they are complete.
+        """
         async with self._answers(batch) as (requests, journal):
             if not_executed is not None:
                 error = answers.LineError(not_executed, NOT_EXECUTED_TEXT[not_executed])
@@ -294,8 +294,10 @@ class Batches:
             )  # fmt: skip
 
     async def _store(self, batch: Batch, journal: Journal, what: str, succeeded: bool) -> str | None:
-        """Stores the lines of the requests that succeeded, or with `succeeded=False` of those that failed, and returns
-        the file's id. A repetition returns the same id. None if there are no lines."""
+        """Stores a file with the output lines of all requests that succeeded, or (`succeeded=False`) that failed.
+
+        Returns the file's id, or None if there are no such lines. A repeated call returns the same id.
+        """
         if succeeded not in journal.answered.values():
             return None
         file_id = f"file-{batch.id.removeprefix('batch_')}-{what}"
@@ -308,17 +310,17 @@ class Batches:
 
     @asynccontextmanager
     async def _requests(self, batch: Batch) -> AsyncIterator[Requests]:
-        """The batch's requests. Raises BatchFileError, OSError."""
+        """Opens and checks the batch's file of requests. Raises BatchFileError, OSError."""
         try:
             file = open_regular(self._files.contents(batch.input_file_id))
         except FileNotFoundError:
             raise BatchFileError("the requests of this batch are gone; create another one.") from None
-        with file:  # some seconds for a large one
+        with file:  # a large file takes some seconds
             yield await _in_thread(lambda: Requests(file, (batch.endpoint,), max_requests=MAX_REQUESTS))
 
     @asynccontextmanager
     async def _answers(self, batch: Batch) -> AsyncIterator[tuple[Requests, Journal]]:
-        """The batch's requests, and the answers so far. Raises BatchFileError, OSError."""
+        """Opens the batch's requests and the journal of its answers so far. Raises BatchFileError, OSError."""
         async with self._requests(batch) as requests:
             journal = Journal(self._files.database, batch.id)
             await _in_thread(lambda: journal.read(requests))
@@ -326,7 +328,7 @@ class Batches:
             yield requests, journal
 
     def _update(self, batch: Batch, **changes: Any) -> None:
-        """Changes a batch, on disk first. Raises StorageError."""
+        """Changes fields of a batch, first on disk, then in memory. Raises StorageError."""
         row = _row_of(replace(batch, **changes))
         self._files.database.execute("INSERT OR REPLACE INTO batch VALUES (?, ?, ?, ?)", *row)
         vars(batch).update(changes)
@@ -340,7 +342,7 @@ class Batches:
 
 
 async def _in_thread(call: Callable[[], Result]) -> Result:
-    """Runs `call` on a thread and returns its value. A cancellation waits until that thread has ended."""
+    """Runs `call` on a thread and returns its value. If cancelled, first waits until the thread has ended."""
     running = asyncio.ensure_future(asyncio.to_thread(call))
     try:
         return await asyncio.shield(running)

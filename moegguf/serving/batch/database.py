@@ -1,6 +1,7 @@
-"""The sqlite3 database of stored files, batches and their answers. A transaction is whole after a kill at any moment.
+"""The sqlite3 database of stored files, batches and their answers.
 
-One process at a time has a database open: locks end with a process, so a killed one leaves none.
+If the process is killed at any moment, a transaction is either complete or has no effect. Only one process at a time
+can open a database. The lock ends with the process, even if the process is killed.
 """
 
 from __future__ import annotations
@@ -15,24 +16,24 @@ from typing import Any
 
 from moegguf.errors import StorageError
 
-FINAL = ("completed", "failed", "expired", "cancelled")  # a batch in one of these statuses needs no requests
+FINAL = ("completed", "failed", "expired", "cancelled")  # statuses of batches that have ended
 VERSION = 1
 SCHEMA = (
     "CREATE TABLE file (id TEXT PRIMARY KEY, filename TEXT, n_bytes INTEGER, purpose TEXT, created_at INTEGER,"
     " expires_at INTEGER, owner TEXT)",
-    # needs: the id of the file of requests, until the batch has ended. about: all that is known, as JSON.
+    # needs: id of the file of requests; NULL if the batch has ended. about: all fields of the batch, as JSON.
     "CREATE TABLE batch (id TEXT PRIMARY KEY, created_ns INTEGER, needs TEXT, about TEXT)",
-    # number: the line of the request. requests: the fingerprint of all requests.
+    # number: line number of the request. requests: fingerprint of the file of requests. line: the output line.
     "CREATE TABLE answer (batch TEXT, number INTEGER, requests TEXT, line BLOB, PRIMARY KEY (batch, number))",
     f"PRAGMA user_version = {VERSION}",
 )
-MAX_LOG_BYTES = 4 << 20  # size that the log is cut to once the database has all of it
+MAX_LOG_BYTES = 4 << 20  # the write-ahead log is cut to this size when its changes are in the database
 DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 @contextmanager
 def storing(path: Path) -> Iterator[None]:
-    """Raises errors of the disk inside the `with` as StorageError. A lock of another process is a BlockingIOError."""
+    """Context manager that raises errors of the disk as StorageError, and another process's lock as BlockingIOError."""
     try:
         yield
     except (StorageError, BlockingIOError):
@@ -58,22 +59,22 @@ def _not_written(path: Path, why: object) -> StorageError:
 
 
 class Database:
-    """A database that only this process has open. Safe to use from many threads."""
+    """A sqlite3 database that only this process can use. All threads may call it."""
 
     def __init__(self, path: Path, mode: int, schema: Sequence[str] = SCHEMA) -> None:
-        """Opens the database; makes one with `mode` and the statements of `schema` where none is. Raises
-        BlockingIOError while another process has it open, StorageError."""
+        """Opens the database at `path`. If there is none, creates it with the file mode `mode` and the statements of
+        `schema`. Raises BlockingIOError while another process has it open, StorageError."""
         self.path = path
         self._lock = threading.RLock()
         with storing(path):
             with suppress(FileExistsError):
                 os.close(os.open(path, os.O_CREAT | os.O_EXCL, mode))  # sqlite3 gives its log the same mode
-            # A lock lasts as long as a process: to wait for its end is in vain.
+            # No timeout: another process holds its lock until it ends, so waiting would be useless.
             self._connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
             try:
                 self._connection.execute("PRAGMA locking_mode = EXCLUSIVE")
                 if not path.stat().st_size:
-                    self._connection.execute("PRAGMA auto_vacuum = FULL")  # the disk gets back what is deleted
+                    self._connection.execute("PRAGMA auto_vacuum = FULL")  # deleted rows free space on the disk
                 self._connection.execute("PRAGMA journal_mode = WAL")
                 self._connection.execute(f"PRAGMA journal_size_limit = {MAX_LOG_BYTES}")
                 with self.transaction():
@@ -95,9 +96,9 @@ class Database:
             self.execute(statement)
 
     def execute(self, statement: str, *values: Any, flush: bool = True) -> list[Any]:
-        """Returns the rows of a statement, which is a transaction of its own outside `transaction`.
+        """Executes a statement and returns its rows. Outside of `transaction`, the statement is one transaction.
 
-        Without `flush`, the change survives a kill of the process, but perhaps no failure of the power. Raises
+        Without `flush`, the change survives a kill of the process, but perhaps not a power failure. Raises
         StorageError; nothing is then changed.
         """
         with self._lock, storing(self.path):
@@ -107,18 +108,19 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Makes all changes inside the `with`, or none when it raises. Raises StorageError."""
+        """Context manager that makes all changes inside it, or no change if it raises an error. Raises StorageError."""
         with self._lock, storing(self.path):
             self.execute("BEGIN IMMEDIATE")
             with self._connection:
                 yield
 
     def close(self) -> None:
-        """Closes the database, for other processes to open."""
+        """Closes the database, so that other processes can open it."""
         self._connection.close()
 
     def remove(self) -> None:
-        """Closes and removes the database. The log goes first: another database may take the name at once."""
+        """Deletes the files of the database, and closes it. The log is deleted first, so that a new database of another
+        process never finds it."""
         for suffix in ("-wal", ""):
             Path(f"{self.path}{suffix}").unlink(missing_ok=True)
         self.close()

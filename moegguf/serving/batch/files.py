@@ -1,7 +1,7 @@
-"""Files that clients have stored, and files of answers: contents in a folder, and what is known of each in a database.
+"""Files that clients have uploaded, and files of answers. The contents are in a folder, all other facts in a database.
 
-Contents may be large, and are sent in parts: they stay files. A file exists once it is in the database, where it is put
-last and removed first.
+Contents stay files because they may be large and are sent in parts. A file exists if the database has it: the database
+entry is written after the contents, and is removed before them.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from moegguf.serving.batch.database import Database, storing
 from moegguf.serving.clients import current_owner
 from moegguf.text import without_surrogates
 
-DESCRIPTION_BYTES = 4096  # least size that a file or a batch is counted with, so that empty files are not free
+DESCRIPTION_BYTES = 4096  # counted for each file and batch in addition to contents, so that empty files are not free
 VISIBLE = "owner IN ('', ?) AND (expires_at IS NULL OR expires_at > ?)"
 
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file, a row of the database. Times in seconds since 1970; `expires_at` None: it stays until it is deleted.
-    `owner`: who may have it; empty: everybody."""
+    """A stored file, as one row of the database. The contents are in the folder of the store."""
 
     id: str
     filename: str
     n_bytes: int
     purpose: str
-    created_at: int
-    expires_at: int | None = None
-    owner: str = ""
+    created_at: int  # seconds since 1970
+    expires_at: int | None = None  # seconds since 1970; None: the file is kept until it is deleted
+    owner: str = ""  # only requests of this owner can see the file; "": all requests can
 
 
 class FileStore:
-    """The files in `folder`, and the space that may be taken: `max_bytes` for all files and answers together.
+    """The stored files in `folder`. All files, and the answers in the database, may together have `max_bytes`.
 
-    Used by one event loop. To a request, files of other owners are not there.
+    All calls must come from one event loop. A request cannot see the files of other owners.
     """
 
     def __init__(self, folder: Path, database: Database, max_bytes: int, now: Callable[[], float] = time.time) -> None:
-        """Opens the store, and removes the contents of files that are not whole. Raises OSError."""
+        """Opens the store. Removes contents without an entry in the database, and entries without contents. Raises
+        OSError."""
         self._folder = folder
         self.database = database
         self._max_bytes = max_bytes
@@ -62,7 +62,7 @@ class FileStore:
         self.count_answers()
 
     def all(self) -> list[StoredFile]:
-        """Returns the owner's files, oldest first. Those whose time is over are removed."""
+        """Removes expired files, and returns the files that the current request may see, oldest first."""
         self._remove_expired()
         return self._select("ORDER BY created_at, id")
 
@@ -72,7 +72,7 @@ class FileStore:
         return [StoredFile(*row) for row in rows]
 
     def get(self, file_id: str) -> StoredFile:
-        """Returns a file. Raises UnknownIdError."""
+        """Returns the file with this id. Raises UnknownIdError if the current request may not see it."""
         for file in self._select("AND id = ?", without_surrogates(file_id)):
             return file
         raise UnknownIdError(f"No such File object: {file_id:.80}")
@@ -82,11 +82,12 @@ class FileStore:
         return self.contents(self.get(file_id).id)
 
     def contents(self, file_id: str) -> Path:
-        """Returns the path where the contents of a file with this id belong."""
+        """Returns the path of the contents for a file id. The file need not exist."""
         return self._folder / f"{file_id}.data"
 
     def delete(self, file_id: str) -> None:
-        """Removes a file; a reader still has it, and batches that need it go on. Raises UnknownIdError, OSError."""
+        """Removes a file. Batches that need its contents, and clients that are reading it, can continue. Raises
+        UnknownIdError, OSError."""
         self._remove(self.get(file_id).id)
 
     def _remove(self, file_id: str) -> None:
@@ -95,22 +96,22 @@ class FileStore:
 
     def _remove_expired(self) -> None:
         for (file_id,) in self.database.execute("SELECT id FROM file WHERE expires_at <= ?", self._now()):
-            with suppress(OSError):  # contents that remain are removed when the store is opened again
+            with suppress(OSError):  # the next start of the store removes contents that remain
                 self._remove(file_id)
 
     def remove_unused(self, file_id: str) -> None:
-        """Removes contents that belong to no file, and that no batch needs. Raises OSError."""
+        """Deletes the contents for a file id, unless the database has the file or a batch needs it. Raises OSError."""
         users = "SELECT id FROM file WHERE id = ?1 UNION SELECT id FROM batch WHERE needs = ?1"
         if not self.database.execute(users, file_id):
             self.contents(file_id).unlink(missing_ok=True)
 
     def new(self) -> NewFile:
-        """Returns a file to be written while there is room. Raises StorageError."""
+        """Creates an empty file, to which the caller can write. Raises StorageError if there is no room left."""
         self.check_space(DESCRIPTION_BYTES)
         return NewFile(self, self.room() - DESCRIPTION_BYTES)
 
     def check_space(self, n_bytes: int) -> None:
-        """Raises StorageError where `n_bytes` more would be above the limit."""
+        """Raises StorageError if `n_bytes` more would exceed the limit, even after expired files are removed."""
         if self.room() < n_bytes:
             self._remove_expired()
         if (room := self.room()) < n_bytes:
@@ -120,35 +121,35 @@ class FileStore:
             )
 
     def take_space(self, n_bytes: int) -> None:
-        """Counts bytes of answers that are about to be added. Raises StorageError."""
+        """Counts `n_bytes` of answers that will be stored next. Raises StorageError if they exceed the limit."""
         self.check_space(n_bytes)
         self._answer_bytes += n_bytes
 
     def count_answers(self) -> None:
-        """Counts the bytes of all answers. Raises StorageError."""
+        """Counts the bytes of all answers in the database anew. Raises StorageError."""
         ((self._answer_bytes,),) = self.database.execute("SELECT coalesce(sum(length(line)), 0) FROM answer")
 
     def room(self) -> int:
-        """Returns the bytes up to the limit."""
+        """Returns the number of bytes that can still be stored; it may be negative."""
         counts = "SELECT (SELECT count(*) FROM file) + (SELECT count(*) FROM batch)"
         ((n_described,),) = self.database.execute(counts)
         taken = self._answer_bytes + n_described * DESCRIPTION_BYTES
         for path in self._folder.iterdir():
-            with suppress(OSError):  # it has just been removed
+            with suppress(OSError):  # the file has just been removed
                 taken += path.stat().st_size
         return self._max_bytes - taken
 
     def put(
         self, file_id: str, lines: Iterable[bytes], filename: str, purpose: str, expires_after_s: int | None
     ) -> None:
-        """Stores a file with this id, in place of the one that has it; it may take more than there is room for. From
-        any thread. Raises StorageError."""
+        """Stores a file of `lines`, and replaces a file with the same id. The limit of space is not checked. Any thread
+        may call this method. Raises StorageError."""
         with storing(self._folder):
             write_atomically(self.contents(file_id), lines, OWNER_ONLY)
             self.add(file_id, filename, purpose, expires_after_s)
 
     def add(self, file_id: str, filename: str, purpose: str, expires_after_s: int | None) -> StoredFile:
-        """Takes a file whose contents are complete into the store. Raises OSError."""
+        """Adds a file to the database, after its contents have been written. Raises OSError."""
         now = int(self._now())
         n_bytes = self.contents(file_id).stat().st_size
         expires_at = None if expires_after_s is None else now + expires_after_s
@@ -158,10 +159,10 @@ class FileStore:
 
 
 class NewFile:
-    """A file that is being written; `with` removes it unless `finish` was called."""
+    """A file that is being written. The end of the `with` block deletes it unless `finish` was called."""
 
     def __init__(self, store: FileStore, room_bytes: int) -> None:
-        """Makes the file. `room_bytes` may be written before the store checks its limit again, which takes time."""
+        """Creates the file. After `room_bytes`, each write checks the store's limit, which is slow."""
         self._store = store
         self._room_bytes = room_bytes
         self._n_bytes = 0
@@ -171,7 +172,7 @@ class NewFile:
             self._handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, OWNER_ONLY)
 
     def write(self, data: bytes) -> None:
-        """Adds bytes. Raises StorageError."""
+        """Appends bytes to the file. Raises StorageError."""
         self._n_bytes += len(data)
         if self._n_bytes > self._room_bytes:
             self._store.check_space(len(data) + DESCRIPTION_BYTES)
@@ -179,7 +180,7 @@ class NewFile:
             write_all(self._handle, data)
 
     def finish(self, filename: str, purpose: str, expires_after_s: int | None = None) -> StoredFile:
-        """Makes it one of the store's. Raises StorageError."""
+        """Adds the file to the store. Raises StorageError."""
         with storing(self._path):
             os.fsync(self._handle)
             return self._store.add(self._id, filename, purpose, expires_after_s)

@@ -1,7 +1,7 @@
-"""Takes a folder of files and batches that an older version has written into the database.
+"""Moves files and batches from a folder of an older version into the database.
 
-Older versions had a file of JSON for each file and each batch, and a folder with the requests and the answers of each
-batch that had not ended.
+Older versions had a JSON file for each stored file and each batch. For each unfinished batch they had a folder with its
+requests and answers.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Row = tuple[Any, ...]
 
 
 def migrate(folder: Path, database: Database, batch_row: Callable[[dict[str, Any]], Row]) -> None:
-    """Moves what an older version has stored into the database; can be repeated after a kill at any moment.
+    """Moves all files and batches of an older version into the database. The call can be repeated after a kill.
 
-    `batch_row` checks what is known of a batch, and makes its row. Damaged descriptions are passed over. Raises
-    BlockingIOError while a server of an older version has the folder, StorageError.
+    `batch_row` checks the JSON of a batch and makes a row of the database. Damaged JSON files are ignored. Raises
+    BlockingIOError while a server of an older version uses the folder, StorageError.
     """
     lock = folder / ".lock"
     if not lock.exists():
@@ -38,7 +38,7 @@ def migrate(folder: Path, database: Database, batch_row: Callable[[dict[str, Any
     with storing(folder), open(lock, "rb") as locked:
         fcntl.flock(locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for journal in folder.glob("batch_*/answers.jsonl"):
-            with suppress(BatchFileError):  # requests of a damaged journal are answered again
+            with suppress(BatchFileError):  # if its answers are damaged, the batch is answered again
                 take_old_journal(database, journal.parent.name, journal)
         with database.transaction():
             for row in _rows(files, _file_row):

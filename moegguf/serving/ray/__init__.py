@@ -1,9 +1,9 @@
 """Models on several machines: a Ray Serve application whose replicas are moegguf workers.
 
 Ray Serve starts, restarts, scales and addresses replicas. This package has the code that a replica runs, and decides
-which replica a request prefers. Promises: an answer comes from one replica, whole or with an error at its end. A
-preference never keeps a request from a free replica. Does not know HTTP, and imports Ray only where a replica or a
-handle exists.
+which replica a request prefers. Promises: an answer comes from one replica, whole or with an error at its end. If the
+preferred replica is full, a request goes to a free replica. Does not know HTTP. Only modules that use replicas or
+handles import Ray.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def app(arguments: Mapping[str, Any]) -> Application:
-    """The application: `serve run moegguf.serving.ray:app`, or `import_path` in a config file of Ray Serve, whose
-    `args` are `arguments` (`moegguf.serving.ray.config`). Raises OptionError, ModelNameError."""
+    """Returns the application for `serve run moegguf.serving.ray:app`, or for `import_path` in Ray Serve's config file.
+    `arguments` are the `args` of that file (`moegguf.serving.ray.config`). Raises OptionError, ModelNameError."""
     from moegguf.serving.ray.application import build
     from moegguf.serving.ray.config import read_config
 

@@ -1,9 +1,10 @@
-"""The application: a deployment per model, whose replicas are moegguf workers, and one with the HTTP APIs in front of
-them. What a replica runs is one model in a worker process, through the `ModelManager` that the server has; the server
-gets the same interface over the handles of replicas. The router of requests asks `preference.rank` with what Ray Serve
-knows of a model's replicas.
+"""The Ray Serve application: one deployment for each model, and one deployment with the HTTP APIs in front of them.
 
-Errors travel as values (`Failure`): Ray would wrap them, and their classes with them.
+A replica runs one model in a worker process, with the same `ModelManager` as the server. The HTTP APIs use a
+`ReplicaManager`, which has the manager's interface and calls replicas. The router of requests chooses a replica with
+`preference.rank`.
+
+Errors are sent as values (`Failure`), because Ray would wrap exceptions in its own classes.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ from moegguf.serving.ray.preference import MAX_CONVERSATIONS, conversation_of, r
 from moegguf.serving.wire import Message, build_error, encode_error
 from moegguf.settings import n_parallel, read_settings
 
-# Ray takes applications and routers by name. HTTP lies above this package, and only the ingress replica needs it.
+# The name of the function that makes the HTTP application. This package does not import it: only the replica with the
+# HTTP APIs needs it.
 MAKE_HTTP = "moegguf.server.app:make_http"
-MAX_HTTP_REQUESTS = 4096  # most requests at once in the ingress replica, which only translates
+MAX_HTTP_REQUESTS = 4096  # requests at once in the HTTP replica, which forwards them to the models' replicas
 STATUS_PERIOD_S = 5.0
 STATUS_TIMEOUT_S = 5.0
 COUNTERS: Mapping[str, str] = {
@@ -56,7 +58,7 @@ COUNTERS: Mapping[str, str] = {
 
 
 def build(configs: Sequence[ModelConfig]) -> serve.Application:
-    """The application of these models. Raises OptionError for what Ray does not take."""
+    """Returns the Ray Serve application with these models. Raises OptionError for options that Ray does not accept."""
     models = {config.name: _model(config) for config in configs}
     ingress = serve.deployment(
         serve.ingress(_http_of(configs))(),
@@ -68,7 +70,7 @@ def build(configs: Sequence[ModelConfig]) -> serve.Application:
 
 
 def deployment_name(model: str) -> str:
-    """The name of a model's deployment, which stays when others are added."""
+    """Returns the name of a model's deployment. It depends only on the model's name."""
     return quote(model.removesuffix(f":{DEFAULT_TAG}"), safe="")
 
 
@@ -78,7 +80,7 @@ def _model(config: ModelConfig) -> serve.Application:
     )
     actor = {"num_cpus": config.n_threads or 1, **config.ray_actor_options}
     if config.memory_bytes is not None:
-        actor.setdefault("memory", config.memory_bytes)  # Ray then places no more replicas than fit a machine
+        actor.setdefault("memory", config.memory_bytes)  # stops Ray from placing too many replicas on a machine
     try:
         found = serve.deployment(
             Replica,
@@ -108,18 +110,18 @@ def _http_of(configs: Sequence[ModelConfig]) -> Callable[[], Any]:
 
 @dataclass(frozen=True)
 class Failure:
-    """An error of moegguf's in place of a value, or of the last item of an answer."""
+    """An error of moegguf, sent instead of a value or as the last item of an answer."""
 
     error: Message
 
 
 class Replica:
-    """One model of the config. Ray Serve calls the methods; a replica is ready once its model is loaded."""
+    """A replica of one model. Ray Serve calls its methods. The replica is ready when the model is loaded."""
 
     async def __init__(self, config: ModelConfig) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         catalog = ConfiguredCatalog((config,))
         settings = read_settings()
-        # Serve decides how long a replica lives, and how many requests may wait.
+        # Ray Serve decides how long a replica lives and how many requests may wait, so these settings are unlimited.
         settings = replace(
             settings, memory_bytes=config.memory_bytes, keep_alive_s=math.inf, max_queue=MAX_REQUESTS,
             loading={"n_parallel": config.n_parallel} if config.n_parallel else {},
@@ -138,14 +140,17 @@ class Replica:
         self._pid = loaded.pid
 
     async def __del__(self) -> None:
-        """Called by Ray Serve at the end of the replica."""
+        """Ends the worker process. Ray Serve calls this method when it stops the replica."""
         await self._manager.__aexit__()
 
     async def call(
         self, conversation: str, kind: str, fields: Mapping[str, Any], client: str
     ) -> AsyncGenerator[Event | Failure | Any]:
-        """The events of an answer, of the kind "generate"; else the value of a request (`Calls.value`). Closing it
-        stops an answer within a token. `conversation` is the router's; `client`: whose turn it takes."""
+        """Yields the events of an answer if `kind` is "generate", otherwise the value of `Calls.value`. An error is
+        yielded as `Failure`. Closing the generator stops an answer within a token.
+
+        Only the router uses `conversation`. `client` is the client whose turn the request takes.
+        """
         current_client.set(client)
         try:
             will_answer = kind not in BESIDE_ANSWERS
@@ -162,12 +167,12 @@ class Replica:
             self._export_counters()
 
     async def status(self) -> LoadedModel | None:
-        """The model in memory; None while it is not, after its worker has ended."""
+        """Returns the state of the model, or None while the model is not loaded because its worker has ended."""
         return next(iter(self._manager.loaded()), None)
 
     def _export_counters(self) -> None:
         for model in self._manager.loaded():
-            if model.pid != self._pid:  # the worker before it has ended
+            if model.pid != self._pid:  # the previous worker has ended
                 self._pid, self._counted = model.pid, Stats()
             new, self._counted = model.stats - self._counted, model.stats
             for name, counter in self._counters.items():
@@ -176,9 +181,10 @@ class Replica:
 
 
 class ReplicaManager:
-    """Models by name, each a deployment: `handles`. All calls belong to the event loop that entered it.
+    """Has the interface of `ModelManager`, but each model is a deployment in `handles`. All calls must come from the
+    event loop that entered it.
 
-    Options of loading and keep-alive times of requests have no effect: the config has them.
+    Load options and keep-alive times of requests have no effect, since the config file sets them.
     """
 
     def __init__(self, catalog: ConfiguredCatalog, handles: Mapping[str, DeploymentHandle]) -> None:
@@ -198,13 +204,13 @@ class ReplicaManager:
 
     @asynccontextmanager
     async def lease(self, name: str | ModelEntry, *_: object, **__: object) -> AsyncIterator[ReplicaLease]:
-        """The use of a model by one request; each call goes to a replica that suits it. Raises ModelNotFoundError,
-        ModelNameError."""
+        """Yields a lease of a model for one request. Ray Serve chooses a replica for each call. Raises
+        ModelNotFoundError, ModelNameError."""
         entry = await self._find(name)
         yield ReplicaLease(entry, self._handles[entry.name])
 
     async def load(self, name: str | ModelEntry, *_: object, **__: object) -> LoadedModel:
-        """The state of a model, which its replicas hold in memory. Raises BusyError while none does."""
+        """Returns the state of a model in one of its replicas. Raises BusyError if this replica has not loaded it."""
         entry = await self._find(name)
         with ray_errors():
             found: LoadedModel | None = await self._handles[entry.name].status.remote()
@@ -213,14 +219,14 @@ class ReplicaManager:
         return found
 
     async def unload(self, name: str | ModelEntry) -> bool:
-        """Raises OptionError."""
+        """Raises OptionError: requests cannot unload a model of replicas."""
         raise OptionError(
             f"{(await self._find(name)).name!r} is not unloaded by requests; set its autoscaling_config in the config"
             " file, then `serve deploy` it."
         )
 
     def loaded(self) -> list[LoadedModel]:
-        """The models that replicas hold, in the config's order: sums over their replicas, at most some seconds old."""
+        """Returns the loaded models in the config's order. Numbers are sums over replicas, and some seconds old."""
         return [self._loaded[name] for name in self._handles if name in self._loaded]
 
     async def _find(self, name: str | ModelEntry) -> ModelEntry:
@@ -240,7 +246,8 @@ class ReplicaManager:
 
 
 def total(replicas: Sequence[LoadedModel]) -> LoadedModel:
-    """One model's replicas as one: sums, the shortest context, the first one's process and plan."""
+    """Combines the states of one model's replicas: numbers are summed, the context is the shortest, and the process and
+    the plan are the first replica's."""
     first = replicas[0]
     return replace(
         first,
@@ -256,7 +263,7 @@ def total(replicas: Sequence[LoadedModel]) -> LoadedModel:
 
 
 class ReplicaLease(Calls):
-    """The use of a model by one request, as `moegguf.serving.lease.Lease`. A call is repeated by another replica."""
+    """The use of a model by one request, as `moegguf.serving.lease.Lease`. Another replica may repeat a failed call."""
 
     load_s = 0.0
 
@@ -265,7 +272,7 @@ class ReplicaLease(Calls):
         self._handle = handle
 
     def answer(self, request: Request, *, stream: bool = True) -> AsyncGenerator[Event, None]:
-        """The events of an answer. Closing it stops the answer. Raises what `Lease.answer` raises."""
+        """Yields the events of an answer. Closing the generator stops it. Raises the errors of `Lease.answer`."""
         return self.events("generate", conversation=conversation_of(request), request=request, stream=stream)
 
     async def _attempt(self, kind: str, conversation: str = "", **fields: Any) -> AsyncGenerator[Any, None]:
@@ -282,12 +289,12 @@ class ReplicaLease(Calls):
 
 @contextmanager
 def ray_errors() -> Iterator[None]:
-    """Raises Ray's errors as moegguf's."""
+    """Context manager that raises Ray's errors as moegguf's errors."""
     try:
         yield
     except BackPressureError:
         raise QueueFullError from None
-    except RayTaskError:  # an exception in the replica, which is not one of moegguf's
+    except RayTaskError:  # an exception in the replica that is not an error of moegguf
         raise
     except (RayError, RayServeException) as error:
         raise WorkerError(
@@ -297,31 +304,34 @@ def ray_errors() -> Iterator[None]:
 
 
 class ConversationRouter(RequestRouter):
-    """Ranks replicas for requests whose first argument is a conversation (`conversation_of`), by where it went before:
-    all requests come through one ingress replica. A replica that has lost its KV cache since is preferred in vain,
-    which costs nothing: no other one holds the conversation."""
+    """Router of Ray Serve that prefers the replica to which a conversation went before. The conversation
+    (`conversation_of`) is the first argument of a request.
+
+    The preference is correct because all requests come through one HTTP replica. If the preferred replica has lost its
+    KV cache, nothing is lost, since no other replica has the conversation.
+    """
 
     def initialize_state(self) -> None:
-        """Called by Ray Serve."""
-        self._went: dict[str, ReplicaID] = {}  # each conversation's replica; the latest conversation comes last
+        """Sets up the router's state. Ray Serve calls this method once."""
+        self._went: dict[str, ReplicaID] = {}  # {conversation: its replica}, the latest conversation last
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Called by Ray Serve: replicas in ranks, preferred ones first."""
+        """Returns the replicas in ranks, preferred replicas first. Ray Serve calls this method for each request."""
         if pending_request is not None:
-            pending_request.routing_context.should_backoff = True  # when all are full
-        # The first of equals is taken: the one that got no conversation for the longest time.
+            pending_request.routing_context.should_backoff = True  # Ray retries later if all replicas are full
+        # Ray takes the first of equally loaded replicas. So the replica whose last conversation is oldest comes first.
         last_sent = {replica: i for i, replica in enumerate(self._went.values())}
         replicas = sorted(candidate_replicas, key=lambda replica: last_sent.get(replica.replica_id, -1))
         ids = [replica.replica_id for replica in replicas]
         went = self._went.get(asked_conversation(pending_request))
-        queues = [self.replica_queue_len_cache.get(each) or 0 for each in ids]  # None: not known yet
+        queues = [self.replica_queue_len_cache.get(each) or 0 for each in ids]  # None: Ray does not know the length yet
         ranks = rank(ids.index(went) if went in ids else None, queues)
         return [[replicas[i] for i in indices] for indices in ranks]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Called by Ray Serve: a replica has accepted a request."""
+        """Remembers the replica of a conversation. Ray Serve calls this when a replica has accepted a request."""
         if conversation := asked_conversation(pending_request):
             self._went.pop(conversation, None)
             self._went[conversation] = replica_id
@@ -330,5 +340,5 @@ class ConversationRouter(RequestRouter):
 
 
 def asked_conversation(pending: PendingRequest | None) -> str:
-    """The conversation of a request; "" where it is part of none."""
+    """Returns the conversation of a request, or "" if it has none."""
     return str(pending.args[0]) if pending is not None and pending.args else ""

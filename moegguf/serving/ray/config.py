@@ -1,18 +1,18 @@
-"""The `args` of the application in a config file of Ray Serve: models, their budgets, and Ray's options for each.
+"""Reads the `args` of the application in a config file of Ray Serve: models, their budgets, and Ray's options for each.
 
 models:
-  NAME:                          # as clients ask for it
+  NAME:                          # the name that clients use
     model: hf.co/user/repo:Q4    # a name or path, equal on every machine; default: NAME
-    memory: 24GiB                # of one replica; default: what is free on its machine
+    memory: 24GiB                # memory of one replica; default: what is free on its machine
     expert_cache: 50%
     context_length: 8192
     threads: 8
     parallel: 4                  # requests that a replica computes together; default: MOEGGUF_NUM_PARALLEL, or 1
-    max_ongoing_requests: 16     # of one replica; more wait where they can still go to another; default: 8, or twice
-                                 # what it computes together
-    max_queued_requests: 512     # that wait; more are refused
-    autoscaling_config: {...}    # Ray Serve's, as it is; default: one replica
-    ray_actor_options: {...}     # Ray's, as they are
+    max_ongoing_requests: 16     # requests that one replica accepts at once; others wait until a replica has room;
+                                 # default: twice the requests that it computes together, but at least 8
+    max_queued_requests: 512     # requests that wait; further requests are refused
+    autoscaling_config: {...}    # passed to Ray Serve unchanged; default: one replica
+    ray_actor_options: {...}     # passed to Ray unchanged
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from moegguf.quantities import parse_expert_cache, parse_size
 
 MAX_THREADS = 1024
 MAX_REQUESTS = 1_000_000
-MIN_ONGOING = 8  # least requests at once in a replica, where the config has no number
+MIN_ONGOING = 8  # minimum of the default of `max_ongoing_requests`
 
 
 def _budget(value: Any) -> str:
@@ -50,13 +50,13 @@ def _name(text: str) -> str:
 
 
 class ModelConfig(BaseModel):
-    """One model. `name`: canonical; `model`: a name or path on the replica's machine. None: what `moegguf serve` would
-    choose there. `autoscaling_config`, `ray_actor_options`: Ray's."""
+    """The configuration of one model. None stands for the value that `moegguf serve` would choose on the replica's
+    machine."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    name: str
-    model: Annotated[str, AfterValidator(_name)]
+    name: str  # canonical name, which clients use
+    model: Annotated[str, AfterValidator(_name)]  # name or path on the replica's machine
     memory_bytes: Annotated[int, BeforeValidator(parse_size)] | None = Field(None, alias="memory")
     expert_cache: Annotated[str, BeforeValidator(_budget)] | None = None
     n_ctx: int | None = Field(None, ge=1, le=MAX_CONTEXT_TOKENS, alias="context_length")
@@ -68,8 +68,11 @@ class ModelConfig(BaseModel):
     ray_actor_options: dict[str, Any] = Field(default_factory=dict)
 
     def ongoing_requests(self, n_parallel: int) -> int:
-        """Most requests of one replica at once, where `n_parallel` is what it computes together unless the model has
-        its own: enough that as many again wait when they end."""
+        """Returns how many requests one replica accepts at once. The default is twice the requests that it computes
+        together, so that the next requests already wait in the replica.
+
+        n_parallel: requests that a replica computes together if the config does not set this.
+        """
         return self.max_ongoing_requests or max(MIN_ONGOING, 2 * (self.n_parallel or n_parallel))
 
 
@@ -80,9 +83,9 @@ class _Arguments(BaseModel):
 
 
 def read_config(arguments: Mapping[str, Any]) -> tuple[ModelConfig, ...]:
-    """The models in `arguments`; without any, the bundled demo.
+    """Returns the models in `arguments`, or the bundled demo model if there are none.
 
-    Raises OptionError, naming the key, for unknown keys and values out of range, ModelNameError.
+    Raises OptionError, which names the key, for unknown keys and values out of range. Raises ModelNameError.
     """
     with _naming():
         models = _Arguments.model_validate(dict(arguments)).models
@@ -101,7 +104,7 @@ def _read_model(name: str, options: Mapping[str, Any]) -> ModelConfig:
 
 @contextmanager
 def _naming(*keys: str) -> Iterator[None]:
-    """Names the key, below `keys`, of what is wrong inside the block."""
+    """Context manager that adds the full key of the invalid value, which begins with `keys`, to errors."""
     try:
         yield
     except ModelNameError as error:
@@ -113,15 +116,15 @@ def _naming(*keys: str) -> Iterator[None]:
 
 
 class ConfiguredCatalog(Catalog):
-    """Names of the config, in its order, with files of this machine. Thread-safe."""
+    """A catalog of the names in the config, in the config's order, with the files of this machine. Thread-safe."""
 
     def __init__(self, configs: Sequence[ModelConfig]) -> None:
         super().__init__(paths=False)
         self._configs = {config.name.lower(): config for config in configs}
-        self._files = Catalog()  # the config's author may name any file
+        self._files = Catalog()  # allows paths, since the author of the config may use any file
 
     def entries(self, prefix: str = "") -> list[ModelEntry]:
-        """Returns the models whose names start with `prefix`, in any case."""
+        """Returns the models whose names start with `prefix`. Upper and lower case are equal."""
         return [entry for entry in self._models() if entry.name.lower().startswith(prefix.lower())]
 
     def _models(self, text: str | None = None) -> Iterator[ModelEntry]:

@@ -1,6 +1,6 @@
-"""The replica that a request prefers: the replica that its conversation went to, then the least loaded one.
+"""Chooses the replica for a request: the replica that has the request's conversation, otherwise the least loaded one.
 
-This module knows nothing of Ray: application.py asks Ray for the facts.
+This module does not know Ray. application.py supplies the facts.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from moegguf.generate.request import Request
 from moegguf.serving.wire import encode
 
 DIGEST_BYTES = 8
-MAX_CONVERSATIONS = 4096  # most conversations that are remembered with their replica
-BEGINNING = 256  # characters of a prompt, or tokens of a context, that tell one from another
-MAX_IMBALANCE = 4  # requests that a preferred replica may have more than the least loaded
+MAX_CONVERSATIONS = 4096  # conversations whose replica is remembered
+BEGINNING = 256  # characters of a prompt, or tokens of a context, that identify a conversation
+MAX_IMBALANCE = 4  # a preferred replica has less than this many requests more than the least loaded replica
 
 
 def conversation_of(request: Request) -> str:
-    """Returns a hash that all turns of a conversation have in common.
+    """Returns a hash that is equal for all turns of a conversation.
 
-    The hash is made of the owner, the options that templates write before the first message, and the messages up to the
-    user's first one. Raises OptionError for values that JSON cannot hold.
+    The hash covers the owner, the options that templates write before the first message, and the messages up to the
+    user's first message. Without messages it covers the beginning of the prompt. Raises OptionError for values that
+    JSON cannot express.
     """
     parts: dict[str, Any] = {
         "owner": request.owner,
@@ -41,11 +42,11 @@ def conversation_of(request: Request) -> str:
 
 
 def rank(holder: int | None, queues: Sequence[int]) -> list[list[int]]:
-    """Indices into `queues`, the requests of each replica, in ranks, preferred ones first. Within a rank the least
-    loaded is taken, of equals the first, and the next rank where all are full.
+    """Returns the indices of replicas in ranks, preferred replicas first. `queues` has the number of requests of each.
 
-    `holder`, to which the conversation went before, comes first, unless it has MAX_IMBALANCE more requests than the
-    least loaded: what it holds is worth less than the wait.
+    Ray takes the least loaded replica of the first rank in which not all are full, and the first of equally loaded
+    replicas. `holder` is the index of the replica that has the conversation. It is the first rank unless it has at
+    least MAX_IMBALANCE more requests than the least loaded replica: then waiting would cost more than computing anew.
     """
     preferred = [] if holder is None or queues[holder] - min(queues) >= MAX_IMBALANCE else [holder]
     rest = [i for i in range(len(queues)) if i not in preferred]
