@@ -190,12 +190,12 @@ class Controller:
         """Returns whether prefetching is off until the watchdog's next trial begins."""
         return self.watchdog is not None and self.watchdog.resting and not self.watchdog.on
 
-    def _guarded(self, switch_off: Callable[[str], None], act: Callable[..., None], *arguments: object) -> None:
-        """Calls `act(*arguments)`. If the call raises, or takes longer than `slowest_s`, calls `switch_off` with the
+    def _guarded(self, switch_off: Callable[[str], None], call: Callable[..., None], *arguments: object) -> None:
+        """Calls `call(*arguments)`. If the call raises, or takes longer than `slowest_s`, calls `switch_off` with the
         reason."""
         start = time.perf_counter()
         try:
-            act(*arguments)
+            call(*arguments)
             took = time.perf_counter() - start
             if took > self.options.slowest_s and not self.options.strict:
                 raise TimeoutError(f"took {took:.1f} s at one routing event")

@@ -88,7 +88,7 @@ def _in_vram(session: Session, vram_cache: Budget) -> int:
     beside = store.options.staging is not None  # a given number of staging tensors lies beside the budget
     staged = 0 if beside or cache.mode == "auto" else plan.staging_slots_bytes // plan.slot_bytes
     least = sum(device.pass_slots for device in store.devices if device.name is not None)
-    n_slots = _asked(session, cache, plan.device_slots + staged) - staged
+    n_slots = _budget_slots(session, cache, plan.device_slots + staged) - staged
     return _checked(plan, n_slots, least, f"vram_cache={str(cache)!r}", staged)
 
 
@@ -99,7 +99,7 @@ def _in_ram(session: Session, cache: ExpertCache) -> dict[Slots, int]:
     store, plan, option = session.store, session.plan, f"expert_cache={str(cache)!r}"
     least = plan.pass_slots(session.layout, on_device=False)
     if plan.device is None:
-        return {EVERY_DEVICE: _checked(plan, _asked(session, cache, store.tier()["n_slots"]), least, option)}
+        return {EVERY_DEVICE: _checked(plan, _budget_slots(session, cache, store.tier()["n_slots"]), least, option)}
     cpu = next((index for index, device in enumerate(store.devices) if device.name is None), None)
     n_cpu = 0 if cpu is None else store.device(cpu)["n_slots"]
     n_ram = store.tier(Tier.RAM)["n_slots"] if Tier.RAM in store.tiers else 0
@@ -108,7 +108,7 @@ def _in_ram(session: Session, cache: ExpertCache) -> dict[Slots, int]:
             f"{option}: the model was loaded with every expert in VRAM, so it has no slots in RAM; change vram_cache,"
             " or load the model again with a smaller one."
         )
-    total = _asked(session, cache, n_cpu + n_ram)
+    total = _budget_slots(session, cache, n_cpu + n_ram)
     if cpu is None:
         if not total:
             slot = format_bytes_up(plan.slot_bytes)
@@ -122,7 +122,7 @@ def _in_ram(session: Session, cache: ExpertCache) -> dict[Slots, int]:
     return {(Tier.COMPUTE, cpu): n_cpu} | ({(Tier.RAM, None): below} if n_ram else {})
 
 
-def _asked(session: Session, cache: ExpertCache, most: int) -> int:
+def _budget_slots(session: Session, cache: ExpertCache, most: int) -> int:
     """Returns the number of slots that a budget holds, but at most `most`; "auto": `most`."""
     return most if cache.mode == "auto" else min(most, budget_slots(cache, session.layout, session.plan.slot_bytes))
 
