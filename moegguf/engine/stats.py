@@ -20,10 +20,23 @@ def _ratio(a: float, b: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Lookups:
-    """Figures of slots since the load. Bytes are bytes that came into the slots; in `Stats`, bytes read from the file.
+    """Figures of slots since the load.
 
-    `stall_s`: seconds that computing waited for experts. `slots_used`, the usable `n_slots` and their `pool_bytes` are
-    present values; all other figures count since the load.
+    A lookup is one distinct (layer, expert) in one pass. While every expert is in memory, the router's ids are not
+    read, and the choices of several tokens count as distinct.
+
+    Attributes:
+        lookups: experts that passes needed.
+        hits_ready: lookups that found the whole expert in a slot.
+        hits_late: lookups that found the expert on its way to a slot.
+        misses: lookups that found neither.
+        evictions: experts that left their slots for other experts.
+        bytes_missed: bytes that came into the slots for misses; in `Stats`, bytes that were read from the file.
+        bytes_prefetched: bytes that came into the slots for prefetches; in `Stats`, bytes that were read from the file.
+        stall_s: seconds that computing waited for experts.
+        slots_used: slots that hold an expert now.
+        n_slots: slots that can be used now.
+        pool_bytes: memory of these slots.
     """
 
     lookups: int = 0
@@ -89,19 +102,36 @@ class DriveStats:
 class Stats(Lookups):
     """Figures of one model since its load, in seconds and bytes.
 
-    `n_slots`, `slots_used`, `pool_bytes`, `n_experts`, `staging_bytes` and `n_threads` are present values. A lookup is
-    one distinct (layer, expert) in one pass. While every expert is in memory, the router's ids are not read, and the
-    choices of several tokens count as distinct. `hit_rate` is the share of lookups that found their expert in a slot,
-    or on its way to one.
+    If layers compute on a device, lookups and slots are the figures of the device's tier.
 
-    If layers compute on a device, lookups and slots are the figures of its tier. `tiers` has the figures of each tier;
-    the tier from which layers compute comes first. Prompts are staged on devices: `bytes_staged` were copied into
-    tensors of `staging_bytes` in `staging_copy_s`. Layers waited `staging_stall_s` for these copies and the reads
-    before them.
-
-    `draft_passes` counts evaluations of a sequence with a draft, and `drafted_tokens` the tokens of the drafts.
-    `accepted_tokens` counts drafted tokens that were then also sampled. A prefetched expert that was looked up counts
-    as useful if all of it was there, and as late if some of it was still missing.
+    Attributes:
+        tokens: evaluated tokens.
+        passes: evaluated passes.
+        reads: reads of the file.
+        read_retries: reads that failed and were repeated.
+        read_errors: reads that failed for good.
+        prefetch_requested: experts that were requested ahead of their use.
+        prefetch_started: prefetches whose first read began.
+        prefetch_useful: prefetched experts that were complete when they were looked up.
+        prefetch_late: prefetched experts that were incomplete when they were looked up.
+        prefetch_wasted: prefetched experts that were evicted without a use.
+        prefetch_dropped: prefetches that never started: too late, already there, or no free slot.
+        events_dropped: routing events that were dropped because the listener was too slow.
+        hook_s: time of the store's work at routers, without stalls.
+        read_s: time of reads, summed over the threads that read.
+        upload_s: time of writing experts into slots, summed over threads.
+        eval_s: time of all passes.
+        n_experts: experts of the model, over all layers.
+        n_threads: threads that compute now.
+        staging_bytes: memory of the tensors in which prompts are staged on devices.
+        bytes_staged: bytes that were copied into these tensors.
+        staging_copy_s: time of these copies.
+        staging_stall_s: time that layers waited for these copies and the reads before them.
+        draft_passes: evaluations of a sequence with a draft.
+        drafted_tokens: tokens of these drafts.
+        accepted_tokens: drafted tokens that were then also sampled.
+        tiers: figures of each tier; the tier from which layers compute comes first.
+        drives: figures of each copy of the file, if the model has mirrors.
     """
 
     tokens: int = 0
@@ -130,7 +160,7 @@ class Stats(Lookups):
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     tiers: tuple[TierStats, ...] = ()
-    drives: tuple[DriveStats, ...] = ()  # figures of each copy, if the model has mirrors
+    drives: tuple[DriveStats, ...] = ()
 
     def __add__(self, later: Stats) -> Stats:
         added = _combined(later, self, add)
