@@ -1,6 +1,6 @@
 """The `moegguf` command: the table of its subcommands.
 
-Command modules import numpy, rich and model libraries inside their functions only, so that `--help` stays fast.
+The modules of commands import numpy, rich and model libraries only inside their functions, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ VERSION_TIMEOUT_S = 2.0
 app = typer.Typer(
     name="moegguf",
     help="Run Mixture-of-Experts GGUF models whose experts do not fit in fast memory.",
-    rich_markup_mode=None,  # rich would take a third of the time of --help
+    rich_markup_mode=None,  # --help takes a third less time without rich
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
 def _version(requested: bool) -> None:
-    """Prints this version, and a warning when a running server has another one."""
+    """Prints the version of this command, and a warning if a running server has another version."""
     if not requested:
         return
     from moegguf.chat.client import Client
     from moegguf.package import __version__
 
     print(f"moegguf {__version__}")
-    with suppress(MoeggufError):  # there is no server
+    with suppress(MoeggufError):  # raised if no server runs
         server = Client().get("/api/version", VERSION_TIMEOUT_S)
         version = server.get("moegguf", f"Ollama {server.get('version', 'of an unknown version')}")
         if version != __version__:
@@ -105,7 +105,7 @@ command("help", short_help="Print the help of a command.")(print_help)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The entry point: runs a command and returns its exit code."""
+    """Runs the command in `arguments` and returns its exit code. Entry point of the program `moegguf`."""
     return run_with_exit_code(lambda: app(arguments, prog_name="moegguf", standalone_mode=False))
 
 

@@ -1,6 +1,6 @@
 """`moegguf batch`: a file of requests in OpenAI's batch format, answered by a running server or by models loaded here.
 
-Answers go to a file as they come, so that a command that was stopped, or killed, goes on when it is given again.
+Each answer is stored when it is complete. If the command was stopped or killed, the same command continues later.
 Progress and the summary go to stderr.
 """
 
@@ -47,8 +47,8 @@ WriteLine = Callable[[bytes], object]
 STANDARD = "-"
 ANSWERS_SUFFIX = ".answers.jsonl"
 JOURNAL_SUFFIX = ".partial.db"
-MODELS_PARALLEL = 32  # requests that a model loaded here computes together, where nothing else is said
-LINE_S = 10.0  # time between two lines of progress if stderr is no terminal
+MODELS_PARALLEL = 32  # default minimum of the requests that a model loaded here computes together
+LINE_S = 10.0  # seconds between two lines of progress if stderr is not a terminal
 
 LOADING = (*OF_EVERY_LOAD, "n_ctx", "kv_tokens", "mirror")
 """Options of loading that this command has flags for."""
@@ -95,7 +95,7 @@ def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
         found = Requests(file, ENDPOINTS, {} if model is None else {"model": without_surrogates(model)})
         answers = opened.enter_context(_open_answers(target, found))
         if target is not None and (done := finished_counts(target, found)) is not None:
-            answers.remove()  # a process that was killed just before its end has left this journal
+            answers.remove()  # a process that was killed just before its end may have left answers
             print_message(f"{target} has all {len(found.lines):,} answers already; nothing to do.")
             return EXIT_FAILURE if done.failed else 0
         client = None if here else running_server(found.models)
@@ -106,7 +106,7 @@ def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
             given_models = []
             if model is not None:
                 entry, name = find_or_pull(model), without_surrogates(model)
-                given_models = [replace(entry, name=name)] if name != model else []  # no request can name its path
+                given_models = [replace(entry, name=name)] if name != model else []  # a request names no path
             n_at_once = parallel or max(n_at_once, n_parallel(), MODELS_PARALLEL)
             n_needed = max(1, min(len(found.lines), n_at_once))
             settings = replace(settings, loading={**settings.loading, "n_parallel": n_needed})
@@ -115,8 +115,8 @@ def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
 
 
 def _output_path(requests: str, output: str | None) -> Path | None:
-    """Returns the file of the answers; None where they are written as they come, to stdout, a pipe or a device. Raises
-    BadParameter."""
+    """Returns the path of the file for all answers, or None if each answer is written at once to stdout, a pipe or a
+    device. Raises BadParameter."""
     source = Path(requests).expanduser()
     if output == STANDARD or (output is None and (requests == STANDARD or not can_be_replaced(source))):
         return None
@@ -130,7 +130,8 @@ def _output_path(requests: str, output: str | None) -> Path | None:
 
 @contextmanager
 def _open_stream(output: str | None) -> Iterator[WriteLine]:
-    """Opens stdout, a descriptor of this process, a pipe that a process reads, or a device. Raises BatchFileError."""
+    """Opens stdout, a descriptor of this process, a device, or a pipe that another process reads. Yields a function
+    that writes a line to it. Raises BatchFileError."""
     from moegguf.serving.batch.answers import write_all
     from moegguf.serving.batch.database import storing
 
@@ -162,8 +163,8 @@ def _write_to_stdout(line: bytes) -> None:
 
 
 def _open_for_writing(path: Path) -> int:
-    """Opens what is no file, without waiting for a reader; a descriptor of this process is duplicated, because opening
-    its path fails for a socket. Raises OSError."""
+    """Opens a pipe or a device for writing, without waiting for a reader. If `path` is a descriptor of this process,
+    duplicates the descriptor, because the path of a socket cannot be opened. Raises OSError."""
     if named := DESCRIPTOR.fullmatch(os.path.abspath(path)):
         number = ("stdin", "stdout", "stderr").index(named[1]) if named[1] else int(named[2])
         handle = os.dup(number)
@@ -179,7 +180,7 @@ def _open_for_writing(path: Path) -> int:
 
 
 def _open_requests(path: str) -> BinaryIO:
-    """The file of requests, or a copy of a pipe. Raises BatchFileError."""
+    """Opens the file of requests. stdin and pipes are copied to a temporary file. Raises BatchFileError."""
     try:
         source: BinaryIO = sys.stdin.buffer if path == STANDARD else Path(path).expanduser().open("rb")
         if path == STANDARD or not source.seekable():
@@ -193,8 +194,8 @@ def _open_requests(path: str) -> BinaryIO:
 
 @contextmanager
 def _open_answers(target: Path | None, requests: Requests) -> Iterator[Journal]:
-    """Opens the journal of the answers; without a `target` it goes with the command. Raises BatchFileError,
-    StorageError."""
+    """Opens the journal of answers beside the file `target`. Without `target`, the journal is in a temporary folder.
+    Raises BatchFileError, StorageError."""
     from moegguf.serving.batch.answers import open_journal
 
     with tempfile.TemporaryDirectory() if target is None else nullcontext(target.parent) as folder:
@@ -205,7 +206,8 @@ def _open_answers(target: Path | None, requests: Requests) -> Iterator[Journal]:
 
 @asynccontextmanager
 async def _answers_of_server(client: Client) -> AsyncIterator[Answer]:
-    """Answers of a server, which serves other clients first; a request may take as long as it needs."""
+    """Yields a function that sends a request to a server. The server answers other clients first. There is no time
+    limit."""
     import httpx2
 
     from moegguf.chat.client import not_json
@@ -230,7 +232,8 @@ async def _answers_of_server(client: Client) -> AsyncIterator[Answer]:
 
 @asynccontextmanager
 async def _answers_of_models_here(settings: Settings, given: Sequence[ModelEntry]) -> AsyncIterator[Answer]:
-    """Answers of models that are loaded for this command, these `given` ones before others of their names."""
+    """Yields a function that answers a request with a model that this command loads. The entries in `given` replace
+    entries of the catalog with the same names."""
     from moegguf.models.catalog import Catalog
     from moegguf.server.batches import new_state, reply_in_process
     from moegguf.serving.model_manager import ModelManager
@@ -243,8 +246,8 @@ async def _answers_of_models_here(settings: Settings, given: Sequence[ModelEntry
 def _progress_text(now: Counts, before: Counts, n_total: int, seconds: float) -> str:
     """Returns the progress as text: "117 of 1,000 answered, 3 failed · 45 tokens/s · 1m57s left".
 
-    The speed counts the tokens of answers, or the tokens of prompts where answers have none. `before`: the counts
-    `seconds` ago, at the start.
+    The speed counts the tokens of answers, or the tokens of prompts if the answers have no tokens. `before` are the
+    counts at the start, `seconds` ago.
     """
     failed = f", {now.failed:,} failed" if now.failed else ""
     parts = [f"{now.done - now.failed:,} of {n_total:,} answered{failed}"]
@@ -264,8 +267,8 @@ def _answer_to_end(
     n_parallel: int,
     answering: Answering,
 ) -> int:
-    """Answers the requests that are not answered yet, up to the file of all answers (`target`), or writes each answer
-    with `write_line`; returns the exit code. Raises BatchFileError, StorageError, NoServerError."""
+    """Answers the requests that have no answer yet, and returns the exit code. Writes all answers to the file `target`
+    at the end, or each answer at once with `write_line`. Raises BatchFileError, StorageError, NoServerError."""
     from moegguf.serving.batch.answers import answer_requests, to_line
 
     n_total, counts, before = len(requests.lines), answers.counts, replace(answers.counts)

@@ -1,4 +1,4 @@
-"""`moegguf bench`: its flags, which are llama-bench's where that has them, and running what they name."""
+"""`moegguf bench`: its flags, which have llama-bench's names if llama-bench has them, and the runs that they select."""
 
 from __future__ import annotations
 
@@ -104,12 +104,12 @@ _RANGE = re.compile(r"(-?\d{1,9})(?:-(\d{1,9})(?:([+*])(\d{1,9}))?)?")
 
 
 def split(values: Iterable[str]) -> list[str]:
-    """Values given once with commas, or several times."""
+    """Returns the values of a flag that is given once with commas, or several times."""
     return [word.strip() for value in values for word in value.split(",") if word.strip()]
 
 
 def parse_ints(values: Iterable[str], flag: str) -> list[int]:
-    """Whole numbers as llama-bench takes them: "512", "128,256", "64-512*2", "1-8+1". Raises OptionError."""
+    """Parses whole numbers in llama-bench's forms: "512", "128,256", "64-512*2", "1-8+1". Raises OptionError."""
     numbers: list[int] = []
     for word in split(values):
         match = _RANGE.fullmatch(word)
@@ -128,7 +128,7 @@ def parse_ints(values: Iterable[str], flag: str) -> list[int]:
 
 
 def parse_pairs(values: Sequence[str]) -> list[tuple[int, int]]:
-    """-pg 512,128, a prompt and a generation, any number of times. Raises OptionError."""
+    """Parses the values of -pg, such as "512,128": tokens of a prompt and of a generation. Raises OptionError."""
     pairs = []
     for value in values:
         numbers = parse_ints([value], "-pg")
@@ -141,7 +141,7 @@ def parse_pairs(values: Sequence[str]) -> list[tuple[int, int]]:
 def parse_tests(
     n_prompt: Sequence[str], n_gen: Sequence[str], pairs: Sequence[str], n_depth: Sequence[str]
 ) -> list[tuple[int, int, int]]:
-    """(n_prompt, n_gen, n_depth) of every test in llama-bench's order: prompts, generations, pairs, for each depth."""
+    """Returns (n_prompt, n_gen, n_depth) of each test. As in llama-bench, a depth has prompts, generations, pairs."""
     shapes = [(n, 0) for n in parse_ints(n_prompt, "-p") if n]
     shapes += [(0, n) for n in parse_ints(n_gen, "-n") if n]
     shapes += [pair for pair in parse_pairs(pairs) if any(pair)]
@@ -168,7 +168,7 @@ def bench(*, given: Given, **chosen: Any) -> None:
     if output not in FORMATS:
         raise OptionError(f"-o takes {', '.join(FORMATS)}, but not {output!r}.")
     strategies = [find_strategy(name).name for name in split([chosen["strategy"]]) or [""]]
-    chosen["strategy"], *beside = dict.fromkeys(sorted(strategies, key=lambda name: name != OWN))  # OWN comes first
+    chosen["strategy"], *beside = dict.fromkeys(sorted(strategies, key=lambda name: name != OWN))  # OWN is sorted first
     for name, prefix in (("placement", "placed"), ("draft", "draft")):
         first, *others = split([chosen[name]]) or [""]
         chosen[name] = first or None
@@ -186,8 +186,8 @@ def bench(*, given: Given, **chosen: Any) -> None:
 
 
 def _prepare_report(chosen: dict[str, Any]) -> None:
-    """Compares with llama.cpp, and reads a text, where nothing else is chosen. Raises OptionError for several models or
-    another format than md."""
+    """Sets the defaults of --report: a comparison with llama.cpp, and a bundled text as input. Raises OptionError for
+    several models, or for a format other than md."""
     from moegguf.bench.report import TEXT, WITHOUT
 
     if len(chosen["model"]) + len(chosen["hf_repo"]) != 1 or chosen["output"] != "md":
@@ -209,7 +209,7 @@ def _report(rows: list[dict[str, Any]]) -> str:
 
 
 def _run_preset(chosen: dict[str, Any], given: Given) -> None:
-    """Prints what a preset measures. Raises OptionError beside flags that presets do not take."""
+    """Runs a preset and prints its results. Raises OptionError if there are flags that presets do not accept."""
     from moegguf.bench.presets import run_preset
 
     taken = ("model", "hf_repo", "output", "preset", "settings")
@@ -225,7 +225,7 @@ def _run_preset(chosen: dict[str, Any], given: Given) -> None:
 
 
 def _models(chosen: dict[str, Any]) -> list[str]:
-    """Returns the files of the models given."""
+    """Returns the files of the chosen models. Models of Hugging Face are pulled first."""
     from moegguf.models.catalog import find_model
     from moegguf.terminal.loading import find_or_pull
 
@@ -234,7 +234,7 @@ def _models(chosen: dict[str, Any]) -> list[str]:
 
 
 def _specs(chosen: dict[str, Any], given: Given) -> list[Spec]:
-    """Every combination of settings."""
+    """Returns a `Spec` for every combination of the chosen settings."""
     from moegguf.bench.series import Spec, Test, combinations
     from moegguf.engine.live_controller import ControllerOptions
     from moegguf.engine.machine import count_cpus, load_warning
@@ -252,7 +252,7 @@ def _specs(chosen: dict[str, Any], given: Given) -> list[Spec]:
     }
     if warning := load_warning():
         print_message(warning)
-    ControllerOptions(given.get("policy", "auto"), given.get("predictor"))  # raises before anything runs
+    ControllerOptions(given.get("policy", "auto"), given.get("predictor"))  # checks both names before anything runs
     tests = parse_tests(chosen["n_prompt"], chosen["n_gen"], chosen["pg"], chosen["n_depth"])
     as_given = (
         "repetitions", "strategy", "placement", "draft", "simulate_link", "simulate_threads", "seed", "delay_s",
@@ -274,7 +274,8 @@ def _specs(chosen: dict[str, Any], given: Given) -> list[Spec]:
 
 
 def _limit(size: str | None, require: bool) -> int | None:
-    """The limit in bytes; None without one, and, with a warning, where none can be set."""
+    """Returns the memory limit in bytes, or None if `size` is None. If this machine cannot set a limit, prints a
+    warning and returns None, or (`require`) raises OptionError."""
     from moegguf.bench.series import limit_fault
 
     if size is None:
@@ -294,7 +295,7 @@ def _limit(size: str | None, require: bool) -> int | None:
 def _measure(
     groups: Sequence[Sequence[BenchedSystem]], rounds: int, limit: int | None, drop_cache: bool
 ) -> list[dict[str, Any]]:
-    """Rows of all groups; after an interrupt, of the finished runs."""
+    """Runs all groups and returns their rows of results. After an interrupt, returns the rows of the finished runs."""
     from moegguf.bench.rows import make_rows
     from moegguf.bench.series import ProcessRunner, run_series
     from moegguf.bench.stock import stock_library
@@ -302,7 +303,7 @@ def _measure(
     outcomes: list[list[Outcome]] = [[] for _ in groups]
     needs_stock = any(system.spec.system == "stock" for group in groups for system in group)
     runner = ProcessRunner(limit, drop_cache, stock_library(print_message) if needs_stock else None)
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM cleans up, too
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM interrupts as Ctrl-C does
     try:
         for group, found in zip(groups, outcomes, strict=True):
             for outcome in run_series(group, rounds, runner, print_message):

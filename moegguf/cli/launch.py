@@ -74,11 +74,12 @@ def launch(name: Name = None, words: Words = None, model: ModelName = None, conf
 
 
 def _leave_to_program(*_: object) -> None:
-    """Does nothing: Ctrl-C is for the program, which gets it, too."""
+    """Does nothing when Ctrl-C is pressed, because the started program also gets this signal and handles it."""
 
 
 def _target(client: Client, model: str | None, *, to_print: bool) -> Target:
-    """Returns the server and the model. What is printed has no key, and no model is fetched for it."""
+    """Returns the server and the model for a program. With `to_print`, a placeholder replaces the key, and no model is
+    fetched."""
     if to_print:
         key = KEY_PLACEHOLDER if client.api_key else NO_KEY
         return Target(client.host.url, model or _default_model(client), key)
@@ -90,8 +91,8 @@ def _target(client: Client, model: str | None, *, to_print: bool) -> Target:
 
 
 def _name_on_server(model: str) -> str:
-    """Returns the name by which a server on this machine knows a model, which is fetched where it is missing. Raises
-    OptionError for a path, and what `find_or_pull` raises."""
+    """Returns the name of a model in a server on this machine, and fetches the model if it is missing. Raises
+    OptionError for a path, and the errors of `find_or_pull`."""
     from moegguf.terminal.loading import find_or_pull
 
     entry = find_or_pull(model)
@@ -103,14 +104,14 @@ def _name_on_server(model: str) -> str:
 
 
 def _default_model(client: Client) -> str:
-    """Returns the name of a model that is loaded, else of the newest one."""
+    """Returns the name of a loaded model, or of the newest model if none is loaded."""
     from moegguf.models.catalog import Catalog
     from moegguf.models.sources import DEMO_NAME
 
     try:
         loaded = client.get("/api/ps")["models"]
         names = [str(each["name"]) for each in loaded or client.get("/api/tags")["models"]]
-    except MoeggufError:  # settings are printed without a server, too
+    except MoeggufError:  # settings can also be printed if no server runs
         names = [entry.name for entry in Catalog().entries()]
     own = [name for name in names if name.partition(":")[0] != DEMO_NAME]
     return [*own, *names, DEMO_NAME][0]
@@ -128,8 +129,8 @@ def _print_settings(program: LaunchClient, target: Target) -> None:
 
 @contextmanager
 def _running(client: Client) -> Iterator[None]:
-    """Uses the server that runs, or starts one that ends with the block. Raises OptionError where another program has
-    the address, or the server does not start."""
+    """Context manager that uses the running server, or starts a server that ends with the block. Raises OptionError if
+    another program uses the address, or the server does not start."""
     from moegguf.chat.client import NoServerError
 
     try:
@@ -158,7 +159,7 @@ def _started(client: Client) -> Iterator[None]:
             [*child_command("moegguf.cli.app"), "serve"], env=child_environment(), stdin=subprocess.DEVNULL,
             stdout=file, stderr=file, start_new_session=True,
         )  # fmt: skip
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM ends the server, too
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM also ends the server
     try:
         _wait(client, server)
         yield
@@ -173,7 +174,7 @@ def _started(client: Client) -> Iterator[None]:
 
 
 def _wait(client: Client, server: subprocess.Popen[bytes]) -> None:
-    """Waits until the server answers. Raises OptionError when it does not."""
+    """Waits until the server answers. Raises OptionError if it ends, or does not answer within START_S."""
     from moegguf.settings import data_folder
 
     end_s = time.monotonic() + START_S

@@ -1,8 +1,8 @@
-"""Coding agents and chat programs that `moegguf launch` configures: what each has to know of a server.
+"""Coding agents and chat programs that `moegguf launch` supports, and the settings with which each uses a server.
 
-No file of another program is changed. A program that reads its settings from the environment or from arguments gets
-them there, for this start only. For the others the settings are printed, to be pasted beside those that are there.
-docs/clients.md names the page of each program that says so, and its date.
+No file of another program is changed. A program that reads settings from its environment or arguments gets them there,
+for this start only. For other programs the settings are printed, so that the user can add them to the program's own
+settings. docs/clients.md has links to the documentation of each program.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
-NO_KEY = "moegguf"  # some programs insist on a key
+NO_KEY = "moegguf"  # sent if the server needs no key, since some programs require a key
 
 
 @dataclass(frozen=True)
 class Target:
-    """A server and a model there. `key`: an API key, or NO_KEY where the server needs none."""
+    """A server and one of its models. `key` is an API key, or NO_KEY if the server needs no key."""
 
     url: str
     model: str
@@ -24,26 +24,26 @@ class Target:
 
     @property
     def openai_url(self) -> str:
-        """The base URL of the OpenAI API."""
+        """Returns the base URL of the server's OpenAI API."""
         return f"{self.url}/v1"
 
 
 @dataclass(frozen=True)
 class Start:
-    """The start of a program: variables that are added to its environment, and its arguments."""
+    """The way in which a program is started."""
 
-    environment: dict[str, str]
-    arguments: tuple[str, ...] = ()
+    environment: dict[str, str]  # variables that are added to the program's environment
+    arguments: tuple[str, ...] = ()  # command-line arguments
 
 
 @dataclass(frozen=True)
 class LaunchClient:
-    """A program. Either `start` says how it is started, or `settings` what its user has to write where."""
+    """A program that can use a server. It has at least one of `start` and `settings`."""
 
     title: str
     command: str = ""
-    start: Callable[[Target], Start] | None = None
-    settings: Callable[[Target], str] | None = None
+    start: Callable[[Target], Start] | None = None  # returns how the program is started with a server
+    settings: Callable[[Target], str] | None = None  # returns the settings that the user must write into a file
 
 
 def _claude(to: Target) -> Start:

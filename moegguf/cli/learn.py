@@ -1,4 +1,4 @@
-"""`moegguf learn`: records a model's routing and trains what the papers' strategies need of it.
+"""`moegguf learn`: records a model's routing, and trains the networks and tables that the papers' strategies need.
 
 Results go to stdout, progress to stderr. Flags and tables only; the work is in `bench.record` and
 `learning`.
@@ -31,7 +31,7 @@ SOURCES = {"prompts": "--prompts", "trace": "--trace", "from_server": "--from-se
 Model = Annotated[
     str, model_argument("A GGUF file (of a split model the first), `demo`, or a name that `moegguf list` shows.")
 ]
-FEW_TOKENS = 1000  # fewer tokens than these teach little
+FEW_TOKENS = 1000  # below this number of recorded tokens, a warning is printed
 
 LEARN_FLAGS = (
     Flag("strategy", "--strategy", "NAMES", OFTEN,
@@ -84,9 +84,9 @@ def learn(model: Model, as_json: AsJson = False, *, given: Given, **chosen: Any)
 
 
 def _limit_threads(n_threads: int | None) -> None:
-    """Limits the threads of numpy's matrix products to `n_threads`, else to the processors that
-    other processes leave free: threads that wait for each other are slow beside other work. It
-    takes effect only before numpy is imported."""
+    """Limits the threads of numpy's matrix products to `n_threads`, by default to the processors that other processes
+    do not use. With more threads than free processors, matrix products are slow. Must be called before numpy is
+    imported."""
     from moegguf.engine.machine import count_cpus
 
     n_free = max(1, count_cpus() - round(os.getloadavg()[0]))
@@ -102,8 +102,8 @@ def _recorded(
     chosen: Mapping[str, Any],
     progress: Progress,
 ) -> Learning:
-    """Returns the requests to learn from. They come from a trace, or are recorded now into a file
-    that is removed again."""
+    """Returns the requests to learn from. They come from the trace that the user names, or are recorded now into a
+    temporary file."""
     from moegguf.controller.artifacts import Artifacts
     from moegguf.learning.learn import TRACE_BYTES, Learning, most_tokens, needs_inputs
     from moegguf.settings import cache_folder
@@ -122,7 +122,7 @@ def _recorded(
 
     logging.getLogger("llama-cpp-python").setLevel(
         logging.CRITICAL
-    )  # the bindings filter llama.cpp's log by this level
+    )  # hides llama.cpp's log, which the bindings filter by this level
     cache_folder().mkdir(parents=True, exist_ok=True)
     options = RecordOptions(chosen["max_tokens"], needs_inputs(strategies), seed=chosen["seed"], most_tokens=most)
     with tempfile.TemporaryDirectory(prefix="learn-", dir=cache_folder()) as folder:
@@ -145,12 +145,12 @@ def _recorded(
 
 
 def _reporting(progress: Progress, stage: str) -> Progress:
-    """Returns a callback that reports the steps of a stage."""
+    """Returns a callback that reports progress with the name of the stage before each step."""
     return lambda step, share: progress(f"{stage}: {step}", share)
 
 
 def _texts(chosen: Mapping[str, Any]) -> list[Prompt]:
-    """Returns the texts to record. Raises OptionError."""
+    """Returns the texts whose routing is recorded: prompts, or stored responses of a server. Raises OptionError."""
     from moegguf.trace.prompts import Prompt, read_prompts
 
     if not chosen["from_server"]:

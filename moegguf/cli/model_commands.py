@@ -115,7 +115,7 @@ def remove(models: Annotated[list[str], model_argument("Names that `list` shows.
     catalog = Catalog()
     for name in models:
         body = {"model": catalog.find(name, even_missing=True).name, "keep_alive": 0}
-        with suppress(MoeggufError):  # there is no server
+        with suppress(MoeggufError):  # raised if no server runs
             Client().post("/api/generate", body)
         catalog.remove(name)
         print(f"deleted '{name}'")
@@ -281,7 +281,7 @@ def ps(prefix: Prefix = "", as_json: AsJson = False) -> None:
     if as_json:
         print_json(models)
         return
-    rows, seen = [], set()  # the memory of names that share a process counts once
+    rows, seen = [], set()  # `seen`: processes whose memory was already counted
     for model in models:
         moe, expires = model.get("moe", {}), datetime.fromisoformat(model["expires_at"])
         never = expires.year > datetime.now().year + 100  # "never" is sent as a date some centuries ahead

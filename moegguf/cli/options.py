@@ -1,6 +1,5 @@
-"""Flags of commands, from the table of options, and types that several commands take. Imports nothing heavy: `--help`
-reads it.
-"""
+"""Makes the flags of commands from the table of options, and defines types of arguments that several commands use.
+Imports nothing that is slow, because `--help` needs this module."""
 
 from __future__ import annotations
 
@@ -29,14 +28,14 @@ _TYPES: dict[str, Any] = {"whole": int, "number": float, "switch": bool, "thread
 
 
 class Command(TyperCommand):
-    """A command whose help has a panel for each group of flags. Arguments have names there, and no types of Python."""
+    """A command whose help has a panel for each group of flags. The help of arguments does not show Python's types."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """The words of the line of usage."""
+        """Returns the words of the usage line, without braces."""
         return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Writes arguments, then flags by panel, those that people use most first."""
+        """Writes the arguments, then the flags by panel. The panel of the most used flags comes first."""
         panels: dict[str, list[tuple[str, str]]] = {name: [] for name in ("Arguments", OFTEN, *GROUPS)}
         for param in self.get_params(ctx):
             if (record := param.get_help_record(ctx)) is not None:
@@ -67,13 +66,13 @@ class Flag(NamedTuple):
     settings: Mapping[str, Any] = {}
 
     def option(self) -> Any:
-        """Returns the flag as typer takes it."""
+        """Returns typer's object for the flag."""
         return typer.Option(
             *self.flags.split(), metavar=self.metavar, help=self.help, rich_help_panel=self.group, **self.settings
         )
 
     def parameter(self) -> inspect.Parameter:
-        """The command's parameter of this name."""
+        """Returns the parameter that the flag has in the command's signature."""
         kind = self.kind or (list[str] if isinstance(self.default, list) else str | None)
         return inspect.Parameter(
             self.name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=Annotated[kind, self.option()]
@@ -93,10 +92,10 @@ def _flag_of(option: Option) -> Flag:
 
 
 def flags(*names: str, own: Sequence[Flag] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives a command the flags of the options `names`, and its `own` flags.
+    """Returns a decorator that adds the flags of the options `names`, and the flags in `own`, to a command.
 
-    The values of options arrive in the argument `given`, as the Python API takes them; the values of own flags
-    arrive as arguments of their names. Raises OptionError or BudgetError for a value that cannot be read.
+    The command gets the options' values in the dict `given`, converted to the types of the Python API. It gets the
+    values of `own` flags as keyword arguments with their names. Raises OptionError or BudgetError for invalid values.
     """
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,8 +121,8 @@ def flags(*names: str, own: Sequence[Flag] = ()) -> Callable[[Callable[..., Any]
 
 
 def loading_options(given: Given, names: Sequence[str]) -> Given:
-    """The options given that change how models are loaded, of these `names`, taken out. Raises OptionError or
-    BudgetError for one that cannot be, also in the environment."""
+    """Removes the options with these `names` from `given` and returns them. They are load options. Raises OptionError
+    or BudgetError for invalid values, also of environment variables."""
     from moegguf.engine.live_controller import ControllerOptions
     from moegguf.engine.load_spec import LoadSpec
 
@@ -135,7 +134,7 @@ def loading_options(given: Given, names: Sequence[str]) -> Given:
 
 
 def parse_threads(text: str) -> int | None:
-    """A number of threads, None for "auto". Raises typer.BadParameter."""
+    """Parses a number of threads. Returns None for "auto". Raises typer.BadParameter."""
     if text == "auto":
         return None
     if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MAX_THREADS:
@@ -144,7 +143,7 @@ def parse_threads(text: str) -> int | None:
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Returns names for the shell's completion: models on this machine, then models of the library."""
+    """Returns the names that complete a word in the shell: models on this machine, then models of the library."""
     from moegguf.models.catalog import Catalog
     from moegguf.models.names import library
 
@@ -153,7 +152,7 @@ def complete_model(incomplete: str) -> list[str]:
 
 
 def model_argument(help: str, metavar: str = "MODEL", **settings: Any) -> Any:
-    """An argument that shells complete with the names of models."""
+    """Returns typer's object for an argument that shells complete with the names of models."""
     return typer.Argument(autocompletion=complete_model, metavar=metavar, help=help, **settings)
 
 
@@ -166,8 +165,8 @@ Insecure = Annotated[bool, typer.Option("--insecure", hidden=True, help="Accepte
 
 
 def hub_name(repository: str) -> str:
-    """The model name of `repository` on Hugging Face, "USER/REPOSITORY[:QUANT]" as llama.cpp's `-hf` takes it. Raises
-    typer.BadParameter for anything else."""
+    """Returns the model name of a repository on Hugging Face. As in llama.cpp's `-hf`, the text has the form
+    "USER/REPOSITORY[:QUANT]". Raises typer.BadParameter for anything else."""
     from moegguf.models.names import hub_name_of
 
     if (name := hub_name_of(repository)) is None:

@@ -29,13 +29,15 @@ if TYPE_CHECKING:
     from moegguf.models.entry import NamedModel
     from moegguf.settings import Settings
 
-PS_TIMEOUT_S = 1.0  # time for a server to list its loaded models
-EXIT_TIMEOUT_S = 0.5  # time for an answer that Ctrl-C could not end at once
+PS_TIMEOUT_S = 1.0  # seconds in which a server must list its loaded models
+EXIT_TIMEOUT_S = 0.5  # seconds in which an answer must stop after Ctrl-C
 
 
 def _read_prompt(words: Sequence[str]) -> str | None:
-    """Piped input and `words`, joined by a space; None when there is neither and stdin and stdout are a terminal. ""
-    when `words` are blank. Raises BadParameter when there is no prompt and no terminal."""
+    """Returns the prompt: piped input and `words`, joined by a space. Returns "" if there are only blank `words`.
+
+    If there is no prompt, returns None for a chat, or raises BadParameter if stdin or stdout is not a terminal.
+    """
     terminal = sys.stdin.isatty()
     piped = "" if terminal else decode_text(sys.stdin.buffer.read())
     parts = [part for part in (piped.rstrip("\n"), " ".join(words)) if part.strip()]
@@ -49,7 +51,8 @@ def _read_prompt(words: Sequence[str]) -> str | None:
 
 
 def _answer_once(model: ChatModel, conversation: Conversation, prompt: str) -> int:
-    """Prints the answer to `prompt`, then statistics if verbose. Returns the exit code."""
+    """Prints the answer to `prompt`, then statistics if the conversation is verbose. Returns the exit code. Raises the
+    error of the answer."""
     from moegguf.chat.session import extract_images, print_answer
 
     conversation.add_user_message(*(extract_images(prompt) if model.connection.reads_images else (prompt, [])))
@@ -95,10 +98,10 @@ OF_THE_ENVIRONMENT = ("reasoning_budget_tokens", "reasoning_budget_message")
 
 
 class RunCommand(Command):
-    """Accepts `--think` without a value."""
+    """The command `run`, which accepts `--think` without a value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parses `args` with `--think=true` for `--think`; those after `--` are not changed."""
+        """Parses `args` after replacing `--think` with `--think=true`. Arguments after `--` are not changed."""
         end = args.index("--") if "--" in args else len(args)
         return super().parse_args(ctx, [THINK + "=true" if word == THINK else word for word in args[:end]] + args[end:])
 
@@ -106,7 +109,7 @@ class RunCommand(Command):
 def model_and_words(
     model: str | None, prompt: Sequence[str], model_file: str | None, hub_model: str | None
 ) -> tuple[str, list[str]]:
-    """Returns the model's name and the words of the prompt. With --model or --hf-repo all words are the prompt.
+    """Returns the model's name and the words of the prompt. With --model or --hf-repo, all words belong to the prompt.
 
     Raises BadParameter when no model or more than one is named.
     """
@@ -140,13 +143,13 @@ def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chose
         "verbose": verbose > 0,
     }
     text = _read_prompt(words if chosen["prompt_text"] is None else [*words, chosen["prompt_text"]])
-    with keyboard_echo_off() if text is None else nullcontext():  # keys before the first prompt are for the chat
+    with keyboard_echo_off() if text is None else nullcontext():  # keys typed during the start belong to the chat
         from moegguf.chat.client import Client, running_server
         from moegguf.chat.local import LocalModel
         from moegguf.chat.served import ServedModel
         from moegguf.settings import read_settings
 
-        if text == "":  # loads the model in a running server, which keeps it
+        if text == "":  # only loads the model in a running server
             from moegguf.models.names import parse_name
 
             kept = {} if keep_alive is None else {"keep_alive": keep_alive}
@@ -160,7 +163,7 @@ def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chose
         connection: LocalModel | ServedModel
         if client is not None:
             connection = ServedModel(client, name, keep_alive, spinner)
-        else:  # a worker starts while this goes on
+        else:  # starts a worker in the background
             debug = environment.debug or verbose > 1
             connection = LocalModel(replace(environment, loading=loading, debug=debug), spinner)
         from moegguf.chat.conversation import Conversation
@@ -174,11 +177,11 @@ def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chose
                 parameters = _defaults(environment, entry) | parameters
                 if sys.stderr.isatty() or verbose:
                     print_card_note(loading | {"n_gpu_layers": parameters.get("num_gpu")})
-            if parameters.get("num_ctx") == 0:  # --ctx 0: the model's own
+            if parameters.get("num_ctx") == 0:  # --ctx 0: the context length of the model's training
                 parameters["num_ctx"] = connection.details(entry).n_ctx_train
             conversation = Conversation(entry, parameters, **settings)
             chat_model = ChatModel(connection)
-            if text is None or client is None:  # a server loads for the answer
+            if text is None or client is None:  # a server loads the model when it answers
                 chat_model.load(conversation)
                 spinner.close()
             if text is not None:
@@ -189,7 +192,7 @@ def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chose
 
 
 def _print_copy_note(name: str) -> None:
-    """Prints that a running server has the model in memory, too, if it has."""
+    """Prints a note if a running server also has the model in memory."""
     from moegguf.chat.client import Client
     from moegguf.models.names import parse_name
 
@@ -204,13 +207,14 @@ def _print_copy_note(name: str) -> None:
 
 
 def _defaults(environment: Settings, entry: NamedModel) -> dict[str, Any]:
-    """Returns the parameters of a model loaded here that the environment sets and its name does not."""
+    """Returns the request parameters that the environment sets and the model's entry does not, for a model that this
+    command loads."""
     found = {PARAMETERS.get(name, name): getattr(environment, name) for name in OF_THE_ENVIRONMENT}
     return {name: value for name, value in found.items() if value not in (None, "") and name not in entry.parameters}
 
 
 def _check(given: Given, keep_alive: str | None) -> None:
-    """Raises BadParameter for values that cannot be; here and not by typer, for shorter help."""
+    """Raises BadParameter for invalid values. If typer checked them, the help would list all limits."""
     if keep_alive is not None:
         try:
             parse_duration(keep_alive)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 SERVER_FLAGS, LOAD_FLAGS = (
     [name for name, option in OPTIONS.items() if option.flags and option.scope == scope] for scope in ("server", "load")
 )
-BUDGET_FLAGS = ("reasoning_budget_tokens", "reasoning_budget_message")  # defaults of requests
+BUDGET_FLAGS = ("reasoning_budget_tokens", "reasoning_budget_message")  # defaults for requests
 TO_EVERY_MODEL = [name for name in LOAD_FLAGS if name not in ("n_ctx", *OF_THE_MODEL)]
 WITHOUT_FLAG = [
     option
@@ -32,10 +32,10 @@ PORT = Flag(
 
 
 class ServeCommand(Command):
-    """A command whose help ends with environment variables."""
+    """The command `serve`, whose help ends with a list of environment variables."""
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Writes the variables of options that have no flag here."""
+        """Writes the environment variables of options that have no flag in this command."""
         with formatter.section("Environment (OLLAMA_NAME is read where MOEGGUF_NAME is not set)"):
             formatter.write_dl([(f"MOEGGUF_{option.variable}", option.help) for option in WITHOUT_FLAG])
             formatter.write_text("HF_TOKEN HF_HOME HF_HUB_CACHE HF_ENDPOINT HF_HUB_OFFLINE as for huggingface_hub")
@@ -57,7 +57,7 @@ def serve(models: Models = None, *, given: Given, port: int | None = None) -> in
         from moegguf.models.sources import file_name
         from moegguf.terminal.loading import find_or_pull, with_files
 
-        entry = find_or_pull(model)  # a file has its name without ".gguf"
+        entry = find_or_pull(model)  # the name of a file is without ".gguf"
         own = replace(entry, name=file_name(entry.path)) if entry.source == "path" else entry
         entries.append(with_files(own, **files))
     from moegguf.server.serve import listen, run_server
@@ -70,9 +70,11 @@ def serve(models: Models = None, *, given: Given, port: int | None = None) -> in
 
 
 def serve_settings(port: int | None, given: Given) -> Settings:
-    """The environment's settings, overridden by the command line's, but for what is 0 or empty; no networks count, and
-    no tokens of thinking.
-    Raises OptionError, also for an address other than loopback with neither an API key nor a trusted network."""
+    """Returns the settings of the environment, overridden by the settings of the command line. A value of 0 or an empty
+    value overrides nothing, except for the options in `counts`.
+
+    Raises OptionError for invalid settings. An address other than loopback needs an API key or a trusted network.
+    """
     from moegguf.settings import read_settings
 
     counts = ("trusted", "reasoning_budget_tokens", "max_queue")
@@ -92,7 +94,8 @@ def serve_settings(port: int | None, given: Given) -> Settings:
 
 
 def print_address(settings: Settings, listener: socket.socket) -> None:
-    """Prints the version, the address and who needs a key there, the page, folders, memory and an unused card."""
+    """Prints the version, the folder of models, the memory, a note about a GPU that is not used, and the address. The
+    address has remarks about keys."""
     from moegguf.engine.machine import read_memory
     from moegguf.package import __version__
     from moegguf.quantities import format_bytes

@@ -1,6 +1,6 @@
-"""`moegguf top`: the models of a running server, live in a terminal, or once for scripts.
+"""`moegguf top`: shows the models of a running server, live in a terminal, or once for scripts.
 
-The screen (top_screen.py) is drawn again at every line of `/live`.
+The screen (top_screen.py) is drawn again for each line that the server sends on `/live`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from moegguf.chat.client import Client
     from moegguf.cli.top_screen import ModelView
 
-FRAMES_PER_S = 2  # frames of each model
-STREAM_TIMEOUT_S = 20.0  # the server sends a line every few seconds
+FRAMES_PER_S = 2  # snapshots per second for each model
+STREAM_TIMEOUT_S = 20.0  # longest wait for a line; the server sends one at least every few seconds
 
 
 def top(
@@ -63,7 +63,8 @@ def print_once(client: Client, *, as_json: bool) -> None:
 
 
 def watch(client: Client) -> None:
-    """Draws at every line of `/live` until `q` or Ctrl-C. Raises NoServerError when the connection is lost."""
+    """Draws the screen for each line of `/live`, until `q` or Ctrl-C is pressed. Raises NoServerError if the connection
+    is lost."""
     from rich.console import Console
     from rich.live import Live
 
@@ -80,7 +81,7 @@ def watch(client: Client) -> None:
     live = Live(frame(), console=console, screen=True, auto_refresh=False)
     try:
         with interrupt_on_q():
-            live.start()  # no `with`: Ctrl-C inside start() would leave the alternate screen on
+            live.start()  # no `with`, since after Ctrl-C in start() nothing would call stop()
             for line in stream:
                 apply_line(models, line)
                 live.update(frame(), refresh=True)
@@ -92,7 +93,7 @@ def watch(client: Client) -> None:
 
 
 def apply_line(models: dict[str, ModelView], line: dict[str, Any]) -> None:
-    """Applies a snapshot of one model, or the list of loaded models."""
+    """Updates `models` with a line of `/live`: a snapshot of one model, or the list of loaded models."""
     from moegguf.cli.top_screen import ModelView
 
     if "loaded_models" in line:
@@ -106,16 +107,16 @@ def apply_line(models: dict[str, ModelView], line: dict[str, Any]) -> None:
 
 @contextmanager
 def interrupt_on_q() -> Iterator[None]:
-    """The key `q` interrupts as Ctrl-C does."""
-    if sys.stdin is None or not sys.stdin.isatty():  # no keys can be read: Ctrl-C quits
+    """Context manager in which the key `q` raises KeyboardInterrupt, as Ctrl-C does."""
+    if sys.stdin is None or not sys.stdin.isatty():  # keys cannot be read, so only Ctrl-C quits
         yield
         return
     from moegguf.terminal.keyboard import keyboard_echo_off
 
     def read_keys() -> None:
-        while os.read(sys.stdin.fileno(), 1) not in b"qQ":  # or nothing: the terminal is closed
+        while os.read(sys.stdin.fileno(), 1) not in b"qQ":  # b"" if the terminal is closed
             pass
-        os.kill(os.getpid(), signal.SIGINT)  # wakes the main thread, which waits for a line
+        os.kill(os.getpid(), signal.SIGINT)  # interrupts the main thread, which waits for a line
 
     with keyboard_echo_off():
         threading.Thread(target=read_keys, name="moegguf-keys", daemon=True).start()

@@ -1,6 +1,6 @@
-"""The screen of `moegguf top`: per model, figures now and since load, sparklines, the map of experts.
+"""The screen of `moegguf top`. Each model has numbers for now and since its load, sparklines, and the map of experts.
 
-Facts of `/live` in, rich text out; no I/O.
+The module turns facts from `/live` into texts for the package rich. Does no I/O.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ Facts = dict[str, Any]
 BLOCKS = "▁▂▃▄▅▆▇█"
 HISTORY_POINTS = 60  # points of a sparkline
 MIN_MAP_LINES = 3
-NARROW, WIDE = 60, 76  # cells
+NARROW, WIDE = 60, 76  # widths of the screen in characters
 
 
 class ModelView:
-    """The facts that were received about one loaded model so far.
+    """The facts about one loaded model that were received so far.
 
-    `stats` are the statistics since it was loaded, `now` their growth when it last computed.
+    `stats` are the statistics since the model was loaded. `now` is their growth between the last two snapshots in which
+    the model computed.
     """
 
     def __init__(self, name: str) -> None:
@@ -46,13 +47,13 @@ class ModelView:
         self._before: Stats | None = None
 
     def update(self, facts: Facts, snapshot: Facts | None) -> None:
-        """Takes the newest facts, and a snapshot of the experts if there is one."""
+        """Stores the newest facts, and a snapshot of the experts if there is one."""
         self.facts = facts
         if snapshot is None:
             self.stats = read_stats(facts["stats"])
             return
         self.snapshot = found = read_snapshot(snapshot)
-        if not found.busy:  # a snapshot that differs in uses alone does not come
+        if not found.busy:  # clears the uses now, since the server sends no further snapshot of an idle model
             none = bytes(len(found.state))
             self.snapshot = replace(found, uses=none, loads=none)
         self.stats, before = found.stats, self._before
@@ -69,7 +70,7 @@ class ModelView:
             self.speeds.append(found.tokens_per_s)
 
     def title(self, width: int) -> Text:
-        """Name, state, queue, size, context, compute threads and expiry."""
+        """Returns the model's title: name, state, queue, size, context, threads and expiry."""
         facts = self.facts
         busy = facts.get("busy") or (self.snapshot and self.snapshot.busy)
         state = "stopping" if facts.get("stopping") else "busy" if busy else "idle"
@@ -85,8 +86,10 @@ class ModelView:
         return text
 
     def figures(self, width: int) -> Table:
-        """Four rows: now, since load, and over time where the width allows; a row for each of several tiers, and one
-        for staging."""
+        """Returns the table of numbers: hit rate, speed, bytes read per token and stall, now and since the load.
+
+        A wide table has sparklines, too. Further rows are for tiers, if there are several, and for staging.
+        """
         now, total = self.now, self.stats
         table = Table.grid(padding=(0, 1 if width < NARROW else 2, 0, 0))
         table.add_column(style="bright_black", no_wrap=True)
@@ -111,12 +114,12 @@ class ModelView:
             table.add_row(tier.name, _hit_rate(tier), moved)
         if total.staging_bytes:
             sizes = f"{human_bytes(total.staging_bytes)} · {human_bytes(total.bytes_staged)} in for prompts"
-            overlap = percent(total.staging_overlap if total.bytes_staged else None)  # share of the copies' time
+            overlap = percent(total.staging_overlap if total.bytes_staged else None)  # share of the copying time
             table.add_row("staging", overlap, Text(f"overlapped, {sizes}", "bright_black"))
         return table
 
     def map(self, width: int, height: int | None) -> Text:
-        """The map of the experts."""
+        """Returns the map of the model's experts."""
         if self.snapshot is None or not self.snapshot.layers:
             return Text("no experts" if self.snapshot else "no data yet", style="bright_black")
         maps, layers = maps_of(self.snapshot), self.snapshot.layers
@@ -124,7 +127,7 @@ class ModelView:
 
 
 class Screen:
-    """All models, as far as they fit into `height` lines; None: no limit."""
+    """The whole screen, with as many models as fit into `height` lines. `height` None: no limit."""
 
     def __init__(self, url: str, models: Iterable[ModelView], *, height: int | None, keys: str = "") -> None:
         self.url = url
@@ -149,9 +152,10 @@ class Screen:
         yield key
 
     def _bodies(self, width: int, n_legend: int) -> Iterable[Group]:
-        """The models. Maps share the remaining lines; the last models have none when there are too few."""
+        """Returns the text of each model. The maps share the lines that remain. If these are too few, the last models
+        have no map."""
         figures = [model.figures(width) for model in self.models]
-        n_lines = [2 + table.row_count for table in figures]  # two more lines: a title and a blank line
+        n_lines = [2 + table.row_count for table in figures]  # 2 for the title and a blank line
         left = math.inf if self.height is None else self.height - 2 - n_legend - sum(n_lines)
         for i, model in enumerate(self.models):
             parts: list[Any] = [model.title(width), figures[i]]
@@ -163,7 +167,7 @@ class Screen:
 
 
 def spark(values: Sequence[float] | deque[float], n_cells: int, maximum: float | None = None) -> str:
-    """A sparkline of the last `n_cells` values, from 0 to `maximum` (default: the largest)."""
+    """Draws a sparkline of the last `n_cells` values, from 0 to `maximum` (default: the largest value)."""
     shown = list(values)[-n_cells:] if n_cells > 0 else []
     top = maximum or max(shown, default=0.0) or 1.0
     return "".join(BLOCKS[round(min(max(value / top, 0.0), 1.0) * (len(BLOCKS) - 1))] for value in shown)
@@ -174,7 +178,7 @@ def _hit_rate(counted: Lookups) -> str:
 
 
 def _stall(counted: Stats) -> str:
-    """The share of compute time spent waiting for bytes."""
+    """Returns the share of the computing time in which layers waited for experts, as text."""
     return percent(min(1.0, counted.stall_s / counted.eval_s) if counted.eval_s else None)
 
 

@@ -114,7 +114,7 @@ SIMULATE_FLAGS = (
 
 @contextmanager
 def showing_progress() -> Iterator[Progress]:
-    """Yields a progress callback: one line on a terminal, elsewhere a line per stage."""
+    """Yields a callback that shows progress: one changing line on a terminal, otherwise a line for each stage."""
     from moegguf.terminal.progress import Spinner
 
     last = ""
@@ -122,7 +122,7 @@ def showing_progress() -> Iterator[Progress]:
 
     def show(step: str, share: float) -> None:
         nonlocal last
-        if interrupted:  # a KeyboardInterrupt in a callback from C is lost
+        if interrupted:  # raised again, since an exception in a callback from C is lost
             raise KeyboardInterrupt
         bar.show(step, share)
         stage, _, detail = step.partition(":")
@@ -144,7 +144,7 @@ def showing_progress() -> Iterator[Progress]:
 
 
 def check_writable(out: Path, *sources: Path) -> None:
-    """Raises OptionError when `out` cannot be written, before any work is done."""
+    """Raises OptionError if `out` cannot be written, or is one of `sources`. Called before any work is done."""
     if not out.absolute().parent.is_dir():
         raise OptionError(f"there is no folder {str(out.parent)!r} for --out; make it first.")
     if not can_be_replaced(out):
@@ -154,7 +154,8 @@ def check_writable(out: Path, *sources: Path) -> None:
 
 
 def parse_shares(text: str, option: str = "--expert-cache", of_each: bool = False) -> list[float]:
-    """ "10%,25%" as shares: without duplicates, but where they are `of_each` of several. Raises OptionError."""
+    """Parses shares such as "10%,25%". Duplicates are removed, unless (`of_each`) each of several devices has a share.
+    Raises OptionError."""
     shares = []
     for word in split([text]) or [text]:
         try:
@@ -319,7 +320,7 @@ def simulate(file: File, as_json: AsJson = False, *, given: Given, **chosen: Any
 
 
 def _check(chosen: Mapping[str, Any], strategies: list[str], policies: list[str], predictors: list[str]) -> None:
-    """Raises OptionError for an unknown format, and for options that do not go together."""
+    """Raises OptionError for an unknown output format, and for options that exclude each other."""
     if chosen["output"] not in FORMATS:
         raise OptionError(f"-o takes {', '.join(FORMATS)}, but not {chosen['output']!r:.40}.")
     if chosen["save"] and any(map(names_file, (*policies, *predictors))):

@@ -1,4 +1,4 @@
-"""Tables of `moegguf trace` on stdout."""
+"""Prints the tables of `moegguf trace` on stdout."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ Line = Sequence[str]
 
 
 def print_table(title: str, names: Sequence[str], lines: Iterable[Line], n_left: int = 1) -> None:
-    """A table whose first `n_left` columns are left-aligned, the others right-aligned; empty columns are omitted."""
+    """Prints a table. The first `n_left` columns are left-aligned, the others right-aligned. Empty columns are left
+    out."""
     lines = list(lines)
     filled = [column for column in range(len(names)) if any(line[column] for line in lines)]
     shown = [[line[column] for column in filled] for line in (names, *lines)]
@@ -35,13 +36,14 @@ def print_table(title: str, names: Sequence[str], lines: Iterable[Line], n_left:
 
 
 def print_notes(*notes: str) -> None:
-    """Dim lines below a table."""
+    """Prints each note on its own dim line, below a table."""
     for note in notes:
         print_renderable(Text(note, style="dim"))
 
 
 def print_simulation(rows: Sequence[Row], used: str) -> None:
-    """A line per policy and predictor, a column per budget: hit rates, and with a link stalls and speed."""
+    """Prints tables with a line for each policy and predictor, and a column for each budget: hit rates, and also stalls
+    and speeds if a link was modelled."""
     title = "Hit rate of decoded tokens, by share of the experts that fits"
     tables: list[tuple[str, Callable[[Row], str]]] = [
         (title, lambda row: f"{row.decode_hit_rate:.1%}{_gap(rows, row)}")
@@ -75,8 +77,8 @@ def print_simulation(rows: Sequence[Row], used: str) -> None:
 
 
 def as_csv(rows: Sequence[Row]) -> str:
-    """Returns a header, then a line per row: what decided, the budget, rates, and every counter. Belady's bound has no
-    counters."""
+    """Returns the rows as CSV with a header: strategy, policy and predictor, budget, rates, and all counters. Belady's
+    bound has no counters."""
     lines = [_csv_line(row) for row in rows]
     names = dict.fromkeys(name for line in lines for name in line)
     out = StringIO()
@@ -102,7 +104,7 @@ def _csv_line(row: Row) -> dict[str, Any]:
 
 
 def print_summary(found: TraceSummary) -> None:
-    """A line per fact."""
+    """Prints the facts about a trace, one in each line."""
     shape = found.shape
     kinds = ", ".join(f"{n} {label}" for label, n in found.kinds.items() if label)
     lines = [
@@ -121,8 +123,8 @@ def print_summary(found: TraceSummary) -> None:
 
 
 def print_tiers(rows: Sequence[Row], used: str) -> None:
-    """Two lines per policy, predictor and pair of budgets: what was counted in VRAM, and in RAM below it; between them
-    one for each of several devices."""
+    """Prints a table with several lines for each policy, predictor and pair of budgets: the counts in VRAM, then for
+    each device if there are several, then in RAM."""
     names = ("policy", "predictor", "budget", "tier", "hit rate", "MB/token", "evicted", "stall ms", "t/s")
     print_table("Decoded tokens, by tier", names, [line for row in rows for line in _tier_lines(row)], 4)
     staged = {row.share: row.simulated.tiers.get(STAGING) for row in rows if row.simulated is not None}
@@ -138,8 +140,8 @@ def print_tiers(rows: Sequence[Row], used: str) -> None:
 
 
 def _tier_lines(row: Row) -> Iterable[Line]:
-    """Returns the counts of decode passes in each tier, per token. The first line also has what
-    decided, and the speed."""
+    """Yields a line with the counts per decoded token for each tier. The first line also has the policy, the predictor
+    and the speed."""
     assert row.simulated is not None
     n_tokens = max(1, row.simulated.decode.tokens)
     speed = row.simulated.t_per_s
@@ -156,13 +158,15 @@ def _tier_lines(row: Row) -> Iterable[Line]:
 
 
 def _decided(row: Row) -> tuple[str, str, str]:
-    """Returns strategy, policy and predictor. A strategy that chooses by budget is one line."""
+    """Returns (strategy, policy, predictor) of a row. The last two are empty for the strategy that chooses them by
+    budget, so that it has one line."""
     return (row.strategy, "", "") if row.strategy == OWN else (row.strategy, row.policy, row.predictor)
 
 
 def _gap(rows: Sequence[Row], row: Row) -> str:
-    """The share of the distance from LRU to Belady that a row closes; "" for these two, and with prefetching, which
-    hits what no eviction could keep.
+    """Returns the share of the distance between LRU and Belady's bound that a row closes, as text.
+
+    Returns "" for LRU and Belady themselves. Also returns "" for prefetching, which can exceed the bound of eviction.
     """
     ahead = row.simulated is not None and row.simulated.whole.bytes_prefetched > 0
     closed = None if ahead or row.policy in (LRU.name, BELADY) else gap_closed_by(rows, row)
@@ -170,7 +174,7 @@ def _gap(rows: Sequence[Row], row: Row) -> str:
 
 
 def _simulated(figure: Callable[[SimResult], float | None], digits: int) -> Callable[[Row], str]:
-    """A cell with a figure of what was simulated; "" without one."""
+    """Returns a function that formats a number of a row's simulation, or returns "" if the row has no such number."""
 
     def cell(row: Row) -> str:
         found = None if row.simulated is None else figure(row.simulated)
