@@ -39,7 +39,8 @@ _PICTURES |= dict.fromkeys(range(128, 160), "\ufffd") | {ord("\r"): "", 127: "â
 
 
 def visible(text: str) -> str:
-    """Returns `text` with control characters replaced by visible characters; a carriage return is removed."""
+    """Returns `text` with visible characters instead of control characters. Newlines and tabs stay, and carriage
+    returns are removed."""
     return text.translate(_PICTURES)
 
 

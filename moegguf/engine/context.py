@@ -110,8 +110,11 @@ class Requests:
         return self.sequence
 
     def next_phase(self, n_past: int, n_tokens: int) -> Phase:
-        """Returns the phase of `n_tokens` tokens that follow the first `n_past`. Sets `sequence` to their request's
-        number."""
+        """Returns the phase of the next `n_tokens` tokens, which follow `n_past` others in the context.
+
+        If the tokens begin a new request, adds one to `self.sequence`, the number of requests so far. Call this once
+        for each evaluation.
+        """
         if self._at_prompt or (n_past == 0 and not self._generating) or self.sequence < 0:
             self._at_prompt = False
             self.sequence += 1

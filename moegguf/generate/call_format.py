@@ -65,7 +65,7 @@ TOOLS = tuple(
 )
 
 MAX_RENDERED = 256 << 10  # the most characters that a template may render for a probe
-MAX_WRITTEN = 4 << 10  # the most characters of a rendered call
+MAX_WRITTEN = 4 << 10  # the most characters of the probe's call; if a template renders more, its format is unknown
 
 _PIECE = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]|\s+|[^<\[\s]+|.", re.DOTALL)
 _TEXT_OPEN = re.compile(r"\w+\n|[^{}]*<[^<>\s]*>\s*")  # a word on its own line, or a text that ends with a mark

@@ -32,7 +32,7 @@ class Events {
 
     void tokens(moegguf_tokens_event event);
     void routing(moegguf_routing_event event);
-    void keep_step(); // waits until every record is delivered, if MOEGGUF_LISTEN_LOCKSTEP is set
+    void keep_step(); // waits until every record is delivered, if flags_ has MOEGGUF_LISTEN_LOCKSTEP
     uint64_t dropped() const;
 
   private:

@@ -165,7 +165,7 @@ def _load_backends(folder: Path) -> None:
         ggml.ggml_backend_load_all_from_path.argtypes = [c.c_char_p]
         ggml.ggml_backend_load_all_from_path(os.fsencode(folder))
     if ggml.ggml_backend_dev_count() == 0:
-        raise OSError("no backend of it runs on this processor")
+        raise OSError("none of its backends runs on this processor")
     _problems.refused.extend(plugins.load_plugins(ggml, plugins.read_pin(folder)))
     base.ggml_log_set(_LOG_ERRORS, None)
 

@@ -120,7 +120,7 @@ class Residency {
     std::vector<std::atomic<uint8_t>> state_; // [n_slots] bits of the matrices that are there, and failed_bit
     std::vector<int> slot_of_;                // [n_layer * n_expert_max] slot of each expert; -1: none
     std::vector<int> count_;                  // [n_layer] number of slots that the layer has
-    std::vector<int> floor_;                  // [n_layer] number of slots that the layer keeps while others have more
+    std::vector<int> floor_;                  // [n_layer] slots that the layer keeps if another one is above its floor
     std::vector<uint32_t> uses_;
     std::vector<uint32_t> loads_;
     EvictionOrder order_;

@@ -81,7 +81,7 @@ class Batches:
     folder: Path
     answer: answers.Answer  # answers one request
     _: KW_ONLY
-    max_bytes: int  # limit for all files, and for the answers of unfinished batches
+    max_bytes: int  # limit for all files and the answers of unfinished batches together
     n_parallel: int  # requests of a batch that are answered at once
     window_s: float  # seconds after which a batch expires; inf: never
     now: Callable[[], float] = time.time  # returns seconds since 1970
@@ -207,8 +207,10 @@ class Batches:
             task.add_done_callback(lambda _: self._tasks.pop(batch.id, None))
 
     async def _carry_out(self, batch: Batch) -> None:
-        """Does all steps of a batch until it has ended, with the rights of its owner. Repeats a step while the disk is
-        full."""
+        """Does all steps of a batch until it has ended or the server closes, with the rights of its owner.
+
+        Repeats a step every DISK_RETRY_S seconds while it fails with an OSError, for example because the disk is full.
+        """
         self._begun.add(batch.id)
         current_owner.set(batch.owner)
         next_s = 0.0
