@@ -148,8 +148,8 @@ class Watchdog:
             self._decide()
 
     def _is_clear(self) -> bool:
-        """Returns whether the trial can end early: the ranks of single tokens are certain, and the medians of the
-        periods agree."""
+        """Returns whether the trial can end early: a rank test (Mann-Whitney) of the single tokens' times is certain,
+        and the medians of the periods agree with it."""
         without, with_ = (np.concatenate(self._periods_ns[on]).astype(np.float64) for on in (False, True))
         with_ /= 1 - self.options.gain
         wins = np.sign(without[:, np.newaxis] - with_).mean()  # -1 to 1; 1: all tokens with prefetching were faster

@@ -239,8 +239,10 @@ def _whole_mark_end(text: str, at: int) -> int:
 
 
 def _open_mark(head: str) -> str:
-    """Returns the text that announces a call. `head`: the text before the call's name. The result is the first word of
-    `head`, up to the last mark in that word."""
+    """Returns the text that announces a call, such as "<tool_call>". `head`: the text before the call's name.
+
+    The result is the first word of `head`, cut after the last delimiter in it; without a delimiter, the whole word.
+    """
     word = head.split(maxsplit=1)[0].partition(ID)[0] if head.strip() else ""
     marks = list(_MARK.finditer(word))
     return word[: marks[-1].end()] if marks else word

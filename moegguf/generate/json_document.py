@@ -573,7 +573,7 @@ def _kept(schema: Any) -> bool | Json:
     for keyword, value in kept.items():
         wanted, check = _CHECKS.get(keyword, ("", None))
         if check and not check(value):
-            raise SchemaError(f"`{keyword}` of a JSON schema is {wanted}, but is {str(value)[:50]!r}; change it.")
+            raise SchemaError(f"`{keyword}` of a JSON schema must be {wanted}, but is {str(value)[:50]!r}; change it.")
         if keyword in _COUNTS:
             kept[keyword] = int(value)
     return kept

@@ -112,7 +112,9 @@ class Request:
     think: bool | str | None = None  # a bool, or a level such as "high" for some templates; None: thinks if it can
     template: str | None = None  # Jinja template instead of the model's own
     template_options: Mapping[str, Any] = field(default_factory=dict)
-    truncate: bool = True  # True: leaves out the oldest messages if not all fit the context; False: ContextError
+    truncate: bool = (
+        True  # True: leaves out the oldest messages, but no system message, if not all fit; False: ContextError
+    )
     # True: with `truncate`, cuts a message or prompt that is still too long, and drops the older half of the context
     # when an answer fills it.
     shift: bool = True

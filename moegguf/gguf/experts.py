@@ -58,7 +58,7 @@ class ExpertMatrix:
     shard: int  # index into ExpertLayout.shards
     offset: int  # position of expert 0, in bytes from the start of the shard
     expert_bytes: int
-    padding_bytes: int = 0  # unused bytes after each expert in a slot; not in the file
+    padding_bytes: int = 0  # bytes after each expert in a slot that kernels of devices may read; not in the file
 
 
 @dataclass(frozen=True)

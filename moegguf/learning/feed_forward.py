@@ -122,7 +122,8 @@ class FeedForwardTrainee(Trainee):
         return self._most // self._batch
 
     def batches(self, rng: np.random.Generator) -> Iterator[Batch]:
-        """Yields batches of samples in random order."""
+        """Yields the logits, loss and gradient of each batch of an epoch. The samples are in random order; samples that
+        do not fill a batch are left out."""
         order = rng.permutation(self._train)[: self.n_batches * self._batch]
         for part in order.reshape(self.n_batches, self._batch):
             inputs, chosen = self._samples.read(part)

@@ -153,7 +153,9 @@ def check_messages(messages: Any) -> tuple[Mapping[str, Any], ...]:
     for message in messages:
         role = message.get("role") if isinstance(message, Mapping) else None
         if role not in ROLES or not isinstance(message.get("content", ""), str):
-            raise OptionError(f"a message has a role ({', '.join(ROLES)}) and a content, but is {message!r:.60}.")
+            raise OptionError(
+                f"a message must have a role ({', '.join(ROLES)}) and a text as content, but is {message!r:.60}."
+            )
         check_text("a message", message.get("content", ""))
     return tuple({"role": m["role"], "content": m.get("content", "")} for m in messages)
 

@@ -211,8 +211,8 @@ class StagedSupply final : public Supply {
         }
     }
 
-    // Queues a copy of an expert into the tensor, if a slot on the device or in RAM has the whole expert. Evicts
-    // nothing. Returns false if no copy was queued.
+    // Queues a copy of an expert into its place in the tensor, if a slot on the device or in RAM has the whole expert.
+    // Evicts only what an earlier layer left in that place. Returns false if no copy was queued.
     bool borrow(Tier & to, int il, int expert) {
         const auto whole = [&](Tier & tier) {
             const int s = tier.residency.find(il, expert);

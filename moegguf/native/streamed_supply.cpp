@@ -205,7 +205,7 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
     }
 
     void give_free(Kind & kind) {
-        kind.n_free += 1; // slots get free in order, because threads pass in order
+        kind.n_free += 1; // a counter is enough: every thread takes the experts in the same order
         shared_.work.notify_one();
         bool all = true;
         for (int bit = 0; bit < MOEGGUF_MAX_KINDS; bit++) {

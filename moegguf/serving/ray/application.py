@@ -219,7 +219,7 @@ class ReplicaManager:
         return found
 
     async def unload(self, name: str | ModelEntry) -> bool:
-        """Raises OptionError: requests cannot unload a model of replicas."""
+        """Raises OptionError: a request cannot unload a model that Ray's replicas serve."""
         raise OptionError(
             f"{(await self._find(name)).name!r} is not unloaded by requests; set its autoscaling_config in the config"
             " file, then `serve deploy` it."
