@@ -1,8 +1,9 @@
 """Runs the systems of a measurement in turns, one after the other, A B C, A B C, and defines the options. Each run is
 a separate process under the same memory limit.
 
-Before each run the model's pages are dropped from the page cache, so that no run profits from pages that another run
-has read. A run that the limit kills is a result and no error. bench/measure.py measures.
+Before each run the model's pages are dropped from the page cache, unless the options keep them, so that no run profits
+from pages that another run has read. A run that the limit kills gives a row with this error, and its system is not run
+again. bench/measure.py measures.
 """
 
 from __future__ import annotations

@@ -179,7 +179,11 @@ def print_answer(
 
 
 def _rest(model: ChatModel, exit_timeout_s: float | None) -> list[Event]:
-    """Returns the last events of a cancelled answer. Ends the process if the answer does not end in time."""
+    """Returns the last events of a cancelled answer.
+
+    If the answer goes on for CANCEL_TIMEOUT_S seconds, prints a message and waits up to `exit_timeout_s` more (None: no
+    limit). Exits moegguf if the answer still goes on, or at another Ctrl-C.
+    """
     with suppress(KeyboardInterrupt):
         rest = model.connection.rest(CANCEL_TIMEOUT_S)
         if rest is None:

@@ -325,7 +325,7 @@ def _check(chosen: Mapping[str, Any], strategies: list[str], policies: list[str]
         raise OptionError(f"-o takes {', '.join(FORMATS)}, but not {chosen['output']!r:.40}.")
     if chosen["save"] and any(map(names_file, (*policies, *predictors))):
         raise OptionError(
-            "--save measures what `auto` chooses from, which are names; leave out --save, or FILE.py:CLASS."
+            "--save measures for `auto`, which chooses built-in policies and predictors; leave out FILE.py:CLASS."
         )
     if chosen["vram_cache"] is not None:
         if chosen["save"] or strategies:

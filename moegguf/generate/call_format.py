@@ -332,7 +332,9 @@ class _Probe:
             return known
         open_text = self._text.partition(TEXT)[0][_common_prefix(self._text, self._prompt) :]
         marks = close.strip().removesuffix(open_text.strip())
-        if not marks:  # the marks also stand in an answer without thinking: compare with thinking off
+        # An answer without thinking has all of `close` before its text, too. The end that `close` shares with a prompt
+        # with thinking off then opens the text.
+        if not marks:
             shared = _pieces(_shared_end(close.strip(), self._render(think=False).strip()))
             marks = close.strip().removesuffix("".join(shared))
             if shared and before.endswith(shared[0]):  # the closing mark ends with the same piece as the opening mark

@@ -109,7 +109,8 @@ class ThinkingBudget:
             self._force()
 
     def _force(self) -> None:
-        """Forces the tokens that end the thinking; if the model has already begun them, only the rest."""
+        """Forces the message and the tokens that end the thinking; if the model has already begun them, only the
+        rest."""
         end, last = self.ends[0], list(self._last)
         if len(self.ends) > 1:
             del self.ends[0]

@@ -22,7 +22,7 @@ struct Slot {
     int expert = -1;         // -1 in a slot with a layer: experts are streamed through it (streamed_supply.cpp)
     uint32_t generation = 0; // increases whenever the slot gets or loses an expert
     int pins = 0;            // number of layers that compute with it and of slots filled from it; 0: may be evicted
-    uint32_t requests = 0;   // number of routing events that needed this expert
+    uint32_t requests = 0;   // number of uses by routing events, and as the source of copies
     uint8_t queued = 0;      // bits of matrices that wait for their transfer
     uint8_t reading = 0;     // bits of matrices whose transfer is under way
     bool prefetched = false; // true: the expert was prefetched, and not looked up since
@@ -63,17 +63,15 @@ class Residency {
     void pin(int s, bool is_use = true); // is_use: the slot also becomes the most recently used one
     void unpin(int s);
     void touch(int s);   // makes the slot the most recently used one
-    bool request(int s); // counts a routing event's request; true: the first since a prefetch
+    bool request(int s); // counts a use by a routing event or as the source of a copy; true: the first since a prefetch
     void mark_prefetched(int s);
     void queue(int s, uint8_t kinds) { slots_[s].queued |= kinds; }
     void drop(int s, uint8_t kinds) { slots_[s].queued &= ~kinds; } // removes these matrices from `queued`
     void begin_read(int s, uint8_t kinds);
     void end_read(int s, uint8_t kinds);
 
-    const std::vector<uint32_t> & uses() const { return uses_; } // [n_layer * n_expert_max] look-ups of each expert
-    const std::vector<uint32_t> & loads() const {
-        return loads_;
-    } // [n_layer * n_expert_max] slots that each expert got
+    const std::vector<uint32_t> & uses() const { return uses_; }   // [n_layer * n_expert_max] look-ups of each expert
+    const std::vector<uint32_t> & loads() const { return loads_; } // [n_layer * n_expert_max] slots that each got
     void count_look_up(int il, int expert) { uses_[layout_.key(il, expert)] += 1; }
 
     // Exchanges the present policy with `policy`.

@@ -32,8 +32,8 @@ class Store {
     // Returns true if graphs that are built now use the router's own expert ids in the layers of this tier, because
     // every expert is in its own slot.
     bool passes_over(const Tier & tier) const;
-    uint64_t passed_over()
-        const; // a bit for each device for which passes_over() is true; a change makes graphs invalid
+    // Returns a bit for each device for which passes_over() is true. A graph is valid while these bits stay the same.
+    uint64_t passed_over() const;
     // Counts a routing event of a layer whose graph uses expert ids. The pass fails if it was cancelled, or if experts
     // no longer have their own slots.
     void pass_over(int il, int n_expert_used, int n_tokens);

@@ -66,7 +66,7 @@ class _Shape(BaseModel, strict=True, extra="forbid"):
     def _fits(self) -> Self:
         rising = all(a < b for a, b in pairwise(self.layers))
         if not rising or self.layers[0] < 0 or self.layers[-1] >= self.n_layer:
-            raise ValueError(f"layers must rise from 0 to below {self.n_layer}")
+            raise ValueError(f"layers must be in rising order, each from 0 to {self.n_layer - 1}")
         if self.n_expert_used > self.n_expert:
             raise ValueError(f"n_expert_used is more than the {self.n_expert} experts")
         return self

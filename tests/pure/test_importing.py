@@ -164,7 +164,7 @@ WRONG: dict[str, tuple[Arrays, str]] = {
     "two numbers": ({"expert_ids": chosen(), "n_prompt": [1, 2]}, "n_prompt must be one whole number"),
     "layers that fall": ({"expert_ids": chosen(), "layers": [2, 1, 0]}, "layers must rise"),
     "other facts": ({"router_logits": logits(), "n_expert": 9}, "n_expert is 9, but router_logits has 8"),
-    "too few layers": ({"expert_ids": chosen(), "n_layer": 2}, "layers must rise from 0 to below 2"),
+    "too few layers": ({"expert_ids": chosen(), "n_layer": 2}, "layers must be in rising order, each from 0 to 1"),
 }
 
 

@@ -85,7 +85,10 @@ class Requests:
         *,
         max_requests: int | None = None,
     ) -> None:
-        """Reads and checks all lines. Raises BatchFileError if there are no requests, or more than `max_requests`."""
+        """Reads and checks all lines. Raises BatchFileError if there are no requests, or more than `max_requests`.
+
+        An invalid line raises nothing: its `error` says what is wrong.
+        """
         self._file = file = in_utf8(file)
         self._endpoints = endpoints
         self._defaults = dict(defaults)
