@@ -149,7 +149,7 @@ def test_save_of_an_invalid_slot_raises_with_the_reason(loop: Loop, model: Path,
     with pytest.raises(OptionError, match="no tokens"):
         loop.save(tmp_path / "a")
     loop.answer()
-    with pytest.raises(StorageError, match="may take 10 more"):
+    with pytest.raises(StorageError, match="10 are left for saved slots"):
         loop.save(tmp_path / "a", most_bytes=10)
     assert not (tmp_path / "a").exists()
     with Loop(model, context_store=0) as other, pytest.raises(CapabilityError, match="context_store"):

@@ -68,7 +68,7 @@ def test_the_source_distribution_holds_only_files_of_the_build(tmp_path: Path) -
         names = {member.name.partition("/")[2] for member in archive.getmembers()}
     needed = {"pyproject.toml", "PKG-INFO", "README.md", "LICENSE", "tools/vendor.py", "patches/UPSTREAM"}
     assert needed | {"moegguf/native/CMakeLists.txt", "moegguf/native/cpu_features.cmake"} <= names
-    assert {name.split("/")[0] for name in names - needed} == {"moegguf", "patches", "predictors"}
+    assert {name.split("/")[0] for name in names - needed} == {"licenses", "moegguf", "patches", "predictors"}
     assert {name.split("/")[1] for name in names if name.startswith("predictors/")} == {"demo"}
     assert not any("__pycache__" in name for name in names)
 
