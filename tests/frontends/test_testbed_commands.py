@@ -102,7 +102,7 @@ def test_simulate_with_own_classes_reports_prefetch_accuracy(here: Command, reco
     assert ahead.keys() == {(policy, name) for policy in ("lru", POLICY) for name in ("none", PREDICTOR)}
     assert ahead["lru", "none"] == "" and 0 < float(ahead[POLICY, PREDICTOR]) <= 1
     done = here("trace", "simulate", recorded, *flags[:2], "--save")
-    assert done.returncode == 1 and "--save is for names" in done.stderr
+    assert done.returncode == 1 and "--save measures for" in done.stderr
 
 
 def test_run_and_bench_use_own_policy_and_predictor_classes(here: Command) -> None:
