@@ -60,7 +60,7 @@ class ExpertIOError(MoeggufError, OSError):
 
 
 class AllocationError(MoeggufError, MemoryError):
-    """Allocating a pool, a context or a buffer failed; the message has the bytes requested."""
+    """Memory or a thread could not be had, or a process that measures failed. The message says which."""
 
 
 class ClosedError(MoeggufError, ValueError):

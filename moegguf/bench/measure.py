@@ -52,8 +52,8 @@ from moegguf.text import decode_text
 
 
 def describe_build(bindings: ModuleType, patched: str = f"moegguf-{__version__}+") -> dict[str, Any]:
-    """Returns build_commit, build_number, cpu_info, gpu_info and backends of the library behind `bindings`. `patched`
-    is a prefix of build_commit that names the version of the patches."""
+    """Returns build_commit, build_number, cpu_info, gpu_info and backends of the library behind `bindings`. `patched`:
+    the text with which build_commit begins, the version of the patches; "" for a library without patches."""
     devices = all_devices()
     backends = dict.fromkeys(device.backend for device in devices)
 

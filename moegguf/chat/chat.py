@@ -33,7 +33,7 @@ _WORD = re.compile(r'"[^"]*"|\'[^\']*\'|\S+')
 
 class Chat:
     """A chat in the terminal: one conversation, one loaded model at a time, and the loop that reads input. `history`:
-    the lines typed so far."""
+    the lines typed in this chat and earlier ones."""
 
     def __init__(self, model: ChatModel, conversation: Conversation) -> None:
         self.model = model

@@ -143,7 +143,7 @@ def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chose
         "verbose": verbose > 0,
     }
     text = _read_prompt(words if chosen["prompt_text"] is None else [*words, chosen["prompt_text"]])
-    with keyboard_echo_off() if text is None else nullcontext():  # keys typed during the start belong to the chat
+    with keyboard_echo_off() if text is None else nullcontext():  # keys typed during the start or an answer wait
         from moegguf.chat.client import Client, running_server
         from moegguf.chat.local import LocalModel
         from moegguf.chat.served import ServedModel

@@ -105,7 +105,7 @@ class Requests:
                     self._changed.notify_all()
 
     def begin(self) -> int:
-        """Begins a request that does not generate, such as an embedding. Returns the request's number."""
+        """Begins a request whose tokens are evaluated in sequences or for embeddings. Returns the request's number."""
         self.sequence += 1
         return self.sequence
 

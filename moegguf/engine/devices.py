@@ -71,7 +71,8 @@ def all_devices() -> list[BackendDevice]:
 
 
 def gpus() -> list[Device]:
-    """Returns the GPUs to which llama.cpp may assign layers, in llama.cpp's order: remote GPUs (RPC) come first."""
+    """Returns the GPUs to which llama.cpp may assign layers, in llama.cpp's order: remote GPUs (RPC) come first.
+    Integrated GPUs are left out."""
     found = sorted((found for found in all_devices() if found.kind == "GPU"), key=lambda found: found.backend != "RPC")
     return [Device(of.name, i, *of.memory(), of.description, of.handle) for i, of in enumerate(found)]
 

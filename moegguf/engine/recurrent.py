@@ -13,7 +13,7 @@ from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.reader import GGML_TYPES, Value
 
 # Architectures, by the rule for the layers that have a state (src/models/*.cpp): every layer, all layers except every
-# n-th one, or the layers without heads of keys and values.
+# n-th one, or the layers without heads of keys and values. Nemotron's layers with a feed-forward part have no state.
 EVERY_LAYER = frozenset(("mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7", "falcon-h1"))
 INTERVALS = {"qwen3next": 4, "qwen35": 4, "qwen35moe": 4, "qwen4exp": 4, "minimax-01": 8}
 WITHOUT_HEADS = frozenset((

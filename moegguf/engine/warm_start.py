@@ -15,7 +15,7 @@ from moegguf.controller.shape import MoeShape
 from moegguf.engine.session import Session
 from moegguf.native.events import Int32s
 
-HALF_LIFE_PASSES = 4096  # number of passes after which a use counts half as much
+HALF_LIFE_PASSES = 4096  # passes of a run after which the uses of earlier runs count half as much
 
 
 def start_warm(session: Session, artifacts: Artifacts) -> None:

@@ -537,7 +537,7 @@ class _Style:
     """The way in which a template writes arguments."""
 
     end: int  # position after the arguments
-    reader: MarkedCalls  # marks `before` and `after` are still empty
+    reader: MarkedCalls  # the marks `before` and `after` of the reader are still empty
     written: Written  # exact text from the name to the arguments' end
 
 
@@ -589,7 +589,7 @@ class AnswerFormat:
 
     @property
     def empties_text(self) -> bool:
-        """True if the marks of an empty text stand before a call."""
+        """True if the template writes the marks of a text before a call, also without a text."""
         return bool(self.tools) and self._probe.empties_text
 
     @functools.cached_property

@@ -102,8 +102,12 @@ class GenerationTag(Extension):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """The jinja2 environment of transformers, with two differences. `append` and `pop` of lists are allowed, because
-    Kimi-K2's template uses them. Access to a forbidden attribute always raises SecurityError."""
+    """The jinja2 environment of transformers, with some differences.
+
+    `append` and `pop` of lists are allowed, because Kimi-K2's template uses them. Access to a forbidden attribute
+    always raises SecurityError. There is a filter `from_json`, and `tojson` also takes undefined values and iterators.
+    With `lenient`, a missing variable or field adds nothing (`Blank`).
+    """
 
     def __init__(self, lenient: bool = False) -> None:
         super().__init__(

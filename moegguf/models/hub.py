@@ -270,7 +270,8 @@ def remote_model(name: str) -> Iterator[ModelEntry]:
 
 def _fetch_header(file: HubFile, path: Path) -> None:
     """Fetches the file's first bytes into `path` until the header is complete. `path` then has the file's full size,
-    with zeros at the end. Raises the reader's error if the header never is complete."""
+    with zeros at the end. Raises the reader's error if the whole file has no complete header, and PullError if
+    the header is not complete within MOST_BYTES or the fetch fails."""
 
     def receive() -> None:
         n_bytes = 0

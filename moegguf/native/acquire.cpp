@@ -1,6 +1,6 @@
 // acquire.cpp: functions of Store (store.h) that run between a router's choice and the multiplications of its experts.
-// They choose a supply for each routing event. The supply pins slots and queues transfers under the store's lock. This
-// file moves no bytes and changes no graph.
+// They choose a supply for each routing event. The supply pins slots and queues transfers under the store's lock. Other
+// functions take announced tokens, record failures of a pass, and resize a tier between passes.
 #include "store.h"
 #include "switches.h"
 

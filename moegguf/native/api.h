@@ -1,4 +1,4 @@
-// api.h: helpers for the functions of the C ABI. Exceptions become status codes here and nowhere else.
+// api.h: helpers for the functions of the C ABI. Exceptions become status codes here.
 //
 // This file may call any part of a store. It decides nothing itself.
 #pragma once

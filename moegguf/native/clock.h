@@ -1,7 +1,8 @@
 // clock.h: the clock of a store returns the time and runs the transfers of links, in real time or, for simulations, in
 // virtual time.
 //
-// No other part of a store knows which of the two clocks is used. The clock knows no slots and no files.
+// A simulation has no memory and no predictor's thread; the parts concerned ask for this. Compute threads wait through
+// the clock. The clock knows no slots and no files.
 #pragma once
 
 #include <chrono>

@@ -51,7 +51,8 @@ struct Span {
 //
 // Size, modification time and change time show if the file was written to. A new name, owner or mode also changes the
 // change time. Such a new change time is accepted only if name, owner or mode differ, and if the sampled bytes are
-// still equal. The sample has a page of every expert matrix, so it differs for another model, training or quantisation.
+// still equal. The sample has up to a page from the middle of every expert tensor. An expert tensor is one kind of
+// matrix of all experts of a layer. The sample differs for another model, training or quantisation.
 // A write stays unnoticed only if it leaves all these pages unchanged, restores the modification time, and comes with
 // another name, owner or mode.
 class Shard {

@@ -1,5 +1,5 @@
-// os.h: a table of the operations that the operating system or a device may refuse. The store calls them through this
-// table.
+// os.h: a table of operations that the operating system or a device may refuse, and that tests let fail. The store
+// calls these operations through the table.
 //
 // The testing library replaces the table by another one, in which the Nth operation fails (moegguf/testing/faults.cpp).
 #pragma once

@@ -1,7 +1,7 @@
 // pool.h: the memory of expert slots on one ggml device, and the tensors that llama.cpp multiplies with.
 //
 // A pool allocates, writes and frees its own arenas (one for each matrix kind), and binds its tensors to them. It does
-// not know which expert is in a slot. Callers make sure that only one thread at a time writes into a slot.
+// not know which expert is in a slot. Callers make sure that only one thread at a time writes a matrix of a slot.
 #pragma once
 
 #include "layout.h"
@@ -127,7 +127,7 @@ class Pool {
     std::vector<ggml_tensor *> tensors_; // [n_matrices] tensors that llama.cpp multiplies with; nullptr: other tier
     std::vector<ggml_tensor *> slot_;    // [n_matrices] tensors of one expert, in slot 0, as templates for all slots
     std::vector<moegguf_kind> kind_;
-    std::vector<uint64_t> padding_; // [n_matrices] bytes after an expert; 0: slots are interleaved
+    std::vector<uint64_t> padding_; // [n_matrices] zero bytes after an expert in a slot
     ggml_backend_buffer_ptr anchor_memory_;
     ggml_tensor * cpu_anchor_ = nullptr;
     int n_ids_ = 0; // pool tensors accept at least this number of ids, because streaming uses expert ids

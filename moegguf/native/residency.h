@@ -4,8 +4,8 @@
 // the candidates the lowest score of the policy decides; then, in a sweep, the layer that is needed last; then the age.
 // A layer with no more than its share of slots loses one only if no other layer can.
 //
-// Only class Residency changes slots. Other code calls the functions below, mostly through the verbs of the tier
-// (tier.h). It knows no memory, no file and no thread, and its counters cover only its own tier.
+// Only class Residency changes slots. Tiers call the functions below through verbs (tier.h), links for the state of
+// transfers (link.h). It knows no memory, no file and no thread, and its counters cover only its own tier.
 #pragma once
 
 #include "eviction_order.h"

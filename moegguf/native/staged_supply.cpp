@@ -1,6 +1,6 @@
 // staged_supply.cpp: supplies experts for prompts on a device. A layer's experts are copied into a staging tensor with
 // the layer's full shape, and kernels find them there by the router's own ids. So kernels compute as if every expert
-// were resident, and slots keep their experts.
+// were resident. Slots keep their experts until a prompt's last pass, which may give slots to the most used experts.
 //
 // It may pin, assign and vacate slots of staging tiers, fill slots of the device with a prompt's experts, and order
 // copies into both.

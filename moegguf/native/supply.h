@@ -5,8 +5,8 @@
 // failure.
 //
 // A supply may pin slots for a context, assign slots to absent experts, and queue transfers. It reads no file and
-// copies nothing itself. A context belongs to the compute thread. Pins change, and failures are recorded, under the
-// store's lock.
+// copies nothing itself. A context belongs to the compute thread, which also records its failures. Pins change
+// under the store's lock.
 #pragma once
 
 #include "policies/policy.h"

@@ -1,9 +1,9 @@
 // tier.h: a tier is a set of slots in one kind of memory, for some layers. It knows the memory of its slots, their
-// numbering, their experts, and the slots of other tiers from which they are filled. A store has one tier for each
-// device that computes layers, one tier in RAM that fills the tiers of devices, and staging tensors for prompts.
+// numbering, their experts, and the slots of other tiers from which they are filled. A store has tiers for
+// devices that compute layers, one tier in RAM that fills the tiers of devices, and staging tensors for prompts.
 //
-// A tier changes its own slots. It pins slots of other tiers while its own slots are filled from them. Look-ups and
-// stalls are counted only here. A tier queues nothing itself, and has no thread.
+// A tier changes its own slots. It pins slots of other tiers while its own slots are filled from them. Look-ups are
+// counted only here. A tier queues nothing itself, and has no thread that moves experts.
 #pragma once
 
 #include "pool.h"

@@ -55,7 +55,7 @@ class LeaseRequest:
     ticket: int = field(default_factory=_tickets.__next__)  # position in the order of arrival, for all models
     since_s: float = field(default_factory=time.monotonic)
     client: str = field(default_factory=current_client.get)
-    load_s: float = 0.0  # seconds of the load for which the request waited
+    load_s: float = 0.0  # seconds that the load took for which the request waited; 0: no load
     last_used_s: float = 0.0  # time of the last use, on the event loop's clock
     granted: asyncio.Future[Any] = field(default_factory=asyncio.Future)
     model: ManagedModel = field(init=False)  # the model for which the request waits

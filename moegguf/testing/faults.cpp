@@ -25,7 +25,7 @@ struct Arm {
 Arm arms[MOEGGUF_FAULT_KINDS];
 
 std::mutex limiting;
-FileId limited; // the only file whose reads fail; inode 0: reads of all files fail
+FileId limited; // the only file whose reads and fstat fail; inode 0: they fail for all files
 
 bool may_fail(int fd) {
     const std::lock_guard<std::mutex> lock(limiting);

@@ -62,7 +62,8 @@ enum moegguf_fault_kind {
 // nth 0 disarms the kind. sys_errno: the error number; 0: EIO.
 MOEGGUF_API void moegguf_fault_arm(int kind, uint64_t nth, int sticky, int sys_errno);
 
-// Returns the number of operations of a kind while it has been armed.
+// Returns the number of operations of a kind since it was armed; 0: it is not armed. Reads and fstat of other files
+// than the file of moegguf_fault_file do not count.
 MOEGGUF_API uint64_t moegguf_fault_count(int kind);
 
 // Limits faults of reads and of fstat to one file; NULL: faults occur for every file. INVALID: there is no such file.

@@ -108,7 +108,7 @@ struct PlainIq4Xs : Superblock<Signed, 32> {
 // fields.
 struct Found {
     alignas(32) uint16_t index[64];
-    alignas(32) uint32_t more[8]; // signs of each 32 values, or a number to add to them
+    alignas(32) uint32_t more[8]; // [i]: of 32 values the signs, or one number (IQ1_S) or four bytes (IQ1_M) to add
     __m128i scales;
 };
 

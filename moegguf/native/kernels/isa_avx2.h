@@ -66,7 +66,7 @@ struct Avx2 {
         return _mm256_castsi256_ps(_mm256_blendv_epi8(normal, denormal, _mm256_cmpgt_epi32(_mm256_set1_epi32(2), e)));
     }
 
-    // The next functions return scales in the form that scaled_sum needs: the same 16 bits twice in each lane.
+    // The next three functions return scales in the form that scaled_sum needs: the same 16 bits twice in each lane.
     static I twice(I x) { return _mm256_or_si256(x, _mm256_slli_epi32(x, 16)); }
     static I scales(const uint8_t * of_columns) {
         return twice(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)of_columns)));
@@ -75,6 +75,7 @@ struct Avx2 {
         const I x = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)groups[0]));
         return twice(_mm256_and_si256(x, _mm256_set1_epi32(0xffff)));
     }
+    // Returns two numbers of 16 bits for each column: one of the first and one of the second sub-block.
     static I pairs(const uint8_t * first, const uint8_t * second) {
         const __m128i a = _mm_loadl_epi64((const __m128i *)first), b = _mm_loadl_epi64((const __m128i *)second);
         return _mm256_cvtepu8_epi16(_mm_unpacklo_epi8(a, b));
@@ -94,7 +95,8 @@ struct Avx2 {
         return add_pairs(sum, part, scale);
     }
 
-    // Returns sum + scale * (w . x) for signed codes, whose products do not fit into 16 bits together.
+    // Returns sum + scale * (w . x) for signed codes. The pairs of products of each vector are added in 32 bits:
+    // sums over all vectors do not fit into 16 bits.
     template <int n_vectors>
     static I wide_sum(I sum, const I * w, const int8_t * x, const int32_t *, I scale) {
 #pragma GCC unroll 8

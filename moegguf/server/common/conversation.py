@@ -276,7 +276,7 @@ async def _answers(
                 return
 
     async def compute_beside() -> None:
-        with suppress(MoeggufError):  # the first lease computes everything if this one fails
+        with suppress(MoeggufError):  # the first lease computes everything if there is no further one
             async with state.manager.lease(*use) as lease:
                 await compute(lease)
 

@@ -41,7 +41,7 @@ SelectedName = Annotated[str, Field(max_length=limits.NAME_CHARS)]  # "" selects
 
 def find(catalog: Catalog, name: str, *, even_missing: bool = False) -> ModelEntry:
     """Returns the model entry with this name. With `even_missing`, its files may be missing. Raises HttpError 404 with
-    Ollama's message, ModelNameError."""
+    Ollama's message if there is no such model, and ModelNameError for an invalid name."""
     try:
         return catalog.find(name, even_missing=even_missing)
     except ModelNotFoundError as error:
