@@ -1,5 +1,5 @@
 // huge_pages.h: requests memory pages of 2 MiB ("huge pages") if the system has them. On other systems nothing changes.
-// The functions only touch memory that callers pass.
+// The functions only touch memory that callers pass. Memory is also zeroed here, by giving its huge pages back.
 #pragma once
 
 #include <sys/mman.h>

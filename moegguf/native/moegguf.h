@@ -23,7 +23,7 @@
 //      increases whenever the slot gets or loses an expert, which happens only under the store's lock.
 //   3. A compute thread multiplies from a slot only after its context has pinned the slot under the store's lock, and
 //      after the thread itself has seen the matrix READY with an acquire load. On the CPU the kernel does this load;
-//      on other devices the load comes before the kernel. The pin lasts until the context's next routing event.
+//      on other devices the load comes before the kernel. The pin lasts at least until the context's next event.
 //      On devices with events, the thread only sees that the copy was queued, and its stream waits for the copy.
 //   4. A slot from which another slot is filled stays pinned until the other slot has all matrices or was vacated.
 //   5. A place in a staging tensor changes its expert only while it is not pinned and no copy into it is under way.
