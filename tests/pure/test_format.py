@@ -151,7 +151,7 @@ def test_read_rejects_files_that_are_not_traces(tmp_path: Path, data: bytes) -> 
         ({"blocks": [[6, 8, 0, 0]] * 1000, "n_pass": 6000, "n_tokens": 8000}, "damaged or incomplete"),
         ({"blocks": [[6, 9, 0, 0]], "n_tokens": 9}, "pass_start must go from 0 to 9"),
         ({"blocks": [[6, 1 << 31, 0, 0]], "n_tokens": 1 << 31}, "at most [0-9]+ are allowed"),
-        ({"layers": [1, 2, 3, 4, 6]}, "layers must rise"),
+        ({"layers": [1, 2, 3, 4, 6]}, "layers must be in rising order"),
         ({"n_expert": 1}, "n_expert_used is more"),
         ({"n_expert": 4}, "expert_ids must be from -1 to below 4"),
         ({"n_layer": 1 << 40}, "n_layer: Input should be"),
