@@ -60,7 +60,7 @@ class ExpertIOError(MoeggufError, OSError):
 
 
 class AllocationError(MoeggufError, MemoryError):
-    """Memory or a thread could not be had, or a process that measures failed. The message says which."""
+    """Memory could not be allocated, a thread could not be created, or a measuring process failed."""
 
 
 class ClosedError(MoeggufError, ValueError):
