@@ -120,8 +120,9 @@ def _vscode(to: Target) -> str:
     }
     settings = {"name": "moegguf", "vendor": "customendpoint", "apiType": "chat-completions", "models": [model]}
     return f"""\
-In VS Code: "Chat: Manage Language Models", Add, Custom Endpoint, with the key {to.key}.
-Its entry in chatLanguageModels.json; both sizes together must not exceed the model's context:
+In VS Code: "Chat: Manage Language Models", Add, Custom Endpoint.
+The key is {to.key}. Add the following entry to chatLanguageModels.json.
+Both sizes together must not exceed the model's context:
 {json.dumps(settings, indent=2)}
 """
 
