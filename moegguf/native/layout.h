@@ -19,7 +19,7 @@ struct Error : std::runtime_error {
     moegguf_status status;
 };
 
-// Sets of matrix kinds: bit 1 << kind for each kind.
+// Sets of matrix kinds. The bit 1 << kind stands for one kind.
 constexpr uint8_t all_kinds = (1 << MOEGGUF_MAX_KINDS) - 1;
 constexpr uint8_t down_kind = 1 << MOEGGUF_DOWN;
 
