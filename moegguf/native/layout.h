@@ -1,6 +1,6 @@
 // layout.h: the layout has the place of each expert in the file and the sizes of slots. The numbering has the slot ids
 // that the multiplications of each layer use. Both are plain data, without I/O, and only the numbering ever changes.
-// They know no memory, no device, and not which experts are loaded.
+// They know neither memory nor devices, nor which experts are loaded.
 #pragma once
 
 #include "moegguf.h"

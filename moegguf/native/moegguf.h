@@ -32,16 +32,16 @@
 //   compute thread(s): moegguf_eval, moegguf_abort, and the order of experts in the CPU's MUL_MAT_ID (arrivals.cpp).
 //                      They allocate no memory once warm. They hold the store's lock briefly to pin slots or to wait
 //                      for them, but not for matrices that are there, nor in a layer whose experts all have slots.
-//   reader threads   : read with pread into read buffers, and write into slots. They call no foreign code.
+//   reader threads   : read with pread into read buffers, and write into slots.
 //   copy threads     : one for each tier that is filled from RAM (also for staging tensors). They copy from slots in
-//                      RAM, and call no foreign code.
+//                      RAM, or from other slots on the same device.
 //   predictor thread : takes records from compute threads, predicts, and requests prefetches under the store's lock.
-//   event thread     : calls the listener's callbacks. No other thread calls foreign code.
+//   event thread     : calls the listener's callbacks. No other thread of the store calls code of the application.
 //   any thread       : may call all other functions below, unless a comment says otherwise. Counters are read without
 //                      the lock, so during an event some of them may be newer than others.
 //
-// The store has one lock. It guards residency, numbering, queues and policies. A slot's READY bits, counters, and the
-// switches (cancel, watch, listening) are atomics instead.
+// "The store's lock" guards residency, numbering, queues and policies. A slot's READY bits, counters, and the switches
+// (cancel, watch, listening) are atomics instead.
 //
 // No exception crosses this boundary. Functions return a moegguf_status, and moegguf_last_error() returns the reason.
 #pragma once
@@ -207,7 +207,7 @@ struct moegguf_tier_info {
 struct moegguf_drive_info {
     uint64_t reads;
     uint64_t bytes;
-    uint64_t bytes_per_s; // measured speed of concurrent reads together; 0: not measured yet
+    uint64_t bytes_per_s; // read speed of the drive, all concurrent reads together; 0: not measured yet
     int32_t dropped;      // 1: reading failed, and the copy is no longer used
     char note[256];       // reason why the copy was dropped
 };
@@ -320,7 +320,7 @@ struct moegguf_speeds {
     double device_bytes_per_ns; // speed at which the device multiplies with experts, for one token
     double device_op_ns;        // time of one more node in a graph on the device
     double copy_bytes_per_ns;   // speed of copies from slots in host memory to slots on the device
-    double copy_ns;             // fixed time for the copies of one layer, without their bytes
+    double copy_ns;             // fixed time for the copies of one layer, in addition to the time for their bytes
     double stop_ns;             // time of a stop at a layer: the device ends its work, ids are read and written
     double cpu_layer_ns;        // extra time of a layer on the CPU: activations are copied to the CPU and back
 };
