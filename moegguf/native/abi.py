@@ -1,9 +1,9 @@
 """Reads the C header moegguf.h at import, and makes ctypes of its constants, structs and signatures of functions.
 
 Names lose their prefix: MOEGGUF_IO is `IO`, struct moegguf_tier_info is `TierInfo`, and `enum("kind")` is
-{"gate": 0, "up": 1, ...}. The wheel has the header in this folder. Reading it takes 2 ms, no longer than creating the
-classes from Python code. There is no generated file that could be out of date. This module knows the C in which the
-header is written, but not the meaning of its functions.
+{"gate": 0, "up": 1, ...}. The wheel has the header in this folder. Reading the header takes 2 ms. Python code that
+defines these classes would take as long. There is no generated file that could be out of date. This module knows the
+part of C in which the header is written, but not the meaning of its functions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _struct_name(name: str) -> str:
 
 
 class Header:
-    """A C header that was read. Its attributes are the header's constants and structs, without their prefix."""
+    """A parsed C header. Its attributes are the header's constants and structs, without their prefix."""
 
     def __init__(self, path: Path) -> None:
         self._name = path.name
@@ -52,10 +52,10 @@ class Header:
         raise AttributeError(f"{self._name} has no {name}")
 
     def enum(self, name: str) -> dict[str, int]:
-        """Returns the constants of an enum as {name: value}, with names in small letters.
+        """Returns the constants of an enum as {name: value}, with names in lower case.
 
-        If all names begin with the same word, they lose it. A constant ..._KINDS, which only counts the others, is
-        left out.
+        If all names begin with one common word, that word is removed. A constant ..._KINDS is left out, because it is
+        only the number of kinds.
         """
         constants = [
             (words.split("_"), value) for words, value in self._enums[name].items() if not words.endswith("_KINDS")
@@ -74,7 +74,10 @@ class Header:
         return found
 
     def declare(self, library: c.CDLL, check: Callable[[int], None]) -> None:
-        """Sets the ctypes signature of each function of a loaded library. `check` gets each status that one returns."""
+        """Sets the ctypes signature of each function of a loaded library.
+
+        `check` is called with each moegguf_status that a function returns.
+        """
         keeping_the_lock = c.PyDLL(library._name)
         for name, (result, arguments, is_status) in self.functions.items():
             function = getattr(keeping_the_lock if name in _SHORT_CALLS else library, name)

@@ -24,7 +24,7 @@ void end_layer(Context & context) {
     if (context.supply) { context.supply->release(context); }
 }
 
-// Returns the number of usable slots, added over all tiers that compute layers.
+// Returns the total number of usable slots in the tiers that compute layers.
 int n_usable(const Store & store) {
     int n = 0;
     for (const auto & tier : store.tiers.compute) { n += tier->residency.n_usable(); }
@@ -72,8 +72,9 @@ Supply * choose_supply(Context & context) {
     return &supply;
 }
 
-// Queues prefetches for the MoE layer after layer il, because the pass will need nearly all of its experts. Considers
-// the first experts of that layer that fit beside layer il, or only expert 0 (first_only). Skips experts with a slot.
+// Queues prefetches for the next MoE layer after layer il, because the pass will need nearly all experts of that layer.
+// Goes through its experts from number 0 on, and prefetches each expert without a slot. One expert is checked for each
+// slot that layer il does not need. With first_only, only expert 0 is checked.
 void want_next_layer(Store & store, int il, bool first_only) {
     const auto & layers = store.layout.moe_layers;
     const size_t next_row = store.layout.row_of[il] + 1;
@@ -105,7 +106,7 @@ bool place(Context & context, Lock & lock) {
     return placed;
 }
 
-// Verifies the bookkeeping of all tiers. Fails the pass if it contradicts itself.
+// Verifies the bookkeeping of all tiers. If the bookkeeping contradicts itself, the pass fails.
 void check(Context & context) {
     try {
         context.store.tiers.check();
@@ -136,7 +137,7 @@ void notify_observers(Context & context, uint64_t start_ns, bool placed) {
     }
 }
 
-// Returns false if the tier has a slot for every expert and n_slots keeps all of them, so that nothing has to change.
+// Returns false if nothing has to change, because every expert has its own slot and n_slots is the tier's full size.
 // Throws Error(INVALID) if the tier cannot have n_slots slots.
 bool changes_size(const Tier & tier, int n_slots) {
     if (tier.id == TierId::staging) { throw Error(MOEGGUF_INVALID, "staging tensors keep the size of a layer"); }
@@ -227,8 +228,8 @@ bool Store::must_abort() {
     return context.failed() || shared.cancelled;
 }
 
-// Forgets the announced tokens. Returns false if the next tokens need no announcement: no listener is on, and every
-// expert is in its own slot, so that nothing is predicted. Always returns true in a forked process.
+// Forgets the announced tokens. Returns false if the next tokens need no announcement: no listener is registered, and
+// every expert is in its own slot, so that nothing is predicted. Always returns true in a forked process.
 bool Store::awaits_tokens(int sequence, int phase) {
     Announced & announced = context.announced;
     announced.sequence = sequence;
@@ -263,7 +264,7 @@ void Store::resize(Tier & tier, int n_slots) {
     Lock lock(shared.mutex);
     if (!changes_size(tier, n_slots)) { return; }
     context.await_copies(shared, lock);
-    end_layer(context); // unpins the last layer's slots of a pass that has ended
+    end_layer(context); // unpins the slots that the last pass left pinned
     staged->drop_ahead();
     transfers.forget(Cause::request);
     transfers.pause_prefetch(true);
@@ -273,7 +274,7 @@ void Store::resize(Tier & tier, int n_slots) {
     transfers.pause_prefetch(false);
     if (!ended) { throw Error(MOEGGUF_IO, "experts were still being read after a minute; try again"); }
     n_bindings += 1;
-    tier.resize(std::min(n_slots, tier.residency.n_usable())); // vacates the slots that the new memory lacks
+    tier.resize(std::min(n_slots, tier.residency.n_usable())); // vacates the slots that a smaller pool will not have
     tier.resize(tier.reallocate(n_slots));
 }
 

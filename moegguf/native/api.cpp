@@ -61,7 +61,8 @@ void check_failure(const Context & context) {
 }
 
 // Divides n slots over tiers, and returns the number for each tier. Each tier gets the slots that a pass needs. The
-// rest is divided in proportion to the further slots that each tier can have. Throws Error(INVALID).
+// other slots are divided in proportion to the number of slots that each tier can still take. Throws Error(INVALID) if
+// n is too small or too large for the tiers.
 std::vector<int> share_out(const std::vector<Tier *> & tiers, int n) {
     int64_t least = 0, most = 0;
     for (const Tier * tier : tiers) {
@@ -84,7 +85,7 @@ std::vector<int> share_out(const std::vector<Tier *> & tiers, int n) {
     return shares;
 }
 
-// Appends `more` to a text in an array of chars, after a comma if there is a text already.
+// Appends `more` to the text in an array of chars. A comma comes first if the array already holds a text.
 template <size_t n>
 void append(char (&text)[n], const std::string & more) {
     const size_t used = strlen(text);
@@ -98,7 +99,7 @@ void add_pool(moegguf_tier_info & out, const Pool & pool) {
     out.pinned_memory = pool.memory().pinned;
     const char *device = ggml_backend_dev_name(pool.memory().device), *last = strrchr(out.device, ' ');
     if (strcmp(last ? last + 1 : out.device, device) == 0) {
-        return; // the device is listed already: its layers are in several pools
+        return; // an earlier pool of this device has added its name already
     }
     append(out.device, device);
     append(out.note, pool.memory().note);
@@ -111,8 +112,8 @@ void check_table(const Store & s, size_t n, const char * what) {
     }
 }
 
-// Returns the tiers that moegguf_store_resize() resizes. If GPUs compute layers, too, the CPU's tier keeps its size and
-// is left out.
+// Returns the tiers that moegguf_store_resize() resizes. `index`: enum moegguf_tier. MOEGGUF_COMPUTE_TIER leaves out
+// the CPU's tier if GPUs compute layers, too. The CPU's tier then keeps its size.
 std::vector<Tier *> resized_at(Store & s, int index) {
     std::vector<Tier *> found = s.tiers_at(index);
     const auto in_ram = [](const Tier * tier) { return tier->pool() && tier->pool()->host(); };
@@ -285,7 +286,7 @@ int moegguf_store_set_scores(moegguf_store * store, const float * scores, size_t
         std::vector<std::vector<float>> tables(s.tiers.compute.size(), ScoreTable::finite(scores, scores ? n : 0));
         Lock lock(s.shared.mutex);
         for (size_t i = 0; i < tables.size(); i++) { s.tiers.compute[i]->residency.exchange_scores(tables[i]); }
-        lock.unlock(); // the earlier tables are destroyed without the lock
+        lock.unlock(); // the replaced tables are destroyed without the lock
     });
 }
 
@@ -297,7 +298,7 @@ int moegguf_store_set_policy(moegguf_store * store, int32_t tier, const char * n
         for (size_t i = 0; i < of.size(); i++) { next.push_back(make_policy(s.layout, &given(name), own)); }
         Lock lock(s.shared.mutex);
         for (size_t i = 0; i < of.size(); i++) { of[i]->residency.exchange_policy(next[i]); }
-        lock.unlock(); // the earlier policies are destroyed without the lock
+        lock.unlock(); // the replaced policies are destroyed without the lock
     });
 }
 

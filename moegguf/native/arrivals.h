@@ -18,18 +18,21 @@ class ExpertStream {
     virtual int own_slot(int expert) const = 0;   // slot of an expert that is not streamed; -1: the expert is streamed
     virtual int n_experts() const = 0;            // number of streamed experts
     // Waits for a matrix of the i-th streamed expert, writes its slot to `order`, and returns the expert. Returns -1 if
-    // there is no such expert or its matrix will not come. All threads take the experts in this order.
+    // there is no such expert or its matrix will not come. Every thread of a kernel takes all streamed experts, in the
+    // order of i.
     virtual int next(ggml_mul_mat_id_order & order, int i, uint8_t kind, bool is_first_thread) = 0;
 };
 
 class Arrivals {
   public:
-    // Registers next() with the kernels of the tier's pool if MOEGGUF_OVERLAP is set and the kernels can ask for an
-    // order. `tier`: the tier in the CPU's memory; nullptr: there is none. All other layers wait for their matrices
-    // before they multiply.
+    // Registers next() with the kernels of the tier's pool, if MOEGGUF_OVERLAP is set and these kernels can call
+    // next(). Layers whose kernels do not call next() wait for their matrices before they multiply. `tier`: the tier in
+    // the CPU's memory; nullptr: there is none.
     Arrivals(const Layout & layout, Shared & shared, Tier * tier, ExpertStream & stream);
 
-    bool possible() const { return possible_; } // true: kernels ask for an order, or no kernel runs (simulation)
+    // Returns true if MOEGGUF_OVERLAP is set and the tier's kernels call next(). In a simulation no kernel runs, and
+    // MOEGGUF_OVERLAP is enough.
+    bool possible() const { return possible_; }
     bool covers(int il) const { return !tensors_.empty() && tier_->layers.has[il]; }
 
     // Waits until done() is true, and returns with the lock held. Returns false if done() will not become true. Threads
@@ -66,7 +69,7 @@ class Arrivals {
     Tier * const tier_; // the tier in the CPU's memory; nullptr: none
     ExpertStream & stream_;
     bool possible_;
-    std::vector<PoolTensor> tensors_; // [layout.matrices.size()]; empty if kernels ask for no order
+    std::vector<PoolTensor> tensors_; // [layout.matrices.size()]; empty if kernels do not call next()
 };
 
 } // namespace moegguf

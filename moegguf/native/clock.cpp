@@ -29,7 +29,8 @@ class RealClock final : public Clock {
 };
 
 // A clock for simulations. Each link carries one transfer at a time, which takes the link's latency plus its bytes
-// divided by the bandwidth. A call of wait() moves the time to the end of the next transfer.
+// divided by the bandwidth. A call of wait() starts transfers on idle links. If there is nothing to start, the call
+// moves the time to the end of the next transfer.
 class VirtualClock final : public Clock {
   public:
     explicit VirtualClock(uint64_t & time_ns) : time_ns_(time_ns) {}

@@ -1,8 +1,8 @@
 // clock.h: the clock of a store returns the time and runs the transfers of links, in real time or, for simulations, in
 // virtual time.
 //
-// A simulation has no memory and no predictor's thread; the parts concerned ask for this. Compute threads wait through
-// the clock. The clock knows no slots and no files.
+// A simulation has no memory for experts and no predictor's thread. The code that would use them checks for a
+// simulation itself. Compute threads wait through the clock. The clock knows no slots and no files.
 #pragma once
 
 #include <chrono>
@@ -35,11 +35,13 @@ class Clock {
     virtual ~Clock() = default;
     virtual uint64_t now_ns() const = 0;
 
-    // Waits until another thread has notified `changed`, or lets virtual time move on. The lock is free meanwhile.
-    // Returns false if nothing is left to wait for (virtual time), or if the deadline has passed (real time).
+    // Waits until another thread has notified `changed`. The lock is free meanwhile. Returns false if the deadline has
+    // passed. A virtual clock does not wait: it starts transfers, or moves the time to the end of the next transfer. It
+    // returns false if there is no transfer.
     virtual bool wait(std::condition_variable & changed, std::unique_lock<std::mutex> & lock, Deadline deadline) = 0;
 
-    // Runs the transfers of this link from now on. In virtual time, links added earlier go first.
+    // Runs the transfers of this link from now on. In virtual time, idle links start transfers in the order in which
+    // the links were added.
     virtual void carry(Link & link, LinkSpeed speed) = 0;
     // Starts a thread. In virtual time there is no thread: the result is empty, and the caller does the work. Throws
     // Error.

@@ -73,7 +73,7 @@ void Copies::note_time(uint64_t ns) { count(to_.counters.copy_ns, ns); }
 
 void Copies::finish(const Job & job, const std::string & why) {
     const int s = job.destination.slot;
-    end(job, why); // comes first, so that any thread sees each matrix as ready or as submitted
+    end(job, why); // end() comes before the bits are cleared: any thread sees each matrix as ready or as submitted
     submitted_[s].fetch_and(uint8_t(~job.kinds), std::memory_order_release);
     to_.settle(s);
     shared_.done.notify_all();
@@ -121,9 +121,9 @@ void Copies::run() {
     }
 }
 
-// Moves queued jobs into batch_. A batch has every matrix that a layer waits for, so that neighbours are copied as one.
-// Otherwise it has one prefetched matrix, or several for a prompt: a small batch does not delay a layer for long.
-// Returns false if no job is queued.
+// Moves queued jobs into batch_. A batch has all queued matrices that layers wait for, so that one copy can move
+// neighbouring slots. If no layer waits, a batch has one prefetched matrix, or several for a prompt. Such a small batch
+// does not delay a layer for long. Returns false if no job is queued.
 bool Copies::take_batch() {
     const size_t most = !to_.staged_for ? 1 : is_on(Remedy::large_batches) ? most_ahead : few_ahead;
     std::vector<Job> & jobs = batch_.jobs;
@@ -159,7 +159,8 @@ void Copies::submit(Batch & batch, Lock & lock) {
     shared_.done.notify_all();
 }
 
-// Waits until a submitted batch is copied, and marks its matrices as there. Releases the lock while it waits.
+// Waits until the copies of a submitted batch have ended, and marks its matrices as ready. Releases the lock while it
+// waits.
 void Copies::complete(Batch & batch, Lock & lock) {
     lock.unlock();
     ggml_backend_synchronize(backend_.get());

@@ -22,14 +22,14 @@ class Copies final : public Link {
     // Submits all queued demand copies from the compute thread itself. The copy thread waits for their end and records
     // it. The lock is free during the submission.
     void submit_own(Lock & lock);
-    void drop_prefetches(int il); // drops queued prefetches of this layer, except into pinned slots
+    void drop_prefetches(int il); // drops this layer's queued prefetches; prefetches into pinned slots stay
     bool idle() const { return demand_.empty() && prefetch_.empty(); }
 
     // Overridden functions of Link.
     void start_threads() override;
     bool begin_next(Job & job) override;
     void finish(const Job & job, const std::string & why) override;
-    uint64_t link_bytes(const Job & job) const override; // 0 for a copy within the device: faster than any link
+    uint64_t link_bytes(const Job & job) const override; // 0 for a copy within the device, which takes no virtual time
     void note_time(uint64_t ns) override;
     // Sets the stop flag of the whole store, joins the copy thread, and waits for the submitted copies.
     void stop();

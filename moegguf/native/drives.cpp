@@ -37,8 +37,8 @@ Drives::Drives(const Layout & layout, bool direct) {
     }
 }
 
-// Returns the expected time in ns until n more bytes are read. A drive that has been silent for some time, although
-// reads wait for it, is expected to take at least this time once more.
+// Returns the expected time in ns until n more bytes are read. If reads are under way, the result is at least the time
+// since the drive last finished a read.
 float Drives::Drive::expected_ns(size_t n, uint64_t now) const {
     const float silent = under_way > 0 ? float(now - silent_ns) : 0;
     return std::max(silent, float(under_way + n) * (n_reads >= first_reads ? ns_per_byte : unmeasured_ns_per_byte));
@@ -73,8 +73,8 @@ Drives::Turn Drives::begin(size_t n) {
     return {*first, now, first->under_way};
 }
 
-// Ends a read of n bytes, and updates the drive's average time per byte. During the read the drive delivered all bytes
-// that were under way when the read began, in whatever order.
+// Ends a read of n bytes, and updates the drive's average time per byte. The time of the read is divided by all bytes
+// that were under way when the read began, because the drive may deliver them in any order.
 void Drives::end(const Turn & turn, size_t n) {
     const std::lock_guard<std::mutex> lock(mutex_);
     Drive & drive = turn.drive;

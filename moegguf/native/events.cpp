@@ -114,7 +114,7 @@ void Events::run() {
     Lock lock(mutex_);
     while (true) {
         if (flags_ & MOEGGUF_LISTEN_LAZY) {
-            while (size_ == 0 && !stopping_) { // post() does not wake a lazy listener for the first events
+            while (size_ == 0 && !stopping_) { // post() does not wake a lazy listener for a few events
                 arrived_.wait_for(lock, lazy_wait);
             }
         } else {

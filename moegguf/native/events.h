@@ -40,7 +40,7 @@ class Events {
         bool routed = true; // true: the record has a routing event; false: announced tokens
         moegguf_tokens_event tokens;
         moegguf_routing_event routing;
-        std::vector<int32_t> words; // all arrays of the event; small ones keep their memory for later events
+        std::vector<int32_t> words; // memory of all arrays of the event; reused for later events if it is small
     };
     struct Array { // a pointer field of an event: n values of 4 bytes, or NULL
         const void ** pointer;
@@ -55,10 +55,10 @@ class Events {
     void run();
 
     static constexpr size_t capacity = 4096;
-    static constexpr size_t most_words = 64u << 20; // limit for all arrays in the ring, in words of 4 bytes
+    static constexpr size_t most_words = 64u << 20; // largest total size of all arrays in the ring, in words of 4 bytes
     static constexpr size_t lazy_events = 512;      // number of waiting events that wakes a lazy listener
     static constexpr std::chrono::milliseconds lazy_wait{100};
-    static constexpr size_t kept_words = 1u << 16; // a record with room for more words frees its memory
+    static constexpr size_t kept_words = 1u << 16; // a record with room for more words frees it after its delivery
 
     std::mutex control_; // lets one start() or stop() run at a time
     mutable std::mutex mutex_;

@@ -1,6 +1,7 @@
-"""The events that the store's listener receives: announced tokens, and routing. They have numpy arrays.
+"""The events that the store's listener receives: announcements of tokens, and routing events.
 
-This module needs neither ctypes nor the native library.
+Each array of an event is a numpy array. Events identify a sequence by the number of its request. This module needs
+neither ctypes nor the native library.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ class Announcement(NamedTuple):
     """Tokens that are about to be evaluated, in one pass or in several. The event comes before their routing events.
 
     If the tokens belong to several sequences, `sequence` is the sequence of the first token. `phase` is then DECODE if
-    any token decodes, because a controller acts for decoding tokens.
+    any token decodes, because controllers act only while tokens are decoded.
     """
 
-    sequence: int  # number of the request
+    sequence: int  # number of the request that the first token belongs to
     phase: Phase
     tokens: Int32s  # (n_tokens,)
     sequences: Int32s | None = None  # (n_tokens,) sequence of each token; None: all have `sequence`
@@ -58,8 +59,8 @@ class RoutingEvent(NamedTuple):
 
     pass_: int
     time_ns: int
-    sequence: int  # sequence of the announcement
-    phase: Phase  # phase of the announcement
+    sequence: int  # `sequence` of the announcement
+    phase: Phase  # `phase` of the announcement
     first_token: int  # index of the pass's first token in its announcement; -1: its tokens were not announced
     il: int
     expert_ids: Int32s  # (n_tokens, n_expert_used)

@@ -19,8 +19,8 @@
 namespace moegguf {
 namespace {
 
-// Number of bytes that are read with and without O_DIRECT, and compared. A file system on which the two differ shows it
-// on the first block.
+// Number of bytes that are read with and without O_DIRECT, and compared. One block is enough: a file system that
+// returns wrong bytes with O_DIRECT does so on the first block, too.
 constexpr size_t check_bytes = Shard::alignment;
 
 // A read fails if signals interrupt it more often than this, because it would probably never end.

@@ -115,8 +115,8 @@ void Forecaster::routing(int il, const PassTokens & of, const int32_t * expert_i
     });
 }
 
-// Writes the last token of each sequence of a pass to record.last, and the known tokens to record.tokens. Keeps at most
-// most_selected sequences, at even distances.
+// Writes the last token of each sequence of a pass to record.last. Keeps at most most_selected sequences, at even
+// distances. If the pass has token ids, also writes the last most_known ids of each kept sequence to record.tokens.
 void Forecaster::choose_last(const PassTokens & of, Record & record) {
     std::vector<LastToken> & last = record.last;
     int first = 0;
@@ -223,7 +223,7 @@ void Forecaster::follow(const Record & record, bool newest) {
     if (newest && is_predicted_) {
         const int last = layout_.n_moe_layers - 1;
         predict(row_, std::min(row_ + options_.window, last));
-        if (factory_->type->sees_next_pass && row_ == last) { // policies also get predictions of the next pass
+        if (factory_->type->sees_next_pass && row_ == last) { // predicts the next pass, too, for eviction policies only
             predict(-1, last);
             Lock lock(shared_.mutex);
             for (int at = 0; at <= last; at++) {
@@ -338,8 +338,8 @@ void Forecaster::predict(int from, int last) {
     }
 }
 
-// Predicts a layer for each selected sequence. Fills predicted_sequences_, and a row of each_ for each of them. Returns
-// false if no predictor has a prediction.
+// Predicts a layer for each selected sequence. Each prediction adds its sequence to predicted_sequences_, and fills the
+// next row of each_. Returns false if no predictor has a prediction.
 bool Forecaster::predict_sequences(int il, int distance) {
     predicted_sequences_.clear();
     for (size_t at : selected_) {
@@ -406,15 +406,16 @@ void Forecaster::issue_prefetches() {
     transfers_.wake_idle_reader();
 }
 
-// Adds prefetches of a layer's most probable experts that have no slot, at most the number that the tokens can use. A
-// prefetch of an expert that is used saves the part of a stall that fits into the time until the layer comes. A
-// prefetch of an expert that is not used costs waste_weight, because it keeps the link busy. Both count with their
-// probability. The difference must be above 0, and only an expert that is worth less may be evicted.
+// Adds prefetches of a layer's most probable experts that have no slot, at most as many as the pass's tokens can use.
+// The worth of a prefetch is its expected gain minus its expected cost, and must be above 0. If the expert is used, the
+// gain is the share of the transfer that ends before the layer is reached. If the expert is not used, the cost is
+// waste_weight, because the transfer keeps the link busy. A prefetch may evict only an expert that is worth less.
 void Forecaster::want_layer(int at, uint64_t deadline) {
     const LayerForecast & row = layers_[at];
     const int il = layout_.moe_layers[at];
     const float saved = transfers_.share_in_time(at - row_);
-    const std::vector<float> & order = n_sequences_ == 1 ? row.likely : row.chances; // raw probabilities seldom tie
+    // Raw probabilities are seldom equal. Calibrated probabilities often are, because each bin has only one.
+    const std::vector<float> & order = n_sequences_ == 1 ? row.likely : row.chances;
     const int n_best = rank(order.data(), il, layout_.layers[il].n_expert_used * n_sequences_);
     for (int i = 0; i < n_best; i++) {
         const int e = best_[i];

@@ -23,7 +23,8 @@ struct PassTokens {
 
 // Corrects a predictor's probabilities: counts how often experts with a similar predicted probability were really used.
 // This is needed because only the order of a predictor's probabilities is reliable, and layers further ahead are less
-// certain. Each distance in layers has its own bins of equal width. The latest several thousand experts count most.
+// certain. Each distance in layers has its own bins of equal width. Old counts lose their weight: the latest several
+// thousand experts count most.
 class Calibration {
   public:
     Calibration() {
@@ -54,7 +55,7 @@ class Calibration {
         float seen;
     };
     static constexpr int n_bins = 16, n_distances = 16;
-    static constexpr float first_weight = 8.0f; // a bin starts as if this number of experts had confirmed the predictor
+    static constexpr float first_weight = 8.0f; // a bin starts as if this many experts had confirmed its probability
     static constexpr float most_seen = 8192.0f;
 
     static int row(int distance) { return std::clamp(distance, 1, n_distances) - 1; }
@@ -82,7 +83,7 @@ class Forecaster {
     // another name is set. Throws Error.
     void set(const moegguf_predictor * chosen);
     void prefetch(bool on) { prefetching_ = on; }            // switches prefetches on or off
-    void read(float * probabilities, uint8_t * known) const; // forecasts of layers whose router has not chosen yet
+    void read(float * probabilities, uint8_t * known) const; // writes the forecasts of layers that are not routed yet
 
     // Compute threads call the next functions without the store's lock.
     bool on() const { return on_; }
@@ -127,7 +128,7 @@ class Forecaster {
         std::unique_ptr<Predictor> predictor;
     };
     struct LayerForecast {          // the forecast for one layer
-        int distance = 0;           // layers with experts from the last observed one to this one; 0: no forecast
+        int distance = 0;           // number of MoE layers from the last observed layer to this one; 0: no forecast
         bool is_published = false;  // true: eviction policies have received the forecast
         std::vector<int> sequences; // sequences for which there is a prediction
         std::vector<float> each;    // [sequences.size()][n_expert_max] raw probabilities

@@ -188,7 +188,8 @@ void read_details(Context & context, const ggml_tensor * t, ggml_backend_t backe
     }
 }
 
-// Returns the backend that computes the node; nullptr: it is not known, and its work has already ended.
+// Returns the backend that computes the node; nullptr: the scheduler is not known. The node's work has then already
+// ended.
 ggml_backend_t backend_of(const Context & context, ggml_tensor * t) {
     return context.scheduler ? ggml_backend_sched_get_tensor_backend(context.scheduler, t) : nullptr;
 }

@@ -56,7 +56,7 @@ constexpr Interleave q4_0x8 = nullptr;
 
 #endif
 
-// Returns true if our function and upstream's function lay out a few random rows equally. `ours` may be nullptr: false.
+// Returns true if `ours` and upstream's function lay out a few random rows equally. Returns false if `ours` is nullptr.
 bool same(Interleave ours, const ggml_tensor & slot, int64_t n_rows) {
     if (!ours) { return false; }
     ggml_tensor piece = slot;

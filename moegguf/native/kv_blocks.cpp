@@ -135,7 +135,7 @@ struct moegguf_kv_blocks {
     size_t n_addresses = 0;
 
   private:
-    // Limits the blocks that are filled to the first n_blocks(). No more blocks are added.
+    // Ends the list: only the first n_blocks() blocks are filled, and no blocks are added afterwards.
     template <typename F>
     void end(F n_blocks) {
         const std::lock_guard<std::mutex> lock(mutex);
@@ -198,7 +198,7 @@ int moegguf_kv_blocks_fill(moegguf_kv_blocks * given_blocks, int32_t * n_right) 
         all.fill_all();
         for (const Block & block : all.blocks) {
             for (const Part & part : block.parts) {
-                if (!block.is_right) { // cleared, because a NaN in an unused cell would spread
+                if (!block.is_right) { // set to zero, because a NaN would spread even from an unused cell
                     ggml_backend_tensor_memset(part.tensor, 0, part.offset, part.n);
                 }
             }
@@ -212,7 +212,7 @@ int moegguf_kv_blocks_fill(moegguf_kv_blocks * given_blocks, int32_t * n_right) 
 bool moegguf_state_read(void * to, const void * at, size_t n) {
     const uint64_t position = current ? current->position(at, n) : 0;
     if (position && pread(current->file->fd, to, n, (off_t)position) != (ssize_t)n) {
-        memset(to, 0, n); // the digest will then be wrong
+        memset(to, 0, n); // the read failed; fill() later finds that the block's digest is wrong
     }
     return position != 0;
 }

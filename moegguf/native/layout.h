@@ -1,6 +1,6 @@
 // layout.h: the layout has the place of each expert in the file and the sizes of slots. The numbering has the slot ids
 // that the multiplications of each layer use. Both are plain data, without I/O, and only the numbering ever changes.
-// They know no memory, no device, and not which experts are loaded.
+// They know neither memory nor devices, nor which experts are loaded.
 #pragma once
 
 #include "moegguf.h"
@@ -19,7 +19,7 @@ struct Error : std::runtime_error {
     moegguf_status status;
 };
 
-// Sets of matrix kinds: bit 1 << kind for each kind.
+// Sets of matrix kinds. The bit 1 << kind stands for one kind.
 constexpr uint8_t all_kinds = (1 << MOEGGUF_MAX_KINDS) - 1;
 constexpr uint8_t down_kind = 1 << MOEGGUF_DOWN;
 

@@ -36,7 +36,7 @@ from moegguf.settings import read_environment
 LOG_ERROR = 4  # value of enum ggml_log_level
 # GOMP_SPINCOUNT: the number of polls before a waiting thread sleeps. 20000 polls take a good part of a millisecond;
 # GNU's default is 300000. While experts can be absent (`moegguf/native/threads.h`), OpenMP polls only 1000 times, or
-# 100 times without `active`. With all experts present this would cost up to a fifth of the speed.
+# 100 times without `active`. With all experts present, this low number of polls would cost up to a fifth of the speed.
 SPINNING = {"GOMP_SPINCOUNT": "20000", "OMP_WAIT_POLICY": "active"}
 
 
@@ -161,7 +161,7 @@ def _load_backends(folder: Path) -> None:
     base = _open(folder, "ggml-base")
     base.ggml_log_set(_KEEP_ERRORS, None)
     ggml = _open(folder, "ggml")
-    if any(folder.glob("libggml-cpu-*")):  # a portable build; by default ggml searches the current folder, too
+    if any(folder.glob("libggml-cpu-*")):  # a portable build; by default, ggml would also search the current folder
         ggml.ggml_backend_load_all_from_path.argtypes = [c.c_char_p]
         ggml.ggml_backend_load_all_from_path(os.fsencode(folder))
     if ggml.ggml_backend_dev_count() == 0:
@@ -261,7 +261,7 @@ def _correct_log_levels() -> None:
     levels = (logging.CRITICAL, logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR)
     _logger.GGML_LOG_LEVEL_TO_LOGGING_LEVEL.update(enumerate(levels))
     if _logger.logger.level == logging.NOTSET:
-        _logger.set_verbose(False)  # until a model is loaded with verbose=True
+        _logger.set_verbose(False)  # logs only errors until a model is loaded with verbose=True
 
 
 _ERRORS: dict[int, type[MoeggufError]] = {

@@ -75,7 +75,8 @@ class Link {
     virtual void start_threads() = 0; // starts the threads that carry transfers, without the lock. Throws Error.
 
     virtual bool begin_next(Job & job) = 0; // begins the next transfer that is still needed; false: none
-    virtual void finish(const Job & job, const std::string & why) = 0; // `why`: reason of a failure; empty: success
+    // Ends a transfer, and updates its slot. `why`: reason of a failure; empty: the transfer succeeded.
+    virtual void finish(const Job & job, const std::string & why) = 0;
     // Only the virtual clock calls the next two functions. link_bytes() returns the bytes that go over the link, or 0
     // if the transfer takes no time. note_time() receives the time that a transfer will take, in ns.
     virtual uint64_t link_bytes(const Job & job) const { return job.bytes; }
@@ -114,9 +115,10 @@ class Link {
         to(job).residency.begin_read(job.destination.slot, job.kinds);
         count(shared_.counters.chunks_reading);
     }
-    // Ends a transfer. After a success, its matrices are marked as there. After a failure, a new transfer is queued if
-    // a later routing event needs the slot. Otherwise the slot is marked as failed, and the function returns false. A
-    // slot keeps its expert while a transfer is under way, so the job's generation is still valid.
+    // Ends a transfer. After a success, its matrices are marked as READY, unless they were streamed. After a failure, a
+    // new transfer is queued if a later routing event needs the slot. Otherwise the slot is marked as failed, and the
+    // function returns false. A slot keeps its expert while a transfer is under way, so the job's generation is still
+    // valid.
     bool end(const Job & job, const std::string & why) {
         Tier & to = this->to(job);
         const int s = job.destination.slot;

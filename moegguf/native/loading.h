@@ -60,8 +60,9 @@ struct ReadBytes {
 // destructor waits for the last tensor.
 class ConvertAhead {
   public:
-    // Reads a tensor's bytes, starts their conversion, and returns them. The bytes stay valid until the call after the
-    // next one. Memory is reused, because the first touch of fresh memory takes longer than filling it.
+    // Reads a tensor's bytes, starts their conversion, and returns the bytes. They stay valid during the next call, and
+    // the call after that overwrites them. Memory is reused, because the first touch of fresh memory takes longer than
+    // filling it.
     template <typename File>
     const ReadBytes & load(File & file, ggml_tensor * tensor, size_t offset, size_t n) {
         std::swap(next_, last_);

@@ -31,8 +31,8 @@ struct Part {
     llama_memory_i * memory;
 };
 
-// Returns the memory as a memory with an indexer (sparse attention) that has its own cache. The indexer's cells are at
-// the same places as the attention's cells. Returns nullptr for any other memory.
+// Casts the memory to a memory whose sparse attention has an indexer with its own cache. The indexer's cells are at the
+// same places as the attention's cells. Returns nullptr for any other memory.
 llama_memory_hybrid_idx * indexed(llama_memory_i & memory) {
     auto * found = dynamic_cast<llama_memory_hybrid_idx *>(&memory);
     return found && found->get_mem_idx() ? found : nullptr;

@@ -28,7 +28,8 @@ LLAMA_API bool moegguf_parts_seq_rm(llama_memory_t memory, uint32_t parts, llama
 LLAMA_API void moegguf_parts_seq_cp(llama_memory_t memory, uint32_t parts, llama_seq_id from, llama_seq_id to,
                                     llama_pos p0, llama_pos p1);
 
-// The next two functions return the first and the last position that a sequence has in all of these parts; -1: none.
+// The next two functions return the first and the last position of a sequence that every one of these parts has; -1:
+// none.
 LLAMA_API llama_pos moegguf_parts_seq_pos_min(llama_memory_t memory, uint32_t parts, llama_seq_id seq);
 LLAMA_API llama_pos moegguf_parts_seq_pos_max(llama_memory_t memory, uint32_t parts, llama_seq_id seq);
 

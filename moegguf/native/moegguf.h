@@ -32,16 +32,16 @@
 //   compute thread(s): moegguf_eval, moegguf_abort, and the order of experts in the CPU's MUL_MAT_ID (arrivals.cpp).
 //                      They allocate no memory once warm. They hold the store's lock briefly to pin slots or to wait
 //                      for them, but not for matrices that are there, nor in a layer whose experts all have slots.
-//   reader threads   : read with pread into read buffers, and write into slots. They call no foreign code.
+//   reader threads   : read with pread into read buffers, and write into slots.
 //   copy threads     : one for each tier that is filled from RAM (also for staging tensors). They copy from slots in
-//                      RAM, and call no foreign code.
+//                      RAM, or from other slots on the same device.
 //   predictor thread : takes records from compute threads, predicts, and requests prefetches under the store's lock.
-//   event thread     : calls the listener's callbacks. No other thread calls foreign code.
+//   event thread     : calls the listener's callbacks. No other thread of the store calls code of the application.
 //   any thread       : may call all other functions below, unless a comment says otherwise. Counters are read without
 //                      the lock, so during an event some of them may be newer than others.
 //
-// The store has one lock. It guards residency, numbering, queues and policies. A slot's READY bits, counters, and the
-// switches (cancel, watch, listening) are atomics instead.
+// "The store's lock" guards residency, numbering, queues and policies. A slot's READY bits, counters, and the switches
+// (cancel, watch, listening) are atomics instead.
 //
 // No exception crosses this boundary. Functions return a moegguf_status, and moegguf_last_error() returns the reason.
 #pragma once
@@ -79,16 +79,16 @@ enum moegguf_flag {
     MOEGGUF_REPACK = 1 << 0,  // slots have the CPU's interleaved layout if its kernels support the type
     MOEGGUF_DIRECT = 1 << 1,  // reads with O_DIRECT if a test read returns the right bytes
     MOEGGUF_CHUNKED = 1 << 2, // each prefetch is split into matrices, so that a miss waits for one matrix only
-    MOEGGUF_PREEMPT = 1 << 3, // a router's choice drops the prefetches of its layer that were not chosen
+    MOEGGUF_PREEMPT = 1 << 3, // a router's choice drops queued prefetches of all other experts of its layer
     MOEGGUF_OVERLAP = 1 << 4, // a layer begins to compute before all of its matrices are there
     // If a pass chooses nearly all experts of a layer, experts of the next layer are prefetched, until the slots are
     // full. In these passes, and in passes whose experts do not fit, experts of the layer that is needed last are
     // evicted first, unless the policy's scores decide.
     MOEGGUF_SWEEP = 1 << 5,
-    MOEGGUF_FILL = 1 << 6,         // if there is a slot for every expert: reads all experts in the background
+    MOEGGUF_FILL = 1 << 6,         // fills tiers that have a slot for each of their experts, in the background
     MOEGGUF_SIMULATE = 1 << 7,     // no file and no memory: transfers only take virtual time
     MOEGGUF_STREAM = 1 << 8,       // a prompt's experts are streamed through a few slots, even if all of them fit
-    MOEGGUF_DEMAND_FIRST = 1 << 9, // demands are read before all prefetches; otherwise after requested prefetches
+    MOEGGUF_DEMAND_FIRST = 1 << 9, // demands are read before all prefetches; otherwise after requests and forecasts
 };
 
 // A tensor of the file with one kind of matrix of all experts of a layer. `offset`: its first byte in the shard.
@@ -110,9 +110,9 @@ struct moegguf_matrix {
 struct moegguf_device {
     const char * name; // ggml's name of the device; NULL: the CPU
     int32_t n_slots;
-    int32_t through_ram;          // 1: missing experts are copied from slots in RAM; 0: read from the file
-    int32_t n_staging_tensors;    // tensors with a place for each expert of a layer, for prompts: 0, 1 or 2
-    int32_t n_pass_slots;         // slots that a pass without staging may need at once; 0: slots for one token
+    int32_t through_ram;       // 1: missing experts are copied from slots in RAM; 0: read from the file
+    int32_t n_staging_tensors; // tensors with a place for each expert of a layer, for prompts: 0, 1 or 2
+    int32_t n_pass_slots;      // slots that a pass may need at once if it is not staged; 0: as many as one token needs
     double sim_copy_bytes_per_ns; // simulation: bandwidth of copies into its slots; 0: no time
     double sim_copy_latency_ns;   // simulation: latency of each copy
 };
@@ -154,14 +154,14 @@ struct moegguf_counters {
     uint64_t stall_ns;  // time in which compute threads waited for bytes
     uint64_t hook_ns;   // time in routing events, without stalls
     uint64_t read_ns;   // time in pread, summed over reader threads
-    uint64_t upload_ns; // time of writing into slots, with repacking, summed over threads
+    uint64_t upload_ns; // time of writing into slots and repacking, summed over threads
     uint64_t prefetch_requested;
     uint64_t prefetch_started;
     uint64_t prefetch_useful;  // prefetched experts that a pass looked up, and that were complete
     uint64_t prefetch_late;    // prefetched experts that a pass looked up before they were complete
-    uint64_t prefetch_dropped; // prefetches that never started: too late, already there, or no free slot
+    uint64_t prefetch_dropped; // prefetches that never started: replaced, too late, already there, or no free slot
     uint64_t events_dropped;   // events that were dropped because the listener was too slow
-    uint64_t forecast_picks;   // native predictor: experts that it ranked among a layer's n_expert_used best
+    uint64_t forecast_picks;   // native predictor's picks: the n_expert_used experts of a layer that it ranked best
     uint64_t forecast_right;   // picks that the router chose
     uint64_t forecast_ns;      // time in which the predictor thread computed
     // The next fields are gauges: present values, not sums.
@@ -183,7 +183,7 @@ struct moegguf_tier_info {
     uint64_t prefetch_wasted;  // experts that were prefetched, and evicted without a use
     uint64_t bytes_missed;     // bytes that came into its slots on demand, from the file or from other slots
     uint64_t bytes_prefetched; // bytes that came into its slots ahead of their use
-    uint64_t stall_ns;     // time in which compute threads waited; RAM: while a matrix was not yet read from the file
+    uint64_t stall_ns; // time in which compute threads waited; RAM: time in which they waited for reads from the file
     uint64_t stream_waits; // times that the computing stream waited for copies, instead of a thread
     uint64_t copy_ns;      // time in which copy threads copied into its slots
     uint64_t slots_used;
@@ -199,7 +199,7 @@ struct moegguf_tier_info {
     int32_t n_slots_usable; // slots that may be used; moegguf_store_resize changes this number
     int32_t resident;       // 1: every expert has its own slot
     int32_t pinned_memory;  // 1: pinned host memory, from which the device copies by itself
-    char device[64];        // device that computes with its slots, or copies from them
+    char device[64];        // devices that compute with its slots; RAM: device that copies from them
     char note[192];         // reason why its memory is not pinned; empty: it is pinned, or needs no pinning
 };
 
@@ -207,7 +207,7 @@ struct moegguf_tier_info {
 struct moegguf_drive_info {
     uint64_t reads;
     uint64_t bytes;
-    uint64_t bytes_per_s; // measured speed of concurrent reads together; 0: not measured yet
+    uint64_t bytes_per_s; // read speed of the drive, all concurrent reads together; 0: not measured yet
     int32_t dropped;      // 1: reading failed, and the copy is no longer used
     char note[256];       // reason why the copy was dropped
 };
@@ -226,7 +226,7 @@ struct moegguf_array {
 };
 
 enum moegguf_predict_flag {
-    MOEGGUF_PREDICT_ONCE = 1 << 0,         // each layer is predicted once in a pass, when it comes into the window
+    MOEGGUF_PREDICT_ONCE = 1 << 0,         // each layer is predicted once in a pass, as soon as `window` includes it
     MOEGGUF_PREDICT_LOCKSTEP = 1 << 1,     // compute threads wait for all predictions: slow, but reproducible
     MOEGGUF_PREDICT_BY_PROXIMITY = 1 << 2, // order of prefetches: probability times proximity; else nearest layer first
 };
@@ -237,7 +237,7 @@ struct moegguf_predictor {
     uint32_t flags; // enum moegguf_predict_flag
     const struct moegguf_array * arrays;
     int32_t window;          // number of next layers with experts that are predicted
-    int32_t most_prefetches; // limit of prefetches in a pass; 0: predictions only protect resident experts
+    int32_t most_prefetches; // limit of prefetches in a pass; 0: predictions only protect experts in slots
     float waste_weight;      // cost of a useless prefetch, as a share of the stall that a useful one saves; 0: no cost
 };
 
@@ -320,9 +320,9 @@ struct moegguf_speeds {
     double device_bytes_per_ns; // speed at which the device multiplies with experts, for one token
     double device_op_ns;        // time of one more node in a graph on the device
     double copy_bytes_per_ns;   // speed of copies from slots in host memory to slots on the device
-    double copy_ns;             // fixed time for the copies of one layer, without their bytes
+    double copy_ns;             // fixed time for the copies of one layer, in addition to the time for their bytes
     double stop_ns;             // time of a stop at a layer: the device ends its work, ids are read and written
-    double cpu_layer_ns;        // extra time of a layer whose experts the CPU multiplies: activations go there and back
+    double cpu_layer_ns;        // extra time of a layer on the CPU: activations are copied to the CPU and back
 };
 
 typedef struct moegguf_store moegguf_store;
@@ -330,8 +330,8 @@ typedef struct moegguf_kv_blocks moegguf_kv_blocks;
 
 // Any thread may call the functions below unless a comment says otherwise. Functions that return int return an enum
 // moegguf_status, and moegguf_last_error() then returns the reason of a failure. INVALID: a store or a pointer is NULL.
-// FORKED: the store was opened in a parent process. A table is [n_layer][most experts of a layer]. n is the number of
-// its entries; any other n is INVALID.
+// FORKED: the store was opened in a parent process. A table has the shape [n_layer][largest number of experts in a
+// layer]. The argument n must be the number of its entries; otherwise the status is INVALID.
 
 // Returns MOEGGUF_ABI_VERSION of the library.
 MOEGGUF_API uint32_t moegguf_abi_version(void);
@@ -352,7 +352,8 @@ MOEGGUF_API int moegguf_slot_sizes(const struct moegguf_matrix * matrices, int32
 MOEGGUF_API int moegguf_pad(const char * device, struct moegguf_matrix * matrices, int32_t n_matrices);
 
 // Writes the largest number of slots, up to n_slots, that one pool of these matrices can have on a device (NULL: the
-// CPU). The sizes of buffers and tensors that the device supports are limited. INVALID: there is no such device.
+// CPU). The largest buffer and the largest tensor that the device supports limit this number. INVALID: there is no such
+// device.
 MOEGGUF_API int moegguf_most_slots(const char * device, const struct moegguf_matrix * matrices, int32_t n_matrices,
                                    int32_t n_slots, int32_t * most);
 
@@ -430,16 +431,17 @@ MOEGGUF_API int moegguf_store_set_forecast(moegguf_store * store, const float * 
 // INVALID: an unknown name, a missing array, or a limit out of range; the earlier predictor stays.
 MOEGGUF_API int moegguf_store_set_predictor(moegguf_store * store, const struct moegguf_predictor * predictor);
 
-// Switches prefetching for the predictor's forecasts on or off. While it is off, forecasts only protect resident
-// experts. It is on until switched off.
+// Switches prefetching for the predictor's forecasts on or off. While it is off, forecasts only protect experts in
+// slots from eviction. It is on until switched off.
 MOEGGUF_API int moegguf_store_prefetch(moegguf_store * store, int on);
 
 // Writes the forecast of the store's own predictor: a table of probabilities, and known [n_layer]. known is 1 for
 // layers that are predicted and whose router has not chosen yet.
 MOEGGUF_API int moegguf_store_forecast(moegguf_store * store, float * probabilities, uint8_t * known, size_t n);
 
-// Requests prefetches of n experts (il[i], experts[i]), in this order, after earlier requests. Unknown and resident
-// experts are dropped and counted. warm 1: the experts only fill free slots, and replace earlier requests of this kind.
+// Requests prefetches of n experts (il[i], experts[i]), in this order, after earlier requests. Experts that do not
+// exist or already have a slot are dropped, and counted as prefetch_dropped. warm 1: the experts only fill free slots,
+// and replace earlier warm requests. They are not counted.
 MOEGGUF_API int moegguf_store_want(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n,
                                    int warm);
 
@@ -454,10 +456,11 @@ MOEGGUF_API int moegguf_store_listen(moegguf_store * store, const struct moegguf
 MOEGGUF_API int moegguf_store_cancel(moegguf_store * store, int on);
 
 // Changes the number of slots that a tier uses, up to the number with which it was opened. No pass may be under way.
-// Pageable host memory of unused slots goes back to the system. Any other pool is allocated again; if there is too
-// little memory for the old and the new one, the slots are emptied first. COMPUTE divides n_slots among the devices,
-// without the CPU if there are other devices. INVALID: the tier cannot have n_slots; MEMORY: the device refuses, and
-// the slots are as before; IO: reads did not end within a minute.
+// Pageable host memory of unused slots goes back to the system. Any other pool is allocated again. If a smaller pool
+// does not fit beside the old pool, the slots are emptied first, and the tier may get fewer than n_slots. COMPUTE
+// divides n_slots among the devices, without the CPU if there are other devices. INVALID: the tier cannot have n_slots;
+// MEMORY: the device refuses a larger pool, and the slots are as before, or it refuses every pool, and no slot is left;
+// IO: reads did not end within a minute.
 MOEGGUF_API int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_t n_slots);
 
 // Waits until no transfer is queued or under way and no free slot is left to fill. Then checks the bookkeeping like
@@ -485,7 +488,7 @@ MOEGGUF_API int moegguf_context_acquire(moegguf_store * store, int32_t il, const
 // failed one.
 MOEGGUF_API int moegguf_context_replay(moegguf_store * store, const struct moegguf_routing * routing, int64_t * n_done);
 
-// Forgets the tokens announced last, because other tokens come next, the first with this sequence and phase. Returns 1
+// Forgets the tokens announced last. The next tokens have this sequence and phase, unless they are announced. Returns 1
 // if the next tokens have to be announced, and 0 while every expert is in its own slot and nothing listens. Takes no
 // lock. store must not be NULL.
 MOEGGUF_API int moegguf_context_awaits_tokens(moegguf_store * store, int32_t sequence, int32_t phase);
@@ -518,7 +521,8 @@ MOEGGUF_API bool moegguf_abort(void * store);
 MOEGGUF_API void moegguf_set_scheduler(ggml_backend_sched_eval_callback eval, void * store, ggml_backend_sched_t sched);
 
 // Returns true if the graph of the last moegguf_set_scheduler call still uses the right ids for each layer's experts.
-// If false, the caller builds a new graph and calls moegguf_set_scheduler for it. Returns true for another callback.
+// If false, the caller builds a new graph and calls moegguf_set_scheduler for it. Returns true if `eval` is not
+// moegguf_eval.
 MOEGGUF_API bool moegguf_keeps_graph(ggml_backend_sched_eval_callback eval, void * store);
 
 // Returns true if a store holds the experts of this tensor.

@@ -17,7 +17,7 @@ void common_log_add(common_log *, ggml_log_level, const char *, ...) {}
 namespace {
 
 constexpr float least_probability = 0.5f; // the draft context ends a draft before a token less probable than this
-constexpr int32_t most_by_heads = 4;      // longest draft of MTP heads: they guess each token from the guess before
+constexpr int32_t most_by_heads = 4; // most tokens in a draft of MTP heads; each guess depends on the previous guess
 
 // The state of drafting for one sequence. Each sequence has its own n-gram objects, and gets new ones when another text
 // begins, because upstream's objects never forget a text.
@@ -27,7 +27,7 @@ struct Sequence {
     llama_tokens draft;
     size_t n_followed = 0;           // number of tokens, from the first one on, that the draft context has evaluated
     int32_t source = DRAFTS_SOURCES; // source of the draft that is being verified; DRAFTS_SOURCES: none
-    bool by_model = false;           // true: the draft context's last draft has tokens
+    bool by_model = false;           // true: the draft context's last draft was not empty
 };
 
 thread_local std::string last_error;
@@ -135,14 +135,14 @@ struct drafts {
         }
     }
 
-    // Lets the draft model evaluate all tokens of the sequence but the last one. Returns false if its context takes no
-    // more tokens, and then clears the sequence there. Heads evaluate each pass of the target: for heads it only
-    // returns true if they have these tokens.
+    // Lets the draft model evaluate all tokens of the sequence except the last token. If the draft context has no room
+    // for them, clears the sequence there and returns false. MTP heads evaluate nothing here, because they evaluate
+    // each pass of the target. For heads, returns true if they have evaluated exactly these tokens.
     bool follow(int32_t number) {
         Sequence & sequence = this->sequence(number);
         llama_memory_t memory = llama_get_memory(config.draft);
         const size_t n = sequence.tokens.size() - 1,
-                     n_batch = llama_n_batch(config.draft); // n leaves out the last token: it begins a draft
+                     n_batch = llama_n_batch(config.draft); // n leaves out the last token, from which the draft starts
         if (config.heads) { return llama_memory_seq_pos_max(memory, number) + 1 == (llama_pos)n; }
         sequence.n_followed = std::min(sequence.n_followed, n);
         bool fits = llama_memory_seq_rm(memory, number, sequence.n_followed, -1);
@@ -164,9 +164,9 @@ struct drafts {
         return fits;
     }
 
-    // Lets the heads evaluate the target's pass. Before that, each sequence of the heads loses its positions from the
-    // pass's first token on, which are left from drafts. If positions before the pass are missing, as in a restored or
-    // copied context, the sequence begins again at the pass.
+    // Lets the heads evaluate the target's pass. Before that, positions from the pass's first token on are removed from
+    // each sequence of the draft context, because they are left from drafts. If positions before the pass are missing,
+    // as in a restored or copied context, the whole sequence is removed and begins again at the pass.
     void evaluated(const llama_batch & pass) {
         if (!model || !config.heads) { return; }
         llama_memory_t memory = llama_get_memory(config.draft);

@@ -51,7 +51,7 @@ Listed find_lists(const ggml_tensor * mask, int64_t n_tokens) {
         case GGML_OP_RESHAPE:
         case GGML_OP_CPY:
             return find_lists(mask->src[0], n_tokens);
-        case GGML_OP_CONCAT: // further cells follow the listed ones
+        case GGML_OP_CONCAT: // the listed cells are in the first source; other cells follow them
             return mask->op_params[0] == 0 ? find_lists(mask->src[0], n_tokens) : Listed{nullptr, 0};
         case GGML_OP_NONE:
             break;
@@ -69,10 +69,11 @@ struct Shape {
     const AttentionKernels * kernels;
     int64_t n_key, n_value; // number of floats in a key, and in a value
     int64_t n_cells, n_tokens, n_head;
-    int64_t n_shared, n_heads, n_of_tokens; // heads that share keys; largest numbers of heads and of tokens in a tile
-    int64_t n_groups;                       // groups of heads: a tile has heads of one group
-    Listed listed;                          // cells after the listed ones count for all tokens, in numerical order
-    int64_t n_tiles = 0, n_parts = 0;       // n_parts: largest number of parts in a tile
+    // n_shared: number of heads that share keys. n_heads, n_of_tokens: largest numbers of heads and tokens in a tile.
+    int64_t n_shared, n_heads, n_of_tokens;
+    int64_t n_groups;                 // groups of heads: a tile has heads of one group
+    Listed listed;                    // unlisted cells come last; each token reads them, in the order of their numbers
+    int64_t n_tiles = 0, n_parts = 0; // n_tiles: number of tiles; n_parts: largest number of parts in a tile
 
     Shape(const ggml_tensor * op, const AttentionKernels & of)
         : q(op->src[0]),
@@ -156,7 +157,8 @@ struct Block {
     int32_t cells[most_keys];
 };
 
-// The keys of a block that are multiplied together, and their addresses. Further addresses repeat the last key's.
+// The keys of a block that are multiplied together, and their addresses. Unused entries of `keys` and `values` repeat
+// the last address.
 struct Keys {
     int n;
     uint8_t bits[most_keys]; // index of each key in the block
@@ -252,8 +254,9 @@ struct Tile {
         }
     }
 
-    // Adds a block of keys to the sums of the present part. Returns false if no token sees any of its cells. Successive
-    // tokens are computed together if one of them sees all cells that the other sees.
+    // Adds a block of keys to the sums of the present part. Returns false if no token sees any of its cells. A token is
+    // computed together with the tokens before it if it sees all of the cells that they see, or no cell that they do
+    // not see.
     bool add_block(const Block & block, const Block & next) {
         look(block);
         bool found = false;
@@ -290,8 +293,8 @@ struct Tile {
             common &= seen[t].seen;
             is_biased |= seen[t].biased != 0;
         }
-        // A few rows are computed alone. More rows are computed as whole vectors, which may include rows of other
-        // tokens; the bias hides the keys from those rows.
+        // A few rows are computed without rows of other tokens. More rows are computed in whole vectors, which may
+        // include rows of other tokens. The bias hides the keys from the rows of other tokens.
         int row = first * n_heads, n = (last - first) * n_heads;
         const bool few = n <= few_rows && s.k->type == GGML_TYPE_F16;
         if (!few && (row % kernels.lanes != 0 || (n % kernels.lanes != 0 && row + n != n_rows))) {
@@ -391,13 +394,14 @@ struct Tile {
         return i < list.n ? list.cells[i].second : (int32_t)(s.listed.n_cells + i - list.n);
     }
 
-    // Returns the index of the first entry that belongs to a part of the keys.
+    // Returns the index of the first cell of a part. Indices count the cells in `list`, and then the cells that are in
+    // no list.
     int64_t begin_of(int64_t part) const {
         const int64_t n_after = part - list.n_parts;
         return n_after < 0 ? list.parts[part] : list.n + std::min(n_after * part_keys, s.n_unlisted());
     }
 
-    // Returns the block that begins at entry `entry`. It has no entry from `end` on.
+    // Returns the block whose first cell has the index `entry`. The indices of all its cells are below `end`.
     Block block_at(int64_t entry, int64_t end) const {
         Block block;
         for (int64_t i = entry; i < end && block.n < most_keys; i++) {

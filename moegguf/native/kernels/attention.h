@@ -271,7 +271,7 @@ struct Attention {
     template <CacheType type, int n_rows>
     static void mix_rows(const float * p, int key_stride, int row_stride, const char * const * values, int64_t n,
                          const uint8_t * keys, int n_keys, const float * rescale, float * out) {
-        constexpr int n_wide = n_rows == 1 ? 8 : 4; // a single row needs 8 vectors, to have enough sums at once
+        constexpr int n_wide = n_rows == 1 ? 8 : 4; // a single row has enough independent sums with 8 vectors
         int64_t i = 0;
         for (; i + n_wide * lanes <= n; i += n_wide * lanes) {
             mix_tile<type, n_rows, n_wide>(p, key_stride, row_stride, values, i, n, keys, n_keys, rescale, out);

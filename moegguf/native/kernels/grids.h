@@ -1,6 +1,6 @@
 // grids.h: unpacks plain weights in blocks of 256 values whose codes come from tables (grids). An entry of upstream's
-// grids has the sizes of 8 or 4 successive values; their signs are separate bits. The indices for several columns are
-// computed before the grids are read, so that reads seldom wait for an index.
+// grids has 8 or 4 successive values. Except for IQ1, these are absolute values, and their signs are separate bits. The
+// indices for several columns are computed before the grids are read, so that reads seldom wait for an index.
 #pragma once
 
 #include "plain_types.h"
@@ -42,7 +42,8 @@ inline __m256i signs_of_28(__m256i x) {
 
 // ---- scales ----
 
-// Returns the scales of 32 values each, from the lowest byte of each lane. Each scale is written twice, for 16 values.
+// Returns 16 scales, one for each 16 values. The lowest byte of each lane is the scale of 32 values, so each scale is
+// written twice.
 inline __m128i twice(__m256i lanes) {
     const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(lanes), _mm256_extracti128_si256(lanes, 1));
     const __m128i bytes = _mm_packus_epi16(words, words);
@@ -67,7 +68,7 @@ __m256i spread_groups(__m256i x) {
     return _mm256_and_si256(x, _mm256_set1_epi8(one));
 }
 
-// Joins low and high bytes to indices of 16 bits.
+// Joins each low byte with its high byte to an index of 16 bits.
 inline void join(const uint8_t * low, __m256i high, uint16_t * out) {
     const __m256i a = _mm256_unpacklo_epi8(load_32(low), high), b = _mm256_unpackhi_epi8(load_32(low), high);
     _mm256_store_si256((__m256i *)out, _mm256_permute2x128_si256(a, b, 0x20));
@@ -108,7 +109,7 @@ struct PlainIq4Xs : Superblock<Signed, 32> {
 // fields.
 struct Found {
     alignas(32) uint16_t index[64];
-    alignas(32) uint32_t more[8]; // [i]: of 32 values the signs, or one number (IQ1_S) or four bytes (IQ1_M) to add
+    alignas(32) uint32_t more[8]; // [i] for 32 values: signs, a number to add (IQ1_S), or four bytes to add (IQ1_M)
     __m128i scales;
 };
 
@@ -221,8 +222,8 @@ struct PlainIq2S : Grid<PlainIq2S, Signed> {
     static float d(const uint8_t * from) { return 0.125f * half_at(from); }
 };
 
-// Returns 8 * (v - 1/8) + 9 or 8 * (v + 1/8) + 9 for values v of -1, 0 and 1. `more`: in each byte, 8 for minus and 10
-// for plus.
+// Returns the codes of IQ1 weights. A grid value v is -1, 0 or 1, and the weight is v - 1/8 or v + 1/8. Its code is 8
+// times the weight plus 9, which is never negative. `more`: each byte is 8 for v - 1/8, and 10 for v + 1/8.
 inline __m256i eighths(__m256i values, __m256i more) {
     const __m256i times_8 = _mm256_and_si256(_mm256_slli_epi16(values, 3), _mm256_set1_epi8((char)0xf8));
     return _mm256_add_epi8(times_8, more);

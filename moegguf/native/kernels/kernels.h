@@ -39,7 +39,7 @@ struct Kernel {
 // rows.
 struct Panels {
     const Kernel * kernel; // multiplies panels; its row_bytes is block_bytes times the number of blocks
-    size_t block_bytes;    // bytes in a panel of one column's block of kernel->block_values weights
+    size_t block_bytes;    // bytes of one column's block (kernel->block_values weights) in a panel
     void (*unpack)(const char * weights, size_t row_bytes, int64_t n_cols, int64_t n, char * panel);
 };
 
@@ -50,7 +50,7 @@ using MultiplyFloats = void (*)(const char * weights, size_t stride, int64_t n_c
 
 // ---- attention: rows are queries, keys are cells of a cache that some of them see ----
 
-constexpr int most_rows = 64, most_keys = 32; // largest tile of attention
+constexpr int most_rows = 64, most_keys = 32; // most rows in a tile, and most keys in a block, of attention
 constexpr int few_rows = 8;
 
 // The scale of scores. A score is factor * (query . key), or cap * tanh(factor * (query . key)) if cap is not 0.
@@ -122,7 +122,7 @@ struct AttentionKernels {
 struct Kernels {
     const Kernel * (*of_interleaved)(ggml_type type); // weights of 8 interleaved rows, as in upstream's repack.cpp
     const Kernel * (*of_plain)(ggml_type type);       // weights in a file's layout
-    MultiplyFloats (*of_floats)(ggml_type type);      // floats; all three return nullptr for other types
+    MultiplyFloats (*of_floats)(ggml_type type);      // weights that are floats; all three: nullptr for other types
     const AttentionKernels * attention;
 };
 

@@ -280,7 +280,7 @@ void mul_mat_floats(const ggml_compute_params * params, ggml_tensor * op, Multip
 // ---- MUL_MAT_ID ----
 
 struct Choice {
-    int32_t i, token; // the expert is number i among the token's experts
+    int32_t i, token; // index of the expert among the token's experts, and index of the token
 };
 
 // The work memory of a MUL_MAT_ID.

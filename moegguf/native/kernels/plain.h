@@ -294,7 +294,7 @@ struct OneRow {
             __m256 sums = {}, mins = {};
             for (int64_t b = 0; b < n / T::n_values; b++) {
 #pragma GCC unroll 64
-                for (int i = 0; i < 8 * T::bytes; i += 64) { // prefetches by address, not by use
+                for (int i = 0; i < 8 * T::bytes; i += 64) { // prefetches in the order of addresses, not of use
                     __builtin_prefetch(first + b * 8 * T::bytes + i + prefetch_ahead_bytes, 0, 2);
                 }
                 if constexpr (T::n_values == 32) {

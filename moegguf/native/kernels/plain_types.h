@@ -57,8 +57,8 @@ struct Signed {
     }
 };
 
-// Codes from 0 on. The code `zero_` stands for the value 0. fit: number of vectors whose products fit into 16 bits
-// together.
+// Codes that are never negative. The code `zero_` stands for the value 0. fit: number of vectors whose products can be
+// added in 16 bits.
 template <int zero_, int fit>
 struct Unsigned {
     static constexpr bool has_sign = false;
@@ -182,7 +182,7 @@ struct PlainMxfp4 : Scaled<Unsigned<12, 4>> {
 // codes.
 template <class Codes, int scale_values_ = 16>
 struct Superblock : Codes {
-    struct Prepared {}; // empty here; types in grids.h find indices before codes
+    struct Prepared {}; // empty in this base; types in grids.h find indices first, and then codes
     static constexpr int n_values = 256, scale_values = scale_values_;
     static constexpr bool has_mins = false;
     using Row = RowPlain;

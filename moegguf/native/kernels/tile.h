@@ -60,8 +60,8 @@ void quantize_block(const float * x, RowSum & row) {
     row.sum = (float)sum * row.d;
 }
 
-// Finds the scale of 256 values and returns its inverse. The products are as with quantize_row_q8_K, which may also
-// negate values and scale together.
+// Finds the scale of 256 values and returns its inverse. Upstream's quantize_row_q8_K may negate the scale and all
+// quantised values, which gives equal products.
 template <class Isa, class Row>
 float scale_of(const float * x, Row & row) {
     const float max = largest<Isa>(x, 256), inverse = max > 0 ? 127.0f / max : 0.0f;
@@ -112,7 +112,9 @@ void quantize(const float * x, int64_t n, char * blocks, size_t stride) {
 
 // ---- tiles ----
 
-constexpr int prefetch_ahead_bytes = 32768; // prefetch distance, to the second cache: few lines can go to the first
+// Distance of prefetches. They go to the second-level cache, because few prefetches to the first-level cache can be
+// under way at once.
+constexpr int prefetch_ahead_bytes = 32768;
 
 template <class Isa, class T>
 struct Tile {
@@ -125,7 +127,8 @@ struct Tile {
     static constexpr int32_t no_minus = 0;
     static constexpr int max_rows = Isa::max_rows < 8 && T::n_values == 256 && !T::is_streamed ? 8 : Isa::max_rows;
 
-    // Adds one block of n_rows rows, for weights with a scale for each 32 values.
+    // Adds the products of the weights with one block of n_rows rows to `sums`, for weights with a scale for each 32
+    // values.
     template <int n_rows>
     static MOEGGUF_INLINE void add_32(const Groups & block, const Row * rows, F * sums, F *) {
         I w[8];
@@ -145,7 +148,7 @@ struct Tile {
         }
     }
 
-    // Adds the products of 16 or 32 values of each column, times their scale.
+    // Adds the products of 16 or 32 values of each column, times their scale, to `sums`.
     template <int n_rows, int step, int i, class Block>
     static MOEGGUF_INLINE void add_codes(const Block & block, const Row * rows, I * sums) {
         constexpr int n_vectors = 8 / T::n_codes;
@@ -173,7 +176,8 @@ struct Tile {
         if constexpr (step + 1 < T::n_steps) { add_steps<n_rows, step + 1>(block, rows, sums); }
     }
 
-    // Adds one block of n_rows rows, for weights in blocks of 256 values with integer scales.
+    // Adds the products of the weights with one block of n_rows rows to `sums` and `mins`, for weights in blocks of 256
+    // values with integer scales.
     template <int n_rows>
     static MOEGGUF_INLINE void add_256(const Groups & from, const Row * rows, F * sums, F * mins) {
         typename T::template Block<Isa> block(from);
@@ -283,8 +287,10 @@ const Kernel * find(ggml_type type) {
                                       : nullptr;
 }
 
-// ---- weights that are floats: a result is one sum of 16 lanes, each in the order of the values, and the lanes are
-// added in one order, whatever the number of rows, of columns and the instructions ----
+// ---- weights that are floats ----
+//
+// A result is the sum of 16 lanes. Each lane adds its products in the order of the values. The lanes are then added in
+// a fixed order. So the result depends neither on the numbers of rows and columns nor on the instruction set.
 
 template <class Isa>
 struct Floats {

@@ -130,8 +130,8 @@ struct Mxfp4X8 : NibblesX8<1> {
 
 // ---- 256 values with integer scales: sub-blocks of 32 or 16 ----
 
-// Scales and minima, unpacked to [sub-block][column]. In a block they have 6 bits: 12 bytes for each of the 8
-// sub-blocks.
+// Scales and minima, unpacked to [sub-block][column]. A packed block has 12 bytes for each of its 8 sub-blocks: the
+// scales and minima of 8 columns, of 6 bits each.
 template <class Isa>
 struct Scales6 {
     alignas(64) uint8_t scales[8][Isa::n_cols], mins[8][Isa::n_cols];
@@ -149,7 +149,8 @@ struct Scales6 {
     static void unpack(const uint8_t * packed, __m256i * s, __m256i * m) {
         const auto * from = (const __m256i *)packed;
         const __m256i a = _mm256_loadu_si256(from), b = _mm256_loadu_si256(from + 1), c = _mm256_loadu_si256(from + 2);
-        // takes each third word of 24, from lanes of a, b and c that do not overlap
+        // Each of low_s, low_m and high takes every third of the 24 words in a, b and c. The words of one result lie in
+        // different lanes, so blends can collect them.
         const __m256i low_s = _mm256_permutevar8x32_epi32(_mm256_blend_epi32(_mm256_blend_epi32(a, b, 0x92), c, 0x24),
                                                           _mm256_setr_epi32(0, 3, 6, 1, 4, 7, 2, 5));
         const __m256i low_m = _mm256_permutevar8x32_epi32(_mm256_blend_epi32(_mm256_blend_epi32(a, b, 0x24), c, 0x49),
