@@ -11,7 +11,8 @@
 namespace moegguf {
 namespace {
 
-// After a prompt's last pass, an expert may evict another one if at least this number of the pass's tokens used it.
+// An expert may evict another one after a prompt's last pass, if at least this number of the pass's tokens used the
+// expert.
 constexpr int least_tokens_to_evict = 2;
 
 // A layer's experts are copied ahead if the pass has at least this number of choices per expert. Tokens that choose
@@ -147,7 +148,7 @@ class StagedSupply final : public Supply {
             const bool in_vain = slot.prefetched && (!keep || slot.il == keep->il);
             if (!chosen && (in_vain || !tier.residency.complete(s))) {
                 tier.residency.drop(s, all_kinds);
-                tier.vacate(s); // a slot with a copy under way is settled only at the end of the copy
+                tier.vacate(s); // does nothing until the end of a copy that has begun
             }
         }
     }
