@@ -25,7 +25,9 @@ struct PoolMemory {
     ggml_backend_buffer_type_t buft = nullptr;
     bool repack = false; // true: interleaves weights of types that the device's kernels support
     bool pinned = false; // true: pinned host memory, from which the device copies by itself
-    std::string note;    // reason why the memory is not pinned; empty: it is pinned, or needs no pinning
+    // The reason why the memory is not pinned for all devices. Empty: it is pinned for all of them, or needs no
+    // pinning.
+    std::string note;
 };
 
 // Returns the device of this name; NULL: the CPU. Throws Error(INVALID) for an unknown name.

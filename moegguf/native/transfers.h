@@ -50,8 +50,8 @@ class Transfers final : public Link {
     // the tier's copies, so the copy thread is not woken.
     void demand(Tier & tier, const std::vector<int> & slots, bool submits = false);
     void copy(Tier & to, int s, bool demand); // queues transfers of all matrices of slot s from its source
-    // Adds an expert to prefetch. Causes are served in the order of enum Cause, experts of one cause first in, first
-    // out. Call wake_readers() after the last expert.
+    // Adds an expert to prefetch. Causes are served in the order of enum Cause. Experts of one cause are served in the
+    // order in which they were added. Call wake_readers() after the last expert.
     void want(const Want & want);
     void forget(Cause cause); // drops prefetches of this cause that have no slot yet
     void wake_readers() { shared_.work.notify_all(); }
