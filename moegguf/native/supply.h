@@ -95,7 +95,7 @@ struct Pinned {
         slots.push_back(s);
     }
     bool available(uint8_t kinds) const; // true: every matrix in `kinds` is there, and no slot failed
-    // true: every matrix in `kinds` is there, or will not come because its slot failed.
+    // True: every matrix in `kinds` is there, or will not come because its slot failed.
     bool decided(uint8_t kinds) const;
     // True: a slot failed, or a matrix in `kinds` is absent and the stream does not wait for it.
     bool pending(uint8_t kinds) const;
