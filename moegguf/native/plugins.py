@@ -30,7 +30,7 @@ def read_pin(folder: Path) -> dict[str, str]:
 
 
 def plugin_folders() -> list[Path]:
-    """Returns the folders of installed backends in the order of loading: cuda13, cuda12, vulkan."""
+    """Returns the folders of installed backends in the order in which they are tried: cuda13, cuda12, vulkan."""
     found = importlib.util.find_spec(NAMESPACE)
     places = found.submodule_search_locations if found else None
     inside = [path for place in places or () for path in Path(place).iterdir()]
@@ -40,10 +40,11 @@ def plugin_folders() -> list[Path]:
 
 
 def load_plugins(ggml: c.CDLL, own_pin: Mapping[str, str]) -> list[str]:
-    """Loads installed backends into `ggml`, until one has a GPU. A second backend would list the same GPU again.
+    """Loads installed backends into `ggml`, until one of them has a GPU.
 
-    Returns a sentence for each backend that is not loaded because it was built from other sources. If a library does
-    not load, because the driver is missing, for example, ggml logs the reason.
+    A second backend would list the same GPU again. Returns a sentence for each backend that is not loaded because it
+    was built from other sources. If a library does not load, for example because the driver is missing, ggml logs the
+    reason.
     """
     by_type, load = ggml.ggml_backend_dev_by_type, ggml.ggml_backend_load
     by_type.restype = load.restype = c.c_void_p

@@ -38,7 +38,8 @@ ggml_backend_buffer_type_t interleaved_buft(ggml_backend_dev_t device, ggml_type
         ggml_tensor * x = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, ne0, 1, 1);
         ggml_tensor * ids = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, 1, 1);
         ggml_tensor * op = ggml_mul_mat_id(ctx.get(), w, x, ids);
-        // The distance of slots comes from the file's bytes. A matrix whose buffer type needs more bytes stays plain.
+        // The distance between slots is computed from the file's bytes. So a matrix that needs more bytes in this
+        // buffer type keeps the file's layout.
         const bool same_size = ggml_backend_buft_get_alloc_size(buft, w) == ggml_nbytes(w);
         ggml_backend_buffer_ptr probe(ggml_backend_buft_alloc_buffer(buft, 0));
         w->buffer = probe.get();
@@ -82,7 +83,7 @@ void attach(ggml_tensor * t, const ggml_backend_buffer_ptr & buffer, void * addr
     }
 }
 
-// Returns the bytes that a buffer type adds after a matrix, because kernels read them.
+// Returns the number of bytes that a buffer type adds after a matrix. Kernels read these bytes.
 uint64_t padding_of(ggml_backend_buffer_type_t buft, const ggml_tensor * matrix) {
     return ggml_backend_buft_get_alloc_size(buft, matrix) - ggml_nbytes(matrix);
 }
@@ -104,8 +105,9 @@ bool begins_within_32_bits(ggml_backend_dev_t device, ggml_type type, uint64_t a
            arena_bytes / ggml_type_size(type) <= INT32_MAX;
 }
 
-// Returns true if kernels for this buffer type choose the order of the experts. patches/arrivals.patch changes two
-// kernels: the plain one (nullptr), and the one for interleaved weights (CPU_REPACK).
+// Returns true if CPU kernels for this buffer type can call a function of the store that chooses the next expert.
+// Exactly two kernels can do this, because arrivals.patch changes them: the plain one (nullptr), and the one for
+// interleaved weights (CPU_REPACK).
 bool kernel_asks_for_order(ggml_backend_buffer_type_t interleaved) {
     return !interleaved || strcmp(ggml_backend_buft_name(interleaved), "CPU_REPACK") == 0;
 }
@@ -114,7 +116,8 @@ bool kernel_asks_for_order(ggml_backend_buffer_type_t interleaved) {
 
 bool cpu_kernels_ask_for_order(const moegguf_matrix * matrices, int n) {
     ggml_backend_dev_t cpu = find_device(nullptr);
-    const moegguf_matrix * last = nullptr; // the matrix before: neighbours mostly have the same type and shape
+    // The previous matrix; a matrix with the same type and shape needs no second check.
+    const moegguf_matrix * last = nullptr;
     for (const moegguf_matrix * m = matrices; m < matrices + n; m++) {
         const bool as_last = last && last->type == m->type && last->ne0 == m->ne0 && last->ne1 == m->ne1;
         if (!as_last && !kernel_asks_for_order(interleaved_buft(cpu, (ggml_type)m->type, m->ne0, m->ne1, 1))) {
@@ -126,7 +129,8 @@ bool cpu_kernels_ask_for_order(const moegguf_matrix * matrices, int n) {
 }
 
 uint64_t piece_bytes(const Matrix & m) {
-    constexpr uint64_t target = (4 << 20) - 2 * Shard::alignment, group = 64; // target: fits two huge pages
+    // The most bytes with which a read buffer fits into two huge pages, and the number of rows in a group.
+    constexpr uint64_t target = (4 << 20) - 2 * Shard::alignment, group = 64;
     const uint64_t row_bytes = m.expert_bytes / m.ne1;
     return std::max<uint64_t>(1, target / (row_bytes * group)) * row_bytes * group;
 }
@@ -182,7 +186,8 @@ PoolMemory host_memory(const std::vector<ggml_backend_dev_t> & devices) {
 
 void pad(ggml_backend_dev_t device, moegguf_matrix * matrices, int n) {
     ggml_backend_buffer_type_t buft = ggml_backend_dev_buffer_type(device);
-    const moegguf_matrix * last = nullptr; // the matrix before: neighbours mostly have the same type and shape
+    // The previous matrix; a matrix with the same type and row length gets the same padding.
+    const moegguf_matrix * last = nullptr;
     int32_t bytes = 0;
     for (moegguf_matrix * m = matrices; m < matrices + n; m++) {
         if (!is_matrix(*m)) { throw Error(MOEGGUF_INVALID, "a matrix has a type and a shape that do not go together"); }
@@ -198,7 +203,8 @@ void pad(ggml_backend_dev_t device, moegguf_matrix * matrices, int n) {
 int most_slots(ggml_backend_dev_t device, const moegguf_matrix * matrices, int n, int n_slots) {
     const Strides strides(matrices, n);
     const uint64_t largest = most_buffer_bytes(device);
-    const moegguf_matrix * last = nullptr; // the matrix before: neighbours mostly have the same type and shape
+    // The previous matrix; a matrix with the same type, kind and row length has the same limit.
+    const moegguf_matrix * last = nullptr;
     for (const moegguf_matrix * m = matrices; m < matrices + n; m++) {
         const bool as_last = last && last->type == m->type && last->kind == m->kind && last->ne0 == m->ne0;
         last = m;
@@ -242,15 +248,16 @@ Pool::Pool(const Layout & layout, const LayerSet & layers, const Numbering & num
         padding_.push_back(interleaved_[i] ? 0 : m.padding_bytes);
         if (layers.has[m.il]) { make_tensor(m, (int)i, numbering.window(m.il)); }
     }
-    for (const Arena & arena : arenas_) { // comes after the tensors are bound: see reallocate()
+    for (const Arena & arena : arenas_) { // clears the arenas after the tensors are bound, as in reallocate()
         if (arena.memory && !host_) { ggml_backend_buffer_clear(arena.memory.get(), 0); }
     }
     if (kernels_ask_for_order()) {
         n_ids_ = layout.n_expert_max;
-        // The anchor lies in plain memory, because only multiplications can read interleaved weights.
+        // The anchor is a dummy weight (cpu_anchor()). It lies in plain memory, because interleaved memory holds only
+        // weights of multiplications.
         cpu_anchor_ = ggml_new_tensor_1d(context_.get(), GGML_TYPE_I32, 1);
         ggml_set_name(cpu_anchor_, "cpu_anchor");
-        // Allocates memory for the anchor alone, because every other tensor has its memory.
+        // Allocates memory only for the anchor, because every other tensor of the context already has memory.
         anchor_memory_.reset(ggml_backend_alloc_ctx_tensors_from_buft(context_.get(), memory_.buft));
         if (!anchor_memory_) { throw Error(MOEGGUF_MEMORY, "no memory for a tensor of four bytes"); }
         ggml_backend_buffer_set_usage(anchor_memory_.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
@@ -279,7 +286,7 @@ void Pool::allocate(const Layout & layout, const LayerSet & layers, int n_slots)
         }
         arena.base = (uint8_t *)ggml_backend_buffer_get_base(arena.memory.get());
         if (memory_.pinned && ggml_backend_buffer_get_type(arena.memory.get()) != memory_.buft) {
-            memory_.pinned = false; // if the system refuses, the backend allocates pageable memory without an error
+            memory_.pinned = false; // the backend has allocated pageable memory instead, without an error
             memory_.note = std::string(ggml_backend_dev_name(memory_.device)) +
                            " was refused pinned memory: slots in RAM are pageable, and copies from them slower";
         }
@@ -332,8 +339,9 @@ void Pool::show(ggml_tensor * pool, int n_slots) const {
     pool->nb[3] = pool->nb[2] * pool->ne[2];
 }
 
-// When a tensor is bound, the backend may write after its end, where slots are: CUDA zeroes the padding. CUDA does this
-// in a stream that only clears and copies of whole buffers wait for. So the clear and the copy come after rebind().
+// When a tensor is bound, the backend may write after the tensor's end, where other slots are: CUDA sets the padding to
+// zero. It does so in a stream for which only clears and copies of whole buffers wait. So the arena is cleared and the
+// slots are copied after rebind().
 bool Pool::reallocate(int n_slots, bool keep) {
     for (int kind = 0; kind < MOEGGUF_MAX_KINDS; kind++) {
         Arena & arena = arenas_[kind];
@@ -350,8 +358,8 @@ bool Pool::reallocate(int n_slots, bool keep) {
     return true;
 }
 
-// Copies the slots that both buffers have, one slot at a time, as a row of bytes. A whole arena may be longer than the
-// longest row that a backend can copy.
+// Copies the contents of all slots that exist in both buffers. Each slot is copied on its own, as a tensor of one row
+// of bytes. A whole arena may be longer than the longest row that a backend can copy.
 void Pool::copy_slots(int kind, ggml_backend_buffer_t from, ggml_backend_buffer_t to) const {
     const int64_t stride = (int64_t)strides_.of_kind[kind];
     const uint64_t bytes = std::min(ggml_backend_buffer_get_size(from), ggml_backend_buffer_get_size(to));
@@ -379,7 +387,8 @@ void Pool::rebind(int kind, int n_slots) {
 }
 
 void Pool::write(int matrix, int slot, int64_t row, int64_t n_rows, const void * data) const {
-    ggml_tensor piece = *slot_[matrix]; // a view of the slot; `extra` carries the interleaving
+    // A view of some rows of the slot; its field `extra` makes the backend interleave them.
+    ggml_tensor piece = *slot_[matrix];
     piece.ne[1] = n_rows;
     piece.nb[2] = piece.nb[1] * n_rows;
     piece.nb[3] = piece.nb[2];
@@ -408,7 +417,8 @@ void Pool::write_slots(ggml_backend_t backend, int matrix, int slot, int n, cons
 void Pool::copy_slots(ggml_backend_t backend, int matrix, int slot, int n, const Pool & from, int from_slot) const {
     ggml_tensor source = from.slots_view(matrix, from_slot, n), slots = slots_view(matrix, slot, n);
     if (host_) {
-        memcpy(slots.data, source.data, ggml_nbytes(&slots)); // interleaved slots are copied as they are
+        // Both pools have the same layout, so the bytes are copied unchanged.
+        memcpy(slots.data, source.data, ggml_nbytes(&slots));
     } else {
         ggml_backend_tensor_copy_async(backend, backend, &source, &slots);
     }
@@ -431,7 +441,7 @@ ggml_tensor Pool::slots_view(int matrix, int slot, int n) const {
 }
 
 void Pool::release(int first, int last) const {
-    if (!host_ || memory_.pinned || first >= last) { // pinned pages cannot be released
+    if (!host_ || memory_.pinned || first >= last) { // only pageable host memory can be given back to the system
         return;
     }
     const uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE);

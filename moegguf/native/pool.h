@@ -15,8 +15,8 @@ namespace moegguf {
 // work on groups of up to 16 rows.
 uint64_t piece_bytes(const Matrix & m);
 
-// Returns true if the CPU's kernels can take the experts of these matrices in any order, in the layout that a pool
-// would use.
+// Returns true if the CPU's kernels can multiply with the experts of these matrices in any order. The matrices have the
+// layout that a pool would give them.
 bool cpu_kernels_ask_for_order(const moegguf_matrix * matrices, int n);
 
 // The kind of memory in which a pool is allocated.
@@ -25,18 +25,23 @@ struct PoolMemory {
     ggml_backend_buffer_type_t buft = nullptr;
     bool repack = false; // true: interleaves weights of types that the device's kernels support
     bool pinned = false; // true: pinned host memory, from which the device copies by itself
-    std::string note;    // reason why the memory is not pinned; empty: it is pinned, or needs no pinning
+    // The reason why the memory is not pinned for all devices. Empty: it is pinned for all of them, or needs no
+    // pinning.
+    std::string note;
 };
 
-ggml_backend_dev_t find_device(const char * name); // device of this name; NULL: the CPU. Throws Error(INVALID).
-// Makes a ggml backend of a device. n_threads: the number of threads that compute, if the device has threads. Throws
-// Error(MEMORY).
+// Returns the device of this name; NULL: the CPU. Throws Error(INVALID) for an unknown name.
+ggml_backend_dev_t find_device(const char * name);
+// Makes a ggml backend of a device. n_threads: the number of threads that compute, for devices that compute with
+// threads. Throws Error(MEMORY) if the device refuses.
 ggml_backend_ptr make_backend(ggml_backend_dev_t device, int n_threads);
-PoolMemory device_memory(const char * name, bool repack); // memory of the device itself. Throws Error(INVALID)
-// Returns the host memory from which these devices are filled. It is pinned by the first of them that can pin memory.
+// Returns memory of the device itself. Throws Error(INVALID) for an unknown device.
+PoolMemory device_memory(const char * name, bool repack);
+// Returns the host memory from which these devices are filled. The memory is pinned for the first of them that can pin
+// memory.
 PoolMemory host_memory(const std::vector<ggml_backend_dev_t> & devices);
 
-// Raises padding_bytes of each matrix to the number of bytes that the device's kernels read beyond its end.
+// Raises padding_bytes of each matrix to the number of bytes that the device's kernels read beyond the matrix's end.
 void pad(ggml_backend_dev_t device, moegguf_matrix * matrices, int n);
 
 // Returns the largest number of slots, up to n_slots, that a pool of these matrices can have on a device. Limits are
@@ -63,7 +68,8 @@ class Pool {
     // Allocates all arenas for the matrices of these layers. Throws Error(MEMORY) if the device refuses.
     Pool(const Layout & layout, const LayerSet & layers, const Numbering & numbering, const PoolMemory & memory);
 
-    ggml_tensor * tensor(int matrix) const { return tensors_[matrix]; } // nullptr: another tier has the layer
+    // nullptr: the matrix's layer is in another tier.
+    ggml_tensor * tensor(int matrix) const { return tensors_[matrix]; }
 
     // Writes rows [row, row + n_rows) of one expert's matrix into a slot. `data` has the file's layout. After the last
     // row of the matrix, zeros are written as padding. Reader threads call this without the store's lock.
@@ -76,13 +82,14 @@ class Pool {
     void copy_slots(ggml_backend_t backend, int matrix, int slot, int n, const Pool & from, int from_slot) const;
     bool repacked(int matrix) const { return interleaved_[matrix]; }
 
-    // Returns true if the kernels that multiply with this pool can ask for an order of the experts. They find the
-    // function to call in the op_params of the pool tensor (set_op_params).
+    // Returns true if the kernels that multiply with this pool can call a function that chooses the next expert. They
+    // find the function's address in the op_params of the pool tensor (set_op_params).
     bool kernels_ask_for_order() const;
     void set_op_params(int matrix, const void * pointer);
-    // Returns a dummy weight in the CPU's memory, or nullptr if kernels ask for no order. ggml computes a node on the
-    // device of its weights. As a source of the node of ids, the dummy weight keeps this node on the CPU. Kernels then
-    // read the ids in the memory in which the hook has written them.
+    // Returns a dummy weight in the CPU's memory, or nullptr if kernels cannot choose the order of experts. ggml
+    // computes a node on the device on which the node's weights lie. The node that holds the ids has this dummy weight
+    // as a source, so ggml computes it on the CPU. Kernels then read the ids in the memory into which the hook has
+    // written them.
     ggml_tensor * cpu_anchor() const { return cpu_anchor_; }
 
     // Lets every layer's tensor cover all slots, for a pool that no longer has a slot for every expert.
@@ -120,17 +127,21 @@ class Pool {
 
     PoolMemory memory_;
     std::vector<ggml_backend_buffer_type_t> interleaved_; // [n_matrices] buffer type that interleaves; nullptr: plain
-    std::vector<Interleave> interleave_; // [n_matrices] faster function; nullptr: the buffer type's own
+    // [n_matrices] faster function that interleaves; nullptr: the buffer type's own function is used.
+    std::vector<Interleave> interleave_;
     Arena arenas_[MOEGGUF_MAX_KINDS];
     const Strides strides_;
     ggml_context_ptr context_;
-    std::vector<ggml_tensor *> tensors_; // [n_matrices] tensors that llama.cpp multiplies with; nullptr: other tier
-    std::vector<ggml_tensor *> slot_;    // [n_matrices] tensors of one expert, in slot 0, as templates for all slots
+    // [n_matrices] tensors that llama.cpp multiplies with; nullptr: the matrix's layer is in another tier.
+    std::vector<ggml_tensor *> tensors_;
+    // [n_matrices] tensor of one expert in slot 0, which is the template for a tensor of any slot.
+    std::vector<ggml_tensor *> slot_;
     std::vector<moegguf_kind> kind_;
-    std::vector<uint64_t> padding_; // [n_matrices] zero bytes after an expert in a slot
+    std::vector<uint64_t> padding_; // [n_matrices] number of padding bytes, all zero, after an expert in a slot
     ggml_backend_buffer_ptr anchor_memory_;
     ggml_tensor * cpu_anchor_ = nullptr;
-    int n_ids_ = 0; // pool tensors accept at least this number of ids, because streaming uses expert ids
+    // Least size of a pool tensor in its third dimension: kernels may get expert ids, which can exceed n_slots.
+    int n_ids_ = 0;
     bool host_;
 };
 

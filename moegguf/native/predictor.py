@@ -19,14 +19,15 @@ from moegguf.native.events import Float32s
 
 Array = npt.NDArray[Any]
 TYPE_OF = {np.dtype(name): value for name, value in abi.enum("array_type").items()}
-STEPS = 127  # a signed byte has the values -127 to 127
+STEPS = 127  # a signed byte takes the values -127 to 127
 
 
 @dataclass(frozen=True)
 class NativePredictor:
-    """A predictor's name, and its trained arrays by the names that its C++ class in `moegguf/native/predictors` uses.
+    """A predictor's name and its trained arrays.
 
-    The store reads the arrays in place and makes no copy.
+    The keys of `arrays` are the names that the predictor's C++ class in `moegguf/native/predictors` uses. The store
+    reads the arrays in place and makes no copy.
     """
 
     name: str
@@ -35,20 +36,21 @@ class NativePredictor:
 
 @dataclass(frozen=True)
 class NativeForecast:
-    """Options for the store's use of a predictor."""
+    """Options for the way in which the store uses a predictor."""
 
     window: int = 2  # number of MoE layers ahead that are predicted
     once: bool = False  # predicts each layer only once per pass, when it comes into the window
     most_prefetches: int = 0  # most prefetches in a pass; 0: predictions only protect resident experts from eviction
-    waste_weight: float = 0.1  # cost of a useless prefetch, as a share of the stall that a useful one saves
+    waste_weight: float = 0.1  # cost of a useless prefetch, relative to the stall that a useful prefetch saves
     lockstep: bool = False  # routing events wait for all predictions, so that runs are reproducible, but slow
-    by_proximity: bool = False  # orders prefetches by probability times layer proximity; False: nearest layer first
+    # Orders prefetches by probability times nearness of the layer; False: nearest layer first.
+    by_proximity: bool = False
 
 
 def predictor_struct(predictor: NativePredictor, forecast: NativeForecast) -> Any:
-    """Returns the struct moegguf_predictor. It points into the arrays, which must outlive it.
+    """Returns the struct moegguf_predictor. It points into the predictor's arrays, which must outlive the struct.
 
-    Raises OptionError for an array of another type or that is not contiguous.
+    Raises OptionError for an array that is not contiguous, or whose type the store does not read.
     """
     for name, values in predictor.arrays.items():
         if values.dtype not in TYPE_OF or not values.flags.c_contiguous:
@@ -68,7 +70,7 @@ def predictor_struct(predictor: NativePredictor, forecast: NativeForecast) -> An
 
 
 def integers(*values: int) -> npt.NDArray[np.int32]:
-    """Returns the values as an int32 array. Native predictors read their sizes and options from int32 arrays."""
+    """Returns the values as an int32 array, the form in which native predictors read their sizes and options."""
     return np.array(values, np.int32)
 
 

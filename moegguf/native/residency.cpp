@@ -1,4 +1,5 @@
-// residency.cpp: implements residency.h: changes of slots, the choice of a victim, and the check.
+// residency.cpp: implements residency.h: changes of slots, the choice of a victim, and the verification of the
+// bookkeeping.
 #include "residency.h"
 
 #include <algorithm>
@@ -9,7 +10,7 @@ namespace {
 
 constexpr float use_half_life_tokens = 64.0f;
 
-struct Rank { // rank of a victim; the lowest one is evicted first
+struct Rank { // the rank of a victim; the victim with the lowest rank is evicted first
     float score;
     int turn;
     uint64_t last_use;
@@ -51,16 +52,17 @@ Residency::Residency(const Layout & layout, const LayerSet & layers, const Numbe
     set_floors();
 }
 
-// Sets the number of slots that each layer keeps against other layers. It is 0 if one token's experts fit into the
-// slots. Otherwise a global LRU would always evict the experts of the next layers, and have no hits. So each layer
-// keeps an equal share, and the slots that one layer needs at once stay available to all layers.
+// Sets floor_, the number of slots of a layer that other layers cannot take. The floors are 0 if all experts of one
+// token fit into the slots. Otherwise a global LRU would always evict the experts of the next layers, and never have a
+// hit. In this case the slots that one layer needs at once stay available to all layers, and the layers share all other
+// slots equally.
 void Residency::set_floors() {
     std::fill(floor_.begin(), floor_.end(), 0);
     if (n_usable_ >= set_.token_cycle) { return; }
     int to_share = std::max(0, n_usable_ - set_.n_used_max);
     int layers = (int)set_.moe_layers.size();
     for (int il : set_.moe_layers) {
-        floor_[il] = to_share / layers; // rounded down: the remainder goes to later layers
+        floor_[il] = to_share / layers; // rounded down: later layers share the remainder
         to_share -= floor_[il];
         layers -= 1;
     }
@@ -79,14 +81,15 @@ void Residency::update_order(int s) {
 
 // Returns the slot whose expert is evicted next; -1: none. Each layer has one candidate, and the lowest rank decides:
 // by score, then in a sweep by the distance of the layer's next use, then by age. A layer at its floor loses a slot
-// only if no other layer has a candidate. In a sweep every layer is needed again in order, so the layer that was just
-// computed is needed last.
+// only if no layer above its floor has a candidate.
+//
+// In a sweep every layer is needed again in order, so the layer that was just computed is needed last.
 int Residency::victim(const LayerStep & now) {
     const int n_layer = (int)layout_.layers.size();
     EvictionPolicy & policy = this->policy();
     const bool ordered = policy.orders(now);
     order_.follow(ordered ? &policy : nullptr);
-    int best[2] = {-1, -1}; // best victims of layers at their floor, and of layers above it
+    int best[2] = {-1, -1}; // slots of the best victims: [0] in layers at their floor, [1] in layers above it
     Rank best_rank[2] = {};
     for (int il : set_.moe_layers) {
         const EvictionOrder::Entry * first = order_.first(il);
@@ -168,7 +171,8 @@ void Residency::vacate(int s) {
 
 void Residency::end_stream(int s, int expert) {
     own(s, expert);
-    policy_->on_use(slots_[s].il, expert); // the pass that streamed the expert has used it
+    // Counts one use of the streamed expert, because the pass has multiplied with it.
+    policy_->on_use(slots_[s].il, expert);
     publish(s, layout_.layers[slots_[s].il].chunks);
 }
 
@@ -231,11 +235,12 @@ void Residency::end_read(int s, uint8_t kinds) {
 void Residency::exchange_policy(std::unique_ptr<EvictionPolicy> & policy) {
     for (const Slot & slot : slots_) {
         if (slot.expert >= 0) {
-            policy->on_load(slot.il, slot.expert); // the new policy has not seen this load
+            policy->on_load(slot.il, slot.expert); // reports to the new policy the experts that are in slots already
         }
     }
     policy_.swap(policy);
-    order_.follow(nullptr); // a later policy may get the address of the earlier one
+    // order_ compares addresses of policies, and a later policy may have the same address as an earlier one.
+    order_.follow(nullptr);
 }
 
 void Residency::exchange_scores(std::vector<float> & scores) {
@@ -244,7 +249,7 @@ void Residency::exchange_scores(std::vector<float> & scores) {
 }
 
 // Counts the uses of a routing event, and passes the event to the policy. While every expert has a slot, nothing is
-// evicted, and the policy gets no events. So it starts to learn when the pool shrinks.
+// evicted, and the policy gets no events. So the policy starts to learn only when the pool shrinks.
 void Residency::on_routing(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) {
     if (average_use_) { average_use_->count(il, expert_ids, n_expert_used, n_tokens); }
     if (!numbering_.resident() && policy_->on_routing(il, expert_ids, n_expert_used, n_tokens) && !scores_.set()) {

@@ -2,10 +2,11 @@
 //
 // A new expert gets a free slot, or else the slot of a victim. Each layer has one candidate (eviction_order.h). Among
 // the candidates the lowest score of the policy decides; then, in a sweep, the layer that is needed last; then the age.
-// A layer with no more than its share of slots loses one only if no other layer can.
+// A layer with no more than its share of slots loses one only if no layer with more slots than its share can.
 //
-// Only class Residency changes slots. Tiers call the functions below through verbs (tier.h), links for the state of
-// transfers (link.h). It knows no memory, no file and no thread, and its counters cover only its own tier.
+// Only class Residency changes slots. Class Tier calls the functions below to assign, pin and vacate slots (tier.h).
+// Class Link calls them to record the state of transfers (link.h). Residency knows no memory, no file and no thread,
+// and its counters cover only its own tier.
 #pragma once
 
 #include "eviction_order.h"
@@ -18,15 +19,15 @@ namespace moegguf {
 constexpr int no_expert = -1;
 
 struct Slot {
-    int il = -1;             // layer of the expert; -1: the slot is free
-    int expert = -1;         // -1 in a slot with a layer: experts are streamed through it (streamed_supply.cpp)
-    uint32_t generation = 0; // increases whenever the slot gets or loses an expert
-    int pins = 0;            // number of layers that compute with it and of slots filled from it; 0: may be evicted
-    uint32_t requests = 0;   // number of uses by routing events, and as the source of copies
-    uint8_t queued = 0;      // bits of matrices that wait for their transfer
-    uint8_t reading = 0;     // bits of matrices whose transfer is under way
-    bool prefetched = false; // true: the expert was prefetched, and not looked up since
-    uint64_t last_use = 0;   // value of the tier's counter of uses at the last use
+    int il = -1;     // layer that owns the slot; -1: the slot is free
+    int expert = -1; // expert in the slot; -1 with a layer: experts are streamed through the slot (streamed_supply.cpp)
+    uint32_t generation = 0; // increases whenever the slot is assigned or vacated
+    int pins = 0; // number of layers that compute with the slot, plus slots that are filled from it; 0: may be evicted
+    uint32_t requests = 0;   // number of routing events that used the slot, plus copies that were made from it
+    uint8_t queued = 0;      // bits of the slot's matrices that wait for their transfer
+    uint8_t reading = 0;     // bits of the slot's matrices whose transfer is under way
+    bool prefetched = false; // true: the expert was prefetched, and no routing event has used it yet
+    uint64_t last_use = 0;   // value of the tier's counter of uses at the slot's last use
 
     bool streams() const { return il >= 0 && expert < 0; }
 };
@@ -43,47 +44,53 @@ class Residency {
     bool has_free() const { return numbering_.resident() || n_free_ > 0; }
     int find(int il, int expert) const { return slot_of_[layout_.key(il, expert)]; }
 
-    // Returns the bits of a slot's matrices that are there. Any thread: if ready() has a bit, the thread also sees the
-    // bytes that were written before publish().
+    // Returns the bits of the matrices that are complete in a slot. Any thread may call this: if a bit is set, the
+    // thread also sees the bytes that were written before publish().
     uint8_t ready(int s) const { return state_[s].load(std::memory_order_acquire) & ready_bits; }
     bool failed(int s) const { return state_[s].load(std::memory_order_acquire) & failed_bit; }
     bool complete(int s) const { return ready(s) == layout_.layers[slots_[s].il].chunks; }
-    bool all_ready() const { return n_absent_ == 0; } // any thread; true: every expert is there, in its own slot
-    void publish(int s, uint8_t kinds);               // marks these matrices as there
+    bool all_ready() const { return n_absent_ == 0; } // any thread; true: every expert is complete in its own slot
+    void publish(int s, uint8_t kinds);               // marks these matrices of the slot as complete
     void fail(int s) { state_[s].fetch_or(failed_bit, std::memory_order_release); }
     void clear_failed(int s) { state_[s].fetch_and(uint8_t(~failed_bit), std::memory_order_relaxed); }
 
     // Chooses a free slot, or the slot of a victim, for expert (il, expert). Returns -1 if every slot is pinned or
     // being read, or if the victim is worth at least as much as the expert.
     int choose(int il, int expert, const LayerStep & now, const Worth & worth);
-    void assign(int s, int il, int expert); // gives a free slot to an expert; no_expert: to a layer's stream
-    void end_stream(int s, int expert);     // gives a streaming slot to the expert that it holds at the end
+    void assign(int s, int il, int expert); // assigns a free slot to an expert, or to a layer's stream (no_expert)
+    void end_stream(int s, int expert);     // assigns a streaming slot to the last expert that was streamed through it
     void vacate(int s);
 
-    void pin(int s, bool is_use = true); // is_use: the slot also becomes the most recently used one
+    // is_use: the slot also becomes the most recently used one, and the policy counts a use.
+    void pin(int s, bool is_use = true);
     void unpin(int s);
-    void touch(int s);   // makes the slot the most recently used one
-    bool request(int s); // counts a use by a routing event or as the source of a copy; true: the first since a prefetch
+    void touch(int s); // makes the slot the most recently used one
+    // Counts a use by a routing event, or as the source of a copy. Returns true if the expert was prefetched and this
+    // is its first use.
+    bool request(int s);
     void mark_prefetched(int s);
     void queue(int s, uint8_t kinds) { slots_[s].queued |= kinds; }
     void drop(int s, uint8_t kinds) { slots_[s].queued &= ~kinds; } // removes these matrices from `queued`
     void begin_read(int s, uint8_t kinds);
     void end_read(int s, uint8_t kinds);
 
-    const std::vector<uint32_t> & uses() const { return uses_; }   // [n_layer * n_expert_max] look-ups of each expert
-    const std::vector<uint32_t> & loads() const { return loads_; } // [n_layer * n_expert_max] slots that each got
+    // [n_layer * n_expert_max] number of look-ups of each expert.
+    const std::vector<uint32_t> & uses() const { return uses_; }
+    // [n_layer * n_expert_max] number of times that each expert got a slot.
+    const std::vector<uint32_t> & loads() const { return loads_; }
     void count_look_up(int il, int expert) { uses_[layout_.key(il, expert)] += 1; }
 
     // Exchanges the present policy with `policy`.
     void exchange_policy(std::unique_ptr<EvictionPolicy> & policy);
-    void exchange_scores(std::vector<float> & scores); // exchanges the table of scores; empty: the policy decides
+    // Exchanges the table of scores; an empty table: the policy decides.
+    void exchange_scores(std::vector<float> & scores);
     void on_routing(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens);
-    void on_routed(int il); // drops the forecast of the layer, whose router has chosen
+    void on_routed(int il); // drops the forecast of layer il, because its router has chosen
     // Stores the forecast for layer il; NULL: there is none. `as_predicted`: raw probabilities, for policies that need
     // them; NULL: equal to `probabilities`.
     void on_forecast(int il, const float * probabilities, const float * as_predicted = nullptr);
     bool ordered(const LayerStep & now) const { return policy().orders(now); }
-    float score(int il, int expert, const LayerStep & now) const; // valid only if ordered() is true
+    float score(int il, int expert, const LayerStep & now) const; // valid only if ordered() returns true
 
     // Returns the chance that an expert is used when its layer comes next. This is the forecast; without a forecast it
     // is the share of recent tokens that used the expert. Uses are counted only after count_uses(true).
@@ -92,9 +99,9 @@ class Residency {
 
     void set_usable(int n);
 
-    // Verifies that the bookkeeping agrees with itself: free + owned = usable, pins >= 0, the map of experts and the
-    // slots match. Also verifies the gauges and the eviction order. Throws Error(BROKEN) with the broken rule and the
-    // values.
+    // Verifies that the bookkeeping is consistent. The free and the owned slots add up to the usable ones, no slot has
+    // negative pins, and the map of experts matches the slots. Also verifies the gauges, the number of absent matrices,
+    // and the eviction order. Throws Error(BROKEN) with the broken rule and the values.
     void check() const;
 
   private:
@@ -107,7 +114,7 @@ class Residency {
     void check_slot(int s) const;
     std::string describe(int s) const;
     bool evictable(int s) const;
-    void update_order(int s); // adds a slot to the eviction order if it may be evicted, or removes it
+    void update_order(int s); // adds slot s to the eviction order if it may be evicted; otherwise removes it
     void set_floors();
 
     const Layout & layout_;
@@ -115,20 +122,22 @@ class Residency {
     const Numbering & numbering_;
     TierCounters & counters_;
     std::vector<Slot> slots_;
-    std::vector<std::atomic<uint8_t>> state_; // [n_slots] bits of the matrices that are there, and failed_bit
-    std::vector<int> slot_of_;                // [n_layer * n_expert_max] slot of each expert; -1: none
-    std::vector<int> count_;                  // [n_layer] number of slots that the layer has
-    std::vector<int> floor_;                  // [n_layer] slots that the layer keeps if another one is above its floor
+    // [n_slots] bits of the matrices that are complete in each slot, and failed_bit.
+    std::vector<std::atomic<uint8_t>> state_;
+    std::vector<int> slot_of_; // [n_layer * n_expert_max] slot of each expert; -1: none
+    std::vector<int> count_;   // [n_layer] number of slots that hold an expert of the layer
+    // [n_layer] number of slots that the layer keeps while another layer has more than its own floor.
+    std::vector<int> floor_;
     std::vector<uint32_t> uses_;
     std::vector<uint32_t> loads_;
     EvictionOrder order_;
     std::unique_ptr<EvictionPolicy> policy_;
     mutable ScoreTable scores_;
-    std::unique_ptr<FadingAverage> average_use_; // nullptr while uses are not counted
-    std::vector<float> forecast_;                // [n_layer * n_expert_max] probabilities, valid if forecast_known_
-    std::vector<uint8_t> forecast_known_;        // [n_layer] 1: the layer has a forecast
+    std::unique_ptr<FadingAverage> average_use_; // fading average of each expert's use; nullptr: uses are not counted
+    std::vector<float> forecast_; // [n_layer * n_expert_max] forecast probabilities, valid where forecast_known_ is 1
+    std::vector<uint8_t> forecast_known_; // [n_layer] 1: the layer has a forecast
     uint64_t tick_ = 0;
-    std::atomic<int> n_absent_; // number of the experts' matrices that are not there
+    std::atomic<int> n_absent_; // number of the tier's expert matrices that are not complete in a slot
     int n_usable_;
     int n_free_;         // number of free slots among the usable ones
     int first_free_ = 0; // no slot before this one is free

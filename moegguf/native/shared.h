@@ -1,6 +1,8 @@
 // shared.h: the state that all parts of one store share: the lock, switches, counters, the clock, and the functions
-// with which compute threads wait. READY bits are read without the lock. A thread that does not find them set takes the
-// lock and waits on `done`, which is notified at the end of each transfer. Knows no slot and no queue.
+// with which compute threads wait.
+//
+// READY bits (Residency::ready) are read without the lock. A thread that does not find them set takes the lock and
+// waits on `done`, which is notified at the end of each transfer. This file knows no slot and no queue.
 #pragma once
 
 #include "clock.h"
@@ -24,7 +26,7 @@ struct Counted : Figures {
     Counted & operator=(const Counted &) = delete;
 };
 using Counters = Counted<moegguf_counters>;
-using TierCounters = Counted<moegguf_tier_info>; // a tier counts only in the fields before pool_bytes
+using TierCounters = Counted<moegguf_tier_info>; // a tier counts only in the struct's fields before pool_bytes
 
 inline void count(uint64_t & figure, uint64_t n = 1) { __atomic_fetch_add(&figure, n, __ATOMIC_RELAXED); }
 
@@ -34,7 +36,7 @@ inline void set_gauge(uint64_t & figure, uint64_t n) { __atomic_store_n(&figure,
 
 inline uint64_t get(const uint64_t & figure) { return __atomic_load_n(&figure, __ATOMIC_RELAXED); }
 
-// Adds the counters in the first n_bytes of `figures` to `to`, one by one.
+// Reads the counters in the first n_bytes of `figures`, and adds each one to the same counter in `to`.
 inline void add(const uint64_t * figures, size_t n_bytes, uint64_t * to) {
     for (size_t i = 0; i < n_bytes / sizeof(*to); i++) { to[i] += get(figures[i]); }
 }
@@ -61,21 +63,23 @@ struct Shared {
     const std::unique_ptr<Clock> clock;
     std::atomic<bool> cancelled{false};
     std::atomic<bool> stopping{false};
-    std::string error;                 // reason of the last failed transfer; under the lock
+    std::string error;                 // reason of the last failed transfer; guarded by the lock
     std::atomic<uint64_t> given_up{0}; // number of times that a kernel stopped waiting and left matrices out
 
     bool has(moegguf_flag flag) const { return flags & flag; }
 
-    // Returns true in a child process. The locks and threads belong to the parent, so the child must not touch them.
+    // Returns true in a child process of the process that opened the store. The locks and threads belong to the parent,
+    // so the child must not touch them.
     bool forked() const { return fork_generation.load(std::memory_order_relaxed) != born_; }
 
     // Waits until done() returns true. done() is called under the lock, and again after every change; the lock is free
-    // in between. Returns false if done() will not become true, or the store is cancelled or closed.
+    // in between. Returns false if the store is cancelled or closed, or if nothing is left to wait for (virtual time).
     template <typename Done>
     bool wait(Lock & lock, Done done) {
         return wait_for(lock, done, Clock::Deadline::max(), [this] { return cancelled || stopping; });
     }
-    // Waits like wait(), but only until the deadline, and also if the store is cancelled or closed.
+    // Waits until done() returns true or the deadline passes. Unlike wait(), it goes on waiting while the store is
+    // cancelled or being closed.
     template <typename Done>
     bool wait_regardless(Lock & lock, Done done, Clock::Deadline deadline) {
         return wait_for(lock, done, deadline, [] { return false; });

@@ -34,9 +34,10 @@ def pad(matrices: Any, devices: Iterable[str | None]) -> None:
 
 
 def padded(layout: ExpertLayout, devices: Iterable[str | None]) -> ExpertLayout:
-    """Returns the layout with padding_bytes set: the bytes after each expert in a slot, which devices' kernels read.
+    """Returns the layout with padding_bytes set for these devices.
 
-    devices: ggml's names; None is the CPU. A device that ggml does not know needs no padding.
+    padding_bytes is the number of bytes after each expert in a slot that a device's kernels read. devices: ggml's
+    names; None is the CPU. A device that ggml does not know needs no padding.
     """
     padding = iter([m.padding_bytes for m in matrices_of(layout, devices)])
     layers = [
@@ -48,11 +49,11 @@ def padded(layout: ExpertLayout, devices: Iterable[str | None]) -> ExpertLayout:
 
 @dataclass(frozen=True)
 class SlotSizes:
-    """The sizes of slots and of a pool."""
+    """The sizes of slots and of a pool in bytes, and whether experts can be streamed."""
 
     stride_bytes: Mapping[Kind, int]  # bytes from one slot to the next in the arena of each matrix kind
-    slot_bytes: int  # bytes of one slot, added over all arenas
-    pool_bytes: int  # bytes of all arenas, with the guard bytes after the last slot of each arena
+    slot_bytes: int  # bytes of one slot, summed over the arenas of all matrix kinds
+    pool_bytes: int  # bytes of all arenas, including the guard bytes after the last slot of each arena
     streams: bool  # True: a pass on the CPU may use more experts of a layer than there are slots (streamed_supply.cpp)
 
 
@@ -68,17 +69,18 @@ def slot_sizes(layout: ExpertLayout, n_slots: int = 0) -> SlotSizes:
 
 
 def slot_tokens(device: str | None) -> int:
-    """Returns the largest number of tokens in a pass that a device computes as if all experts were resident.
+    """Returns the largest number of tokens in a pass for which a device rounds as if all experts were resident.
 
-    Its results then have the same bits for any number of slots. device: ggml's name; None is the CPU.
+    Up to this number of tokens, results have the same bits for any number of slots. device: ggml's name; None is the
+    CPU.
     """
     return int(library.load().moegguf_slot_tokens(device and device.encode()))
 
 
 def most_slots(layout: ExpertLayout, device: str | None, n_slots: int) -> int:
-    """Returns the number of slots, up to n_slots, that one pool can have on a device.
+    """Returns the largest number of slots, up to n_slots, that one pool can have on a device.
 
-    The pool has to fit the device's largest buffer, and the largest tensor that its kernels multiply with. device:
+    The limits are the device's largest buffer, and the largest tensor that its kernels can multiply with. device:
     ggml's name; None is the CPU. Raises OptionError for an unknown name.
     """
     most, matrices = c.c_int32(), matrices_of(layout, [device])

@@ -9,13 +9,16 @@
 namespace moegguf {
 namespace {
 
-constexpr int most_tokens = 1024; // largest number of tokens in a measured graph, which reads each slot once
-constexpr int n_small_ops = 64;   // number of nodes in the graph that measures the cost of a node
-constexpr int n_part_ops = 25;    // number of nodes in a graph before a stop, about the number in a layer
+// The largest number of tokens in a measured graph. Each token multiplies with other slots, so the graph reads each
+// slot at most once.
+constexpr int most_tokens = 1024;
+constexpr int n_small_ops = 64; // number of nodes in the graph that measures the cost of a node
+// The number of nodes in a graph that runs until a stop. A layer has about this number of nodes.
+constexpr int n_part_ops = 25;
 constexpr int least_runs = 3;
-constexpr int longest = 10; // time limit for least_runs runs, in multiples of `seconds`
+constexpr int longest = 10; // the runs end after longest * `seconds`, even if there are fewer than least_runs
 
-// Repeats run() for `seconds`. Returns the time of an undisturbed run in ns: the lower quartile.
+// Repeats run() for about `seconds`. Returns the time of an undisturbed run in ns: the lower quartile of all times.
 double run_ns(double seconds, const std::function<void()> & run) {
     run(); // not measured: the first run allocates memory and compiles kernels
     std::vector<double> times;
@@ -40,7 +43,7 @@ class Experts {
         : layout(layout),
           layers(layout, [](int) { return true; }),
           numbering(layout, layers, n_slots) {
-        if (layout.shards.empty()) { // there are no files: the weights are zeros
+        if (layout.shards.empty()) { // the layout has no files, so the weights are zeros
             for (const Matrix & m : layout.matrices) { bytes_.emplace_back(m.expert_bytes, 0); }
             return;
         }
@@ -82,7 +85,7 @@ class Experts {
     std::vector<std::vector<uint8_t>> bytes_;
 };
 
-// A graph that one backend computes, with all tensors in the backend's memory.
+// A graph that one backend computes. Its inputs and results lie in the backend's memory.
 class Graph {
   public:
     Graph(ggml_backend_t backend, size_t n_tensors) : backend_(backend) {
@@ -136,8 +139,8 @@ double op_ns(ggml_backend_t backend, int64_t n_embd, double seconds) {
     return run_ns(seconds, [&] { graph.compute(); }) / n_small_ops;
 }
 
-// Returns the bytes of experts that the backend multiplies with per ns, for single tokens. Each token uses slots that
-// the tokens just before it have not used, so that their bytes are not in a cache.
+// Returns the bytes of expert weights that the backend multiplies with per ns, for single tokens. Each token uses slots
+// that the tokens just before it have not used, so that the weights are not in a cache.
 double multiply_bytes_per_ns(ggml_backend_t backend, const Experts & experts, const Pool & pool, double node_ns,
                              double seconds) {
     const Layout & layout = experts.layout;
@@ -146,14 +149,16 @@ double multiply_bytes_per_ns(ggml_backend_t backend, const Experts & experts, co
     Graph graph(backend, 2 * n_tokens * n_matrices + n_matrices + n_tokens + 8);
     std::vector<ggml_tensor *> inputs, ids;
     for (const Matrix & m : layout.matrices) {
-        const int n_rows = m.kind == MOEGGUF_DOWN ? experts.n_used() : 1; // down has another input for each expert
+        // The down matrix has a different input for each chosen expert. The other matrices have one input for all
+        // experts of a token.
+        const int n_rows = m.kind == MOEGGUF_DOWN ? experts.n_used() : 1;
         inputs.push_back(ggml_new_tensor_3d(graph.context(), GGML_TYPE_F32, m.ne0, n_rows, 1));
     }
     for (int token = 0; token < n_tokens; token++) {
         ids.push_back(ggml_new_tensor_2d(graph.context(), GGML_TYPE_I32, experts.n_used(), 1));
         for (size_t i = 0; i < n_matrices; i++) {
             ggml_tensor * product = ggml_mul_mat_id(graph.context(), pool.tensor((int)i), inputs[i], ids.back());
-            if (!ggml_backend_supports_op(backend, product)) { // computing it would end the process
+            if (!ggml_backend_supports_op(backend, product)) { // ggml ends the process at a node that it cannot compute
                 throw Error(MOEGGUF_INVALID, std::string(ggml_backend_name(backend)) + " cannot multiply with " +
                                                  ggml_type_name(layout.matrices[i].type) + " experts");
             }
@@ -168,12 +173,14 @@ double multiply_bytes_per_ns(ggml_backend_t backend, const Experts & experts, co
         ggml_backend_tensor_set(ids[token], slots.data(), 0, slots.size() * sizeof(int32_t));
     }
     const double ns = run_ns(seconds, [&] { graph.compute(); });
-    const double of_nodes_ns = std::min(node_ns * n_tokens * n_matrices, ns / 2); // limited: node_ns is not exact
+    // The time of the nodes themselves, which is subtracted. It is at most half of the total, because node_ns is only
+    // an estimate.
+    const double of_nodes_ns = std::min(node_ns * n_tokens * n_matrices, ns / 2);
     return experts.expert_bytes() * experts.n_used() * n_tokens / (ns - of_nodes_ns);
 }
 
-// Measures copies of experts from RAM to the device, of one expert and of several experts together. Sets
-// copy_bytes_per_ns and copy_ns. All slots of both pools are used in turn.
+// Measures copies from RAM to the device, of one expert and of several experts together. Sets copy_bytes_per_ns, and
+// copy_ns, the fixed time of a batch of copies. All slots of both pools are used in turn.
 void measure_copies(ggml_backend_t backend, const Experts & experts, const Pool & from, const Pool & to, double seconds,
                     moegguf_speeds & out) {
     int next = 0;
@@ -194,8 +201,9 @@ void measure_copies(ggml_backend_t backend, const Experts & experts, const Pool 
     out.copy_ns = std::max(0.0, one_ns - each_ns);
 }
 
-// Measures the time between two parts of a device's graph. Sets stop_ns, the time of a stop at a layer's ids, and
-// cpu_layer_ns, the time of the transfers for a layer whose experts the CPU multiplies with.
+// Measures how long the device's graph is interrupted between two parts. Sets stop_ns: the time in ns in which the host
+// reads a layer's ids and writes them back. Sets cpu_layer_ns: the time in ns of the transfers for a layer whose
+// experts the CPU multiplies with. The time of the graph's own nodes is subtracted from both.
 void measure_stops(ggml_backend_t backend, const Experts & experts, double seconds, moegguf_speeds & out) {
     Graph graph(backend, n_part_ops + 8);
     const int n_used = experts.n_used();

@@ -1,9 +1,9 @@
 // staged_supply.cpp: supplies experts for prompts on a device. A layer's experts are copied into a staging tensor with
 // the layer's full shape, and kernels find them there by the router's own ids. So kernels compute as if every expert
-// were resident. Slots keep their experts until a prompt's last pass, which may give slots to the most used experts.
+// were resident. Slots keep their experts until a prompt's last pass, which may assign slots to the most used experts.
 //
-// It may pin, assign and vacate slots of staging tiers, fill slots of the device with a prompt's experts, and order
-// copies into both.
+// This supply may pin, assign and vacate slots of staging tiers. It may fill slots of the device with a prompt's
+// experts, and queue copies into staging tensors and slots.
 #include "supply.h"
 
 #include <algorithm>
@@ -11,11 +11,12 @@
 namespace moegguf {
 namespace {
 
-// An expert may evict another one after a prompt's last pass, if at least this number of the pass's tokens used it.
+// An expert may evict another one after a prompt's last pass, if at least this number of the pass's tokens used the
+// expert.
 constexpr int least_tokens_to_evict = 2;
 
-// A layer is copied ahead if a pass has at least this number of choices per expert. Tokens that choose evenly then use
-// more than half of the layer's experts (1 - e^-0.7).
+// A layer's experts are copied ahead if the pass has at least this number of choices per expert. Tokens that choose
+// evenly then use more than half of the layer's experts (1 - e^-0.7).
 constexpr float choices_per_expert = 0.7f;
 
 // The staged supply for all devices of a store. Layers use the staging tensors of a device in turn: while one layer is
@@ -28,12 +29,14 @@ class StagedSupply final : public Supply {
           shortens_(layout.layers.size(), 0),
           counts_(layout.n_expert_max, 0) {}
 
-    // Notes the layers that are computed only for tokens with logits. If the event is not staged, drops the copies
-    // ahead, and waits for the copies that have begun.
+    // Records which layers are computed only for tokens whose logits are needed. If this event is not staged, drops the
+    // copies for later layers, and waits for those that have begun.
     void observe(Context & context, Lock & lock) override {
         if (tiers_.staging.empty()) { return; }
         const Pass & pass = context.pass;
-        if (pass.il <= last_il_ && last_tokens_ > 1) { // the pass before had no event in later layers
+        // A new pass begins, and the previous pass had no event in the layers after last_il_. So these layers are
+        // computed only for tokens whose logits are needed.
+        if (pass.il <= last_il_ && last_tokens_ > 1) {
             std::fill(shortens_.begin() + last_il_ + 1, shortens_.end(), 1);
         }
         last_il_ = pass.il;
@@ -48,15 +51,16 @@ class StagedSupply final : public Supply {
         }
     }
 
-    // Takes the layer's tensor, and demands the event's experts that are not there. First it waits for copies ahead, so
-    // that later choices do not depend on the speed of copies.
+    // Pins the event's experts in the layer's staging tensor, and demands those that are not there. First it waits for
+    // copies ahead, so that later choices do not depend on the speed of copies.
     bool place(Context & context, Lock & lock) override {
         if (!take_tensor(context, lock)) {
             context.fail(MOEGGUF_CANCELLED, "cancelled");
             return false;
         }
         Event & event = context.event;
-        for (int expert : event.experts) { // the slot of each absent expert is free after take_tensor()
+        // Each absent expert has its own slot in the tensor, and no copy uses this slot after take_tensor().
+        for (int expert : event.experts) {
             if (event.slot_of[expert] >= 0) { continue; }
             const int s = context.pinned.tier->assign(event.il, expert, event.step);
             context.pinned.pin(s);
@@ -67,19 +71,20 @@ class StagedSupply final : public Supply {
         return true;
     }
 
-    // Drops the copies for later layers. Slots that they come from stay pinned until copies that have begun are done.
+    // Drops the copies for later layers. A copy that has begun goes on, and the slot that it comes from stays pinned
+    // until its end.
     void drop_ahead() override {
         for (const auto & tier : tiers_.staging) { drop(*tier, nullptr); }
     }
 
-    // Assigns slots to the most used experts if the pass is the prompt's last one. Copies the experts of the next layer
-    // ahead.
+    // Assigns slots to the most used experts if the pass is the prompt's last one. Then copies the experts of the next
+    // layer ahead.
     void finish(Context & context) override {
         Lock lock(shared_.mutex);
         std::fill(counts_.begin(), counts_.end(), 0);
         for (size_t i = 0; i < context.event.n_ids(); i++) { counts_[context.event.ids[i]] += 1; }
         if (context.announced.next >= context.announced.n_tokens) { keep_most_used(context, lock); }
-        // Each tensor with which no layer computes now can get the experts of a later layer.
+        // Every staging tensor except this layer's can get the experts of a later layer.
         const int n_tensors = context.pinned.tier->numbering.n_slots() / layout_.n_expert_max;
         int il = context.pass.il, n_tokens = context.pass.n_tokens;
         for (int n = 1; n < n_tensors && next_layer(context, il, n_tokens); n++) {
@@ -90,8 +95,9 @@ class StagedSupply final : public Supply {
     }
 
   private:
-    // Waits until no copy into the layer's tensor, or from it, is under way: a cancelled pass may have left some. Then
-    // pins the event's experts that are there. Returns false if the wait was cancelled.
+    // Waits until no slot of the staging tensors is pinned: a cancelled pass may have left copies from them. Then pins
+    // the event's experts that are there or on their way, demands their missing matrices, and waits for all copies into
+    // the tensors. Returns false if a wait was cancelled.
     bool take_tensor(Context & context, Lock & lock) {
         Tier & tier = *context.pinned.tier;
         const Event & event = context.event;
@@ -101,12 +107,13 @@ class StagedSupply final : public Supply {
         tier.staged_for->residency.on_routing(event.il, event.ids, event.n_expert_used, event.n_tokens);
         drop(tier, &event);
         pin_there(context);
-        transfers_.demand(tier, context.pinned.slots); // demands come before copies ahead
+        transfers_.demand(tier, context.pinned.slots); // demands are queued before copies ahead
         return come() || stall(shared_, tier, lock, come);
     }
 
     // Pins the event's experts that were copied ahead or are on their way, and counts look-ups. An expert without a
-    // slot on the device counts as a miss there, even if it was copied ahead. It then counts as a hit in RAM.
+    // slot on the device counts as a miss there, even if it was copied ahead. An expert that was copied ahead without
+    // such a slot counts as a hit in RAM.
     void pin_there(Context & context) {
         Event & event = context.event;
         Tier &tier = *context.pinned.tier, &slots = *tier.staged_for, &ram = *tier.ram();
@@ -119,7 +126,7 @@ class StagedSupply final : public Supply {
             n_useful += has_slot && slots.residency.request(own);
             if (s < 0) { continue; }
             tier.residency.request(s);
-            tier.residency.clear_failed(s); // the failure belongs to passes that have ended
+            tier.residency.clear_failed(s); // the failure belongs to a pass that has ended
             context.pinned.pin(s);
             event.slot_of[expert] = s;
             if (!has_slot) {
@@ -130,9 +137,9 @@ class StagedSupply final : public Supply {
         count(shared_.counters.prefetch_useful, n_useful);
     }
 
-    // Vacates slots of a staging tier whose expert is not whole. Also vacates slots whose expert came ahead in vain:
-    // for the layer of the event `keep`, or for any layer without an event. Experts that `keep` chose stay. So the
-    // result does not depend on the speed of copies.
+    // Vacates unpinned slots of a staging tier, so that the result does not depend on the speed of copies. Experts that
+    // the event `keep` chose stay. Incomplete experts of every layer go. Prefetched experts that no event has used go,
+    // too, if they belong to the event's layer, or if there is no event.
     void drop(Tier & tier, const Event * keep) {
         for (int s = 0; s < tier.residency.n_slots(); s++) {
             const Slot & slot = tier.residency.slot(s);
@@ -141,14 +148,14 @@ class StagedSupply final : public Supply {
             const bool in_vain = slot.prefetched && (!keep || slot.il == keep->il);
             if (!chosen && (in_vain || !tier.residency.complete(s))) {
                 tier.residency.drop(s, all_kinds);
-                tier.vacate(s); // waits for the end of a copy that has begun
+                tier.vacate(s); // does nothing until the end of a copy that has begun
             }
         }
     }
 
     // Assigns slots to the experts that most tokens of the pass used, because the answer will probably use them, too.
-    // There are at most as many as a layer's share of the slots. They take free slots, or the slots of the least
-    // recently used experts. Waits for the copies.
+    // The number of these experts is at most a layer's equal share of the slots, or one token's experts if this is
+    // more. They take free slots or the slots of victims. Waits for the copies into these slots.
     void keep_most_used(Context & context, Lock & lock) {
         const Event & event = context.event;
         Tier &from = *context.pinned.tier, &to = *from.staged_for;
@@ -157,7 +164,8 @@ class StagedSupply final : public Supply {
         std::vector<int> chosen = event.experts;
         std::stable_sort(chosen.begin(), chosen.end(), [&](int a, int b) { return counts_[a] > counts_[b]; });
         chosen.resize(std::min(chosen.size(), most));
-        for (int expert : chosen) { // a chosen expert with a slot must not be evicted for another one
+        // Chosen experts that have a slot become the most recently used, so that the loop below does not evict them.
+        for (int expert : chosen) {
             if (const int s = to.residency.find(il, expert); s >= 0) { to.residency.touch(s); }
         }
         std::vector<SlotRef> kept;
@@ -180,7 +188,8 @@ class StagedSupply final : public Supply {
     }
 
     // Finds the layer after `il` that is computed next for all tokens of a pass, in this pass or in the prompt's next
-    // pass. Writes the layer to `il`, and the number of tokens to n_tokens. Returns false if it is not known.
+    // pass. Writes the layer to `il`, and that pass's number of tokens to n_tokens. Returns false if the next layer is
+    // not known.
     bool next_layer(const Context & context, int & il, int & n_tokens) const {
         const std::vector<int> & layers = layout_.moe_layers;
         const auto whole = [&](int layer) { return !shortens_[layer]; };
@@ -194,8 +203,8 @@ class StagedSupply final : public Supply {
         return true;
     }
 
-    // Copies all experts of a layer ahead, if the pass has enough tokens. For fewer tokens too many experts would come
-    // in vain.
+    // Copies all experts of a layer ahead, if the pass has enough tokens (choices_per_expert). With fewer tokens, too
+    // many experts would be copied in vain.
     void copy_layer_ahead(int il, int n_tokens, int computing) {
         Tier & to = tiers_.of(il, n_tokens);
         const Window window = to.numbering.window(il);
@@ -211,8 +220,9 @@ class StagedSupply final : public Supply {
         }
     }
 
-    // Queues a copy of an expert into its place in the tensor, if a slot on the device or in RAM has the whole expert.
-    // Evicts only what an earlier layer left in that place. Returns false if no copy was queued.
+    // Queues a copy of an expert into the expert's place in the staging tensor, if a slot on the device or in RAM has
+    // the whole expert. Evicts only an expert that an earlier layer left in that place. Returns false if no copy was
+    // queued.
     bool borrow(Tier & to, int il, int expert) {
         const auto whole = [&](Tier & tier) {
             const int s = tier.residency.find(il, expert);
@@ -228,7 +238,7 @@ class StagedSupply final : public Supply {
     }
 
     Tiers & tiers_;
-    bool ahead_ = false;            // a copy for a later layer may be on its way
+    bool ahead_ = false;            // true: a copy for a later layer may be queued or under way
     std::vector<uint8_t> shortens_; // [n_layer] 1: the layer is computed only for tokens whose logits are needed
     int last_il_ = -1;              // layer of the previous event
     int last_tokens_ = 0;           // number of tokens in the previous event's pass

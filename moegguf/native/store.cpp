@@ -48,12 +48,12 @@ Store::Store(const moegguf_config & config)
 }
 
 Store::~Store() {
-    events.stop(); // first, because callbacks may still call the store
+    events.stop(); // first, because the listener's callbacks may still call the store
     forecaster.set(nullptr);
     stop_links();
 }
 
-// Stops the threads of all links. Afterwards no link uses a supply.
+// Stops the threads of all links. After this call no link uses a supply, so supplies can be destroyed.
 void Store::stop_links() {
     for (const auto & link : copies) { link->stop(); }
     transfers.stop();

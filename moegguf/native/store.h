@@ -1,5 +1,5 @@
-// store.h: the expert store, which connects its parts. Its function acquire() is the barrier between a router's choice
-// and the multiplications (acquire.cpp). Each part has its own header. moegguf.h has the C ABI.
+// store.h: the expert store, which connects its parts. Its function acquire() runs between a router's choice and the
+// multiplications of the chosen experts (acquire.cpp). Each part has its own header. moegguf.h has the C ABI.
 #pragma once
 
 #include "events.h"
@@ -16,56 +16,61 @@ class Store {
     explicit Store(const moegguf_config & config);
     ~Store();
 
-    // Handles a routing event on a compute thread: chooses a supply, waits for the choice's wait_kinds, notifies
-    // observers, and replaces expert ids by slot ids. Afterwards every chosen expert has a slot or is streamed, and the
-    // matrices of wait_kinds are there; kernels wait for the others (arrivals.h). After a failure the context has the
-    // reason, and the ids are safe to compute with. The function itself moves no bytes and changes no slot.
+    // Handles a routing event on a compute thread: chooses a supply, notifies observers, waits for the choice's
+    // wait_kinds, and replaces expert ids by slot ids.
+    //
+    // After the call every chosen expert has a slot or is streamed, and the matrices of wait_kinds are there; kernels
+    // wait for all other matrices (arrivals.h). After a failure the context has the reason, and the ids are safe to
+    // compute with. The function itself moves no bytes and changes no slot.
     void acquire(const Choice & choice);
 
-    // Returns true if every expert of the layer is in its own slot and nobody listens, so that a routing event has
-    // nothing to do. Needs no lock.
+    // Returns true if a routing event of layer il has nothing to do. Every expert of the layer is then in its own slot,
+    // no listener is on, watch() is off, and the pass is not cancelled. Needs no lock.
     bool idle(int il) const;
-    // Counts a routing event of an idle layer. The chosen experts are not known, and count as different ones, up to the
-    // layer's number of experts.
+    // Counts a routing event of an idle layer. The chosen experts are not known. Each choice counts as a different
+    // expert, up to the layer's number of experts.
     void count_idle(int il, int n_expert_used, int n_tokens);
 
-    // Returns true if graphs that are built now use the router's own expert ids in the layers of this tier, because
-    // every expert is in its own slot.
+    // Returns true if graphs that are built now use the router's own expert ids in the layers of this tier. Then every
+    // expert is in its own slot, and no listener and no watch() needs the routing events.
     bool passes_over(const Tier & tier) const;
-    // Returns a bit for each device for which passes_over() is true. A graph is valid while these bits stay the same.
+    // Returns a set of bits, one for each device: 1 if passes_over() is true for it. A graph is valid while these bits
+    // stay the same.
     uint64_t passed_over() const;
-    // Counts a routing event of a layer whose graph uses expert ids. The pass fails if it was cancelled, or if experts
-    // no longer have their own slots.
+    // Counts a routing event of a layer whose graph uses the router's own expert ids. The pass fails if it was
+    // cancelled, or if experts no longer have their own slots.
     void pass_over(int il, int n_expert_used, int n_tokens);
 
     // Returns true if the pass must end: it failed, was cancelled, or a matrix of its layer could not be read. The
     // thread that computes calls this after every node. It takes no lock unless something failed.
     bool must_abort();
-    bool is_clear() const; // true: take_failure() has no failure to return and no slot to unpin; no lock
+    bool is_clear() const; // true: take_failure() has no failure to return and no slot to unpin; needs no lock
     void take_failure(moegguf_failure & out, bool clear);
 
     // Returns true if the next tokens have to be announced, and forgets the tokens announced before. Needs no lock.
     bool awaits_tokens(int sequence, int phase);
     void announce_tokens(const moegguf_tokens_event & event);
 
-    void watch(bool on) { watched_ = on; }   // while on, no layer is idle, and every use is counted
+    void watch(bool on) { watched_ = on; }   // while on, no layer is idle, so that every look-up is counted
     void resize(Tier & tier, int n_slots);   // changes the number of slots, while no pass is under way
-    std::vector<Tier *> tiers_at(int index); // tiers for a value of enum moegguf_tier. Throws Error(INVALID).
+    std::vector<Tier *> tiers_at(int index); // returns the tiers of a value of enum moegguf_tier. Throws Error(INVALID)
     ggml_backend_buffer_type_t buft() { return buft_.get(); }
     ggml_tensor * pool_tensor(const char * name, int n_tokens) const;
 
-    // The parts. Each part uses only parts before it.
+    // The parts of the store. Each part uses only parts that are declared before it.
     const Layout layout;
     Shared shared;
     Events events;
     Tiers tiers;
     Context context;
-    const std::vector<std::unique_ptr<Copies>> copies; // a link for each tier that is filled from RAM
+    const std::vector<std::unique_ptr<Copies>> copies; // one link for each tier that is filled from RAM
     Transfers transfers;
     Supply slots;
     const std::unique_ptr<Supply> streamed, staged;
     Forecaster forecaster;
-    uint64_t n_bindings = 0; // increases before pool tensors move to other memory; earlier graphs are then invalid
+    // A counter that increases before pool tensors move to other memory. Graphs that were built before are then
+    // invalid.
+    uint64_t n_bindings = 0;
 
   private:
     void stop_links();

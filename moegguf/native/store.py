@@ -29,14 +29,15 @@ from moegguf.quantities import Link
 
 
 class Tier(enum.IntEnum):
-    """A tier of slots: COMPUTE in the memory of all devices that compute layers, RAM below it."""
+    """A tier of slots: COMPUTE for the devices that compute layers, RAM for slots from which they are filled."""
 
     COMPUTE = abi.COMPUTE_TIER
     RAM = abi.RAM_TIER
 
 
-STAGING_TENSORS = 2  # one is filled while a layer computes with the other; a third one brings no gain
-STAGING_SHARE = 0.25  # largest share of a device's memory for experts that two staging tensors get; slots get the rest
+STAGING_TENSORS = 2  # one tensor is filled while a layer computes with the other one; a third one brings no gain
+# The largest share of a device's memory for experts that two staging tensors may take. Slots get the rest.
+STAGING_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,10 @@ class DeviceSlots:
 
     name: str | None  # ggml's name; None: the CPU
     n_slots: int
-    layers: Collection[int]  # il of its layers; layers without experts do not count
+    layers: Collection[int]  # il of the layers that the device computes; layers without experts are ignored
     through_ram: bool = False  # missing experts are read into slots in RAM first, if the store has such slots
     staging: int = 0  # number of staging tensors for prompts, each with space for all experts of a layer
-    pass_slots: int = 0  # slots that a pass may need at once if it is not staged; 0: as many as one token needs
+    pass_slots: int = 0  # number of slots that one pass may need if it is not staged; 0: as many as one token needs
     link: Link | None = None  # simulated link from RAM to the device; None: the link in the store's options
 
 
@@ -67,24 +68,27 @@ def _bits(options: StoreOptions | ListenOptions, enum: str) -> int:
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """The ways in which the store moves experts. The defaults were measured; tests and ablations turn parts off."""
+    """Options for the way in which the store moves experts.
+
+    The defaults were chosen by measurements. Tests and ablations turn single options off.
+    """
 
     readers: int = 4  # number of threads that read each copy of the file
     repack: bool = True  # slots have the layout of the CPU's fastest kernels
     direct: bool = True  # files are read with O_DIRECT
     chunked: bool = True  # prefetches are read matrix by matrix
-    preempt: bool = True  # a routing event drops stale prefetches of its layer
-    demand_first: bool = True  # demands are read before all prefetches; False: after them
+    preempt: bool = True  # a routing event drops prefetches of its layer for experts that it has not chosen
+    demand_first: bool = True  # demands are read before all prefetches; False: after all prefetches
     overlap: bool = True  # a layer begins to compute before all of its matrices are there
     # If a pass chooses nearly all experts of a layer, experts of the next layer are prefetched into the slots that are
     # left. In such passes, and in prompts with more experts than slots, the experts of the layer that is needed last
     # are evicted first, unless the policy's scores decide.
     sweep: bool = True
-    # If True, a prompt's experts are streamed through a few slots in each layer, and each expert is read once. If not,
-    # this happens only if the experts of a pass do not fit into the slots.
+    # If True, a prompt's experts are streamed through a few slots in each layer, and each expert is read once. If
+    # False, experts are streamed only if the experts of a pass do not fit into the slots.
     stream: bool = False
-    fill: bool = True  # reads all experts in the background if every expert has a slot
-    staging: int | None = None  # staging tensors of a device, up to STAGING_TENSORS; None: the planned number
+    fill: bool = True  # if every expert has a slot, all experts are read in the background
+    staging: int | None = None  # number of staging tensors of a device, up to STAGING_TENSORS; None: the planned number
     simulate: bool = False
     device: str | None = None  # ggml's name of the device that has the slots; None: the CPU
     link_bytes_per_s: float = 0.0  # speed of the simulated link from the files; 0: reads take no time
@@ -100,13 +104,14 @@ class StoreOptions:
 
 @dataclass(frozen=True)
 class ListenOptions:
-    """Options of a listener: the data that it receives in addition to expert ids, and the way of delivery."""
+    """Options of a listener: the data that it receives in addition to expert ids, and how events are delivered."""
 
     weights: bool = False  # the router's weights
     inputs: bool = False  # the router's input vectors, for passes of at most `max_input_tokens`
-    everything: bool = False  # compute threads wait for a slow listener instead of dropping events
-    lockstep: bool = False  # each event waits until all earlier events were delivered: reproducible, but slow
-    lazy: bool = False  # many events are delivered at a time, up to 0.1 s late, which slows the model less
+    everything: bool = False  # compute threads wait for a slow listener; False: events are dropped
+    # Each event waits until all earlier events are delivered; runs are then reproducible, but slow.
+    lockstep: bool = False
+    lazy: bool = False  # many events are delivered together, up to 0.1 s late; this slows the model less
     max_input_tokens: int = 1
 
 
@@ -134,13 +139,13 @@ def _routing(event: Any) -> RoutingEvent:
 
 
 def _arrays(il: Integers, experts: Integers) -> tuple[Any, Any, int]:
-    """Returns (layers, experts, n): two C arrays, and their common length n. A longer sequence is cut."""
+    """Returns (layers, experts, n): two C arrays, and their common length n. The longer sequence is cut."""
     n = min(len(il), len(experts))
     return (c.c_int32 * n)(*il[:n]), (c.c_int32 * n)(*experts[:n]), n
 
 
 class NativePolicy(NamedTuple):
-    """The name of an eviction policy that the store computes."""
+    """An eviction policy that the store computes itself: its name, and whether it uses forecasts."""
 
     name: str
     takes_forecast: bool = False  # True: the policy uses forecasts (`Store.set_forecast`)
@@ -187,7 +192,7 @@ class Store:
         self._listener: Any = None  # struct moegguf_listener, kept because C calls its functions
         self._callback_error: BaseException | None = None
         self._callback_thread = 0  # identifier of the thread on which a callback runs now; 0: none
-        self._predictor: NativePredictor | None = None  # kept because its arrays are in use
+        self._predictor: NativePredictor | None = None  # kept because the store reads its arrays
         self.layout = layout
         self.options = options
         self.tiers = (Tier.COMPUTE, Tier.RAM) if n_ram_slots else (Tier.COMPUTE,)
@@ -255,17 +260,20 @@ class Store:
 
     @property
     def buffer_type(self) -> int:
-        """The address of the reserved buffer type, for llama.cpp's tensor_buft_overrides."""
+        """The address of the buffer type that only reserves address space, for llama.cpp's tensor_buft_overrides."""
         return int(self._library.moegguf_store_buft(self.handle))
 
     def _figures(self, call: Any, struct: Any, *arguments: int) -> dict[str, Any]:
-        """Calls a function that fills the struct, and returns the struct's fields as a dict, with texts as str."""
+        """Calls a C function that fills `struct`. Returns the struct's fields as a dict, with texts as str."""
         call(self.handle, *arguments, c.byref(struct))
         fields = {name: getattr(struct, name) for name, *_ in struct._fields_}
         return {k: v.decode(errors="replace") if isinstance(v, bytes) else v for k, v in fields.items()}
 
     def counters(self) -> dict[str, int]:
-        """Returns every field of struct moegguf_counters, and some fields of the compute tier; times in ns."""
+        """Returns every field of struct moegguf_counters, and the compute tier's counts of look-ups and slots.
+
+        Times are in ns.
+        """
         tier = self.tier()
         of_tier = {name: tier[name] for name in _COUNTED_BY_TIER}
         return self._figures(self._library.moegguf_store_counters, abi.Counters()) | of_tier
@@ -299,9 +307,9 @@ class Store:
     def staging(self) -> dict[str, Any]:
         """Returns the fields of struct moegguf_tier_info for the staging tensors of all devices; {} without any.
 
-        Look-ups count experts of prompts. In a hit the expert had been copied ahead, or its copy had begun.
-        bytes_prefetched were copied ahead, and bytes_missed were copied while a layer waited. copy_ns is the time of
-        all copies, and stall_ns the time for which layers waited.
+        Each look-up is for one expert of a prompt. It is a hit if the expert had been copied ahead, or its copy had
+        begun. bytes_prefetched were copied ahead, and bytes_missed were copied while a layer waited. copy_ns is the
+        time of all copies, and stall_ns is the time that layers waited.
         """
         figures = self._figures(self._library.moegguf_store_tier, abi.TierInfo(), abi.STAGING_TIER)
         return figures if figures["n_slots"] else {}
@@ -328,14 +336,16 @@ class Store:
     def watch(self, on: bool) -> None:
         """Turns the complete count of `activity` on or off.
 
-        While it is on, the store also handles routing events of layers whose experts are all in slots. This is slower.
+        While it is on, the store also handles routing events of layers whose experts are all in slots. This makes
+        passes slower.
         """
         self._library.moegguf_store_watch(self.handle, on)
 
     def set_scores(self, scores: npt.ArrayLike | None) -> None:
         """Sets scores (n_layer, n_expert) for evictions: the expert with the lowest score is evicted first.
 
-        Among equals it is the least recently used expert. None: the policy from `set_policy` decides again.
+        Among equal scores, the least recently used expert is evicted first. None: the policy from `set_policy` decides
+        again.
         """
         if scores is None:
             self._library.moegguf_store_set_scores(self.handle, None, 0)
@@ -374,22 +384,22 @@ class Store:
     def set_predictor(self, predictor: NativePredictor | None, forecast: NativeForecast = NativeForecast()) -> None:
         """Sets the predictor of the experts that passes will use; None: nothing is predicted.
 
-        It runs on the store's own thread, in passes in which each sequence decodes one token. The store passes its
-        forecasts to policies, and issues prefetches. Raises OptionError for an unknown name, a missing array, an array
-        of a wrong size, or a limit out of range; the earlier predictor then stays.
+        The predictor runs on the store's own thread, in passes in which each sequence decodes one token. The store
+        passes the forecasts to policies, and prefetches experts. Raises OptionError for an unknown name, a missing
+        array, an array of a wrong size, or a limit out of range; the earlier predictor then stays.
         """
         chosen = None if predictor is None else c.byref(predictor_struct(predictor, forecast))
         self._library.moegguf_store_set_predictor(self.handle, chosen)
         self._predictor = predictor
 
     def act_on_forecasts(self, on: bool) -> None:
-        """Switches prefetching for the store's own forecasts on or off. It is on until switched off."""
+        """Switches prefetching for forecasts of the store's own predictor on or off. At first it is on."""
         self._library.moegguf_store_prefetch(self.handle, on)
 
     def forecast(self) -> tuple[Float32s, npt.NDArray[np.bool_]]:
-        """Returns (probabilities (n_layer, n_expert), known (n_layer,)): what the store's predictor predicts.
+        """Returns the forecast of the store's predictor: (probabilities (n_layer, n_expert), known (n_layer,)).
 
-        known is True for layers with a forecast. The forecast of a layer ends when its router has chosen.
+        known is True for layers with a forecast. The forecast of a layer ends when the layer's router has chosen.
         """
         probabilities, known = np.zeros(self.shape, np.float32), np.zeros(self.layout.n_layer, np.uint8)
         self._library.moegguf_store_forecast(
@@ -415,7 +425,7 @@ class Store:
     def pause_fill(self, on: bool) -> None:
         """Pauses the filling of free slots in the background, or resumes it.
 
-        The caller does this while the processor and the disk have other work.
+        A caller pauses the filling while the processor and the disk have other work.
         """
         self._library.moegguf_store_pause_fill(self.handle, on)
 
@@ -427,8 +437,8 @@ class Store:
     ) -> None:
         """Calls these functions for each event, on the store's event thread, never on a compute thread.
 
-        Without functions it stops the calls, and returns after the last one. The functions may keep an event's arrays.
-        An exception in a function ends the calls, and the next `raise_callback_error` raises it.
+        Without arguments it stops the calls, and returns after the last one. The functions may keep an event's arrays.
+        An exception in a function ends the calls. The next `raise_callback_error` then raises CallbackError.
         """
         self._library.moegguf_store_listen(self.handle, None)
         self._listener = None
@@ -470,20 +480,20 @@ class Store:
             raise CallbackError(f"a callback raised {type(error).__name__}: {error}; listening stopped.") from error
 
     def cancel(self, on: bool = True) -> None:
-        """Cancels the running pass and all later passes, until it is called with False."""
+        """Cancels the running pass and all later passes, until `cancel(False)` is called."""
         self._library.moegguf_store_cancel(self.handle, on)
 
     def resize(self, n_slots: int, tier: Tier = Tier.COMPUTE, device: int | None = None) -> None:
         """Sets the number of slots that a tier uses, up to the number with which it was opened.
 
-        No pass may be under way. Pageable host memory of the other slots goes back to the system. In other memory a
-        new pool is allocated; all slots are emptied first if there is too little memory for both pools.
+        No pass may be under way. Pageable host memory of the unused slots goes back to the system. In other memory a
+        new pool is allocated. If there is too little memory for the old and the new pool, all slots are emptied first.
 
         device: index of the one device that is resized. Without it, several devices share the slots in proportion to
         the numbers with which they were opened. If GPUs compute layers, too, the CPU's slots keep their number.
 
         Raises AllocationError when the device refuses more memory; the slots are then as before. Raises OptionError
-        for a number that is not possible.
+        for a number of slots that the tier cannot have.
         """
         index = tier if device is None else abi.DEVICE_TIER + device
         self._library.moegguf_store_resize(self.handle, index, n_slots)
@@ -533,8 +543,8 @@ class StoreContext:
     def acquire(self, il: int, expert_ids: npt.ArrayLike, inputs: Float32s | None = None) -> Int32s:
         """Acquires experts (n_tokens, n_expert_used) of layer il, and returns the slot id of each one.
 
-        The hook does the same while a model computes; simulations and tests call this function. inputs (n_tokens,
-        n_embd): the router's input vectors, for predictors.
+        While a model computes, the hook (hook.cpp) does this. Simulations and tests call this function. inputs
+        (n_tokens, n_embd): the router's input vectors, for predictors.
         """
         ids = np.atleast_2d(np.ascontiguousarray(expert_ids, np.int32))
         slots = np.empty_like(ids)
@@ -552,7 +562,7 @@ class StoreContext:
 
         il, n_tokens and n_expert_used are (n_events,). expert_ids has the ids of all events, one after another.
         compute_ns (n_events,) is the modelled time that passes after each event. The call ends at the first event that
-        fails, with its error.
+        fails, and raises this event's error.
         """
         columns = [np.ascontiguousarray(column, np.int32) for column in (il, n_tokens, n_expert_used, expert_ids)]
         if compute_ns is not None:
@@ -568,8 +578,8 @@ class StoreContext:
     def awaits_tokens(self, sequence: int, phase: Phase) -> bool:
         """Forgets the announced tokens, and notes the sequence and phase of the next tokens.
 
-        Returns True if the next tokens have to be announced. Returns False if every expert is in a slot of its own and
-        there is no listener.
+        Returns True if the next tokens have to be announced (`announce`). Returns False if every expert is in a slot
+        of its own and there is no listener.
         """
         return bool(self._library.moegguf_context_awaits_tokens(self.handle, sequence, phase))
 
@@ -579,8 +589,8 @@ class StoreContext:
         """Announces the tokens that are evaluated next, to the listener and to the predictor.
 
         sequence, phase: one value for all tokens, or a value for each token (n_tokens,). outputs (n_tokens,): 1 for
-        tokens whose logits are needed; None: for all tokens. The call comes before every pass, so it is fast. Raises
-        OptionError if the lengths differ.
+        tokens whose logits are needed; None: logits of all tokens are needed. The call is fast enough to be made
+        before every pass. Raises OptionError if the lengths differ.
         """
         n = len(tokens)
         given = sequence, phase, 1 if outputs is None else outputs

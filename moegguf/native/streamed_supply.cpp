@@ -1,9 +1,9 @@
-// streamed_supply.cpp: streams experts of a prompt's layer that do not fit into the slots through a few slots, matrix
-// by matrix. Each matrix is read once, while the CPU multiplies with earlier matrices. This is the prefill pipeline of
-// DuoServe-MoE (section 5.2).
+// streamed_supply.cpp: streams the experts of a prompt's layer through a few slots, matrix by matrix, if they do not
+// fit into the slots. Each matrix is read once, while the CPU multiplies with earlier matrices. This is the prefill
+// pipeline of DuoServe-MoE (section 5.2).
 //
-// It may pin and assign slots of the CPU's tier. It chooses the matrix that readers read next and the matrix that
-// kernels take next. The experts that are in the slots when the layer ends stay there whole.
+// This supply may pin and assign slots of the CPU's tier. It chooses the matrix that readers read next and the matrix
+// that kernels take next. The experts that are in the streaming slots when the layer ends stay there.
 #include "arrivals.h"
 #include "supply.h"
 
@@ -12,12 +12,12 @@
 namespace moegguf {
 namespace {
 
-// Largest number of slots through which a layer is streamed. Kernels multiply with one slot while readers fill the
-// rest.
+// Largest number of slots through which a layer is streamed. Kernels multiply with one of these slots while readers
+// fill the others.
 constexpr int most_streaming_slots = 8;
 
 // Streams one layer at a time. All compute threads take the experts in the same order. The expert with index i passes
-// through slot i % n_slots. Its matrix is overwritten when every thread has multiplied with it.
+// through slot i % n_slots. Its matrix is overwritten only after every thread has multiplied with it.
 class StreamedSupply final : public Supply, private StreamedReads, private ExpertStream {
   public:
     StreamedSupply(const Layout & layout, Shared & shared, Transfers & transfers, Tier * tier)
@@ -36,16 +36,18 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
 
     bool computes_on_arrival(int il) const override { return arrivals_.covers(il); }
 
-    // Returns true if the event's experts are streamed: they do not fit into the slots, or MOEGGUF_STREAM is set. The
-    // kernels must take the matrices one by one. So the result is false if the caller waits for matrices itself.
+    // Returns true if the event's experts are streamed. The event must be a prompt's on the CPU. Its experts do not fit
+    // into the slots, or MOEGGUF_STREAM is set. The kernels must take the matrices one by one, so the result is false
+    // if the caller itself waits for matrices (wait_kinds).
     bool can_stream(const Context & context) const override {
         const Event & event = context.event;
         const Tier & tier = *context.pinned.tier;
         if (!arrivals_.possible() || &tier != tier_ || tier.ram() || tier.numbering.resident() || event.n_tokens == 1) {
             return false;
         }
-        const bool asked =
-            !kernels_take() || (event.wait_kinds == 0 && event.ids_in_place); // kernels take matrices by these ids
+        // The kernels must take the matrices one by one, and read the router's ids from this memory. A simulation has
+        // no kernels.
+        const bool asked = !kernels_take() || (event.wait_kinds == 0 && event.ids_in_place);
         return asked && ((int)event.experts.size() > tier.residency.n_usable() || shared_.has(MOEGGUF_STREAM));
     }
 
@@ -69,7 +71,7 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
         Supply::release(context);
     }
 
-    // Waits for the experts that have their own slots. Kernels wait for streamed experts themselves; in a simulation,
+    // Waits for the experts that have their own slots. Kernels themselves wait for streamed experts. In a simulation,
     // which has no kernels, this function also waits for the end of the stream.
     void wait(Context & context, uint8_t kinds) override {
         if (!kernels_take()) {
@@ -87,23 +89,24 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
     // The progress of the stream for one kind of matrix. Slot i % n_slots has the matrix of the expert with index i,
     // and later the matrix of the expert with index i + n_slots.
     struct Kind {
-        std::unique_ptr<std::atomic<int>[]> held;   // [n_slots] index of the expert whose matrix is there; -1: none
-        std::unique_ptr<std::atomic<int>[]> n_past; // [n experts] number of threads that have multiplied with each one
-        int n_asked = 0;                            // number of matrices whose reads have begun
-        int n_free = 0;                             // number of matrices, from the first on, that all threads have used
+        std::unique_ptr<std::atomic<int>[]> held; // [n_slots] index of the expert whose matrix is there; -1: none
+        // [n experts] number of threads that have multiplied with each expert's matrix.
+        std::unique_ptr<std::atomic<int>[]> n_past;
+        int n_asked = 0; // number of matrices whose reads have begun
+        int n_free = 0;  // number of matrices, counted from the first, with which all threads have multiplied
     };
     bool kernels_take() const { return tier_->pool(); } // false in a simulation, which has no memory and no kernels
     Kind & of(uint8_t kind) { return kinds_[__builtin_ctz(kind)]; }
 
-    // Returns the largest number of slots for the stream. In a small pool it is half of the slots, so that experts of
-    // the layer in the other half are not read again.
+    // Returns the largest number of slots for the stream. In a small pool it is half of the slots. Experts of the layer
+    // that are in the other half are then not read again.
     int most_slots(const Context & context) const {
         const int n_usable = tier_->residency.n_usable(), half = std::max(2, n_usable / 2);
         return std::min({most_streaming_slots, half, n_usable, (int)context.event.experts.size()});
     }
 
-    // Assigns slots to the stream: waits for the first slot, and takes further ones that are free or may be evicted.
-    // Returns false if there is no slot; the pass has then failed.
+    // Assigns slots to the stream. Waits for the first slot, and takes more slots only if they are free or may be
+    // evicted. Returns false if there is no slot; the pass has then failed.
     bool take_slots(Context & context, size_t n_absent, Lock & lock) {
         const Event & event = context.event;
         const auto assign = [&] { return tier_->assign(event.il, no_expert, event.step); };
@@ -142,7 +145,8 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
         shared_.done.notify_all();
     }
 
-    // Implements StreamedReads, which reader threads call. Takes the next matrix for which a slot is free; false: none.
+    // Implements StreamedReads, which reader threads call. Writes the read of the next matrix for which a slot is free
+    // to `job`. Returns false if there is none.
     bool next_read(Job & job) override {
         if (!context_) { return false; }
         for (const uint8_t kinds : order_of_use) {
@@ -180,7 +184,7 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
         if (i > n) { return -1; }
         order.i += 1;
         if (i > 0 && kind.n_past[i - 1].fetch_add(1, std::memory_order_acq_rel) + 1 == order.n_threads) {
-            Lock lock(shared_.mutex); // the last thread that has used the matrix frees its slot
+            Lock lock(shared_.mutex); // only the last thread that has multiplied with the matrix frees the slot
             give_free(kind);
         }
         if (i == n || !wait_for_index(kind, i, is_first_thread)) { return -1; }
@@ -188,7 +192,7 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
         return experts_[i];
     }
 
-    // Waits until the matrix with index i is there. Returns false if it will not come.
+    // Waits until the matrix of the expert with index i is there. Returns false if the matrix will not come.
     bool wait_for_index(Kind & kind, int i, bool is_first_thread) {
         const size_t r = i % slots_.size();
         const std::atomic<int> & held = kind.held[r];
@@ -198,14 +202,16 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
                        [&] { return held >= i || given_up_ || tier_->residency.failed(slots_[r]); });
         if (!lock) { return false; }
         if (held == i) { return true; }
-        shared_.given_up += !given_up_ && !tier_->residency.failed(slots_[r]); // a failed read does not count
+        // Counts the first thread that stops waiting. A failed read does not count, because the slot records this
+        // failure.
+        shared_.given_up += !given_up_ && !tier_->residency.failed(slots_[r]);
         given_up_ = true;
         shared_.done.notify_all();
         return false;
     }
 
     void give_free(Kind & kind) {
-        kind.n_free += 1; // a counter is enough: every thread takes the experts in the same order
+        kind.n_free += 1; // a counter is enough, because all threads take the experts in the same order
         shared_.work.notify_one();
         bool all = true;
         for (int bit = 0; bit < MOEGGUF_MAX_KINDS; bit++) {
@@ -215,11 +221,11 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
         if (all) { end(); }
     }
 
-    // Ends the stream. The last experts keep their slots, like any loaded expert.
+    // Ends the stream. The last experts keep the streaming slots, like any loaded expert.
     void end() {
         const int n = (int)experts_.size(), n_slots = (int)slots_.size();
         for (int i = std::max(0, n - n_slots); i < n; i++) {
-            if (tier_->residency.find(il_, experts_[i]) < 0) { // the expert may have another slot because of a prefetch
+            if (tier_->residency.find(il_, experts_[i]) < 0) { // an expert may have got its own slot from a prefetch
                 tier_->residency.end_stream(slots_[i % n_slots], experts_[i]);
             }
         }
@@ -229,14 +235,15 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
     Tier * const tier_; // the tier in the CPU's memory; nullptr: none
     Arrivals arrivals_;
     Kind kinds_[MOEGGUF_MAX_KINDS];
-    bool given_up_ = false;             // a thread has stopped waiting, so no slot becomes free any more
-    const Context * context_ = nullptr; // nullptr: nothing is streamed
+    bool given_up_ = false;             // true: a thread has stopped waiting, so no slot becomes free any more
+    const Context * context_ = nullptr; // context whose layer is streamed; nullptr: nothing is streamed
     std::atomic<const void *> ids_{nullptr};
     int il_ = -1;
     uint32_t number_ = 0;      // number of this stream; late reads of an earlier stream have a lower number
     std::vector<int> slots_;   // slots that the experts pass through
     std::vector<int> experts_; // experts that pass through the slots, in this order
-    std::vector<int> slot_of_; // [n_expert_max] slot of an expert that has its own; otherwise negative
+    // [n_expert_max] slot of an expert that has its own; negative: the expert is streamed or not chosen.
+    std::vector<int> slot_of_;
 };
 
 } // namespace

@@ -1,4 +1,4 @@
-// supply.cpp: implements supply.h: class Supply, which uses slots of the experts' own, and the state of a context.
+// supply.cpp: implements supply.h: class Supply, which gives each expert its own slot, and the state of a context.
 #include "supply.h"
 
 #include "copies.h"
@@ -34,7 +34,9 @@ bool Supply::place(Context & context, Lock & lock) {
     transfers_.demand(*pinned.tier, pinned.slots, submits);
     if (submits) { tier.copies->submit_own(lock); }
     if (pinned.stream && !pinned.awaits_file(all_kinds)) {
-        event.wait_kinds = all_kinds; // the stream waits for the copies, so the layer does not stop again
+        // The stream itself waits for the copies. So the caller waits for all matrices at once, and the layer does not
+        // stop a second time.
+        event.wait_kinds = all_kinds;
     }
     return true;
 }
@@ -59,7 +61,7 @@ void Supply::pin_present(Context & context, int most) {
         if (s < 0) { continue; }
         if (residency.request(s)) { (residency.complete(s) ? n_useful : n_late) += 1; }
         if (residency.failed(s)) {
-            residency.clear_failed(s); // the failure was for passes that have ended: this pass reads again
+            residency.clear_failed(s); // the failure belongs to a pass that has ended; this pass reads the expert again
         }
         pinned.pin(s);
         event.slot_of[expert] = s;
@@ -82,7 +84,9 @@ void Supply::wait(Context & context, uint8_t kinds) {
     if (!pinned.available(kinds) || shared_.cancelled) {
         Lock lock(shared_.mutex);
         const uint64_t start = shared_.clock->now_ns();
-        uint64_t file_done = start; // time until which some matrix was neither there nor in RAM
+        // The time when the last awaited matrix had come from the file into RAM. Until then the stall also counts in
+        // RAM.
+        uint64_t file_done = start;
         bool from_file = false;
         stall(shared_, *pinned.tier, lock, [&] {
             file_done = from_file ? shared_.clock->now_ns() : file_done;
@@ -109,7 +113,7 @@ void Supply::finish(Context & context) {
 // Functions of the parts of a context, and of the context itself.
 
 const int32_t * Event::begin(const Choice & choice, int n_expert) {
-    for (int expert : experts) { // resets the experts of the event before, even if it has failed
+    for (int expert : experts) { // clears the entries of the previous event, even if that event has failed
         slot_of[expert] = not_chosen;
     }
     experts.clear();
@@ -162,9 +166,9 @@ void Pinned::unpin() {
 
 uint8_t Pinned::missing(int s, uint8_t kinds) const {
     if (tier->residency.slot(s).streams()) {
-        return 0; // experts are streamed through this slot, and kernels wait for them
+        return 0; // nothing is missing: kernels themselves wait for the experts that are streamed through this slot
     }
-    // `submitted` is read before `ready`, so that a copy that ends in between is seen in one of them.
+    // `submitted` is read before `ready`, so that a copy that ends between the two reads is seen in one of them.
     const uint8_t submitted = stream ? tier->copies->submitted(s) : 0;
     return chunks & kinds & ~submitted & ~tier->residency.ready(s);
 }
@@ -201,9 +205,8 @@ void Context::fail(moegguf_status status, const std::string & why) {
 void Context::note_failures(const Shared & shared) {
     failure.read_errors = get(shared.counters.read_errors);
     const uint64_t given_up = shared.given_up;
-    if (failure.given_up != given_up && !pinned.slots.empty()) { // also if the cancellation has been lifted since
-        fail(MOEGGUF_CANCELLED, "cancelled");
-    }
+    // A kernel has left matrices out after a cancellation. The pass fails even if the cancellation has been revoked.
+    if (failure.given_up != given_up && !pinned.slots.empty()) { fail(MOEGGUF_CANCELLED, "cancelled"); }
     failure.given_up = given_up;
     for (const Pinned * layer : {&late, &pinned}) {
         for (int s : layer->slots) {
@@ -237,8 +240,9 @@ void Context::set_aside(Shared & shared, Lock & lock) {
     note_failures(shared);
 }
 
-// Collects the sequence and the phase of each token of the event. The last layer may be computed for fewer tokens than
-// the pass has: for the tokens whose logits are needed. Returns false if all tokens belong to one sequence.
+// Collects the sequence and the phase of each token of the event. The last layer may be computed only for those tokens
+// of the pass whose logits are needed. Returns false if all tokens belong to one sequence, or if their sequences are
+// not known.
 bool Context::gather_tokens(int n_event_tokens) {
     if (pass.first_token < 0 || announced.sequences.empty()) { return false; }
     event.sequences.clear();

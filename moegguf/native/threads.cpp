@@ -1,4 +1,4 @@
-// threads.cpp: implements threads.h: short time slices, and short spins of OpenMP's threads.
+// threads.cpp: implements threads.h: short time slices, and briefly spinning OpenMP threads.
 #include "threads.h"
 
 #include <atomic>
@@ -15,7 +15,7 @@ namespace moegguf {
 
 void ask_for_short_slices() {
 #if defined(__linux__) && defined(SYS_sched_setattr)
-    struct { // struct sched_attr, linux/sched/types.h
+    struct { // the fields of struct sched_attr in linux/sched/types.h
         uint32_t size;
         uint32_t policy;
         uint64_t flags;
@@ -26,7 +26,8 @@ void ask_for_short_slices() {
         uint64_t period_ns;
     } attributes = {};
     static_assert(sizeof(attributes) == 48, "SCHED_ATTR_SIZE_VER0");
-    constexpr uint64_t keep_policy = 0x08; // SCHED_FLAG_KEEP_POLICY, also for SCHED_BATCH and SCHED_IDLE
+    // SCHED_FLAG_KEEP_POLICY: the thread keeps its policy, even SCHED_BATCH or SCHED_IDLE.
+    constexpr uint64_t keep_policy = 0x08;
     attributes.size = sizeof(attributes);
     attributes.flags = keep_policy;
     attributes.nice = getpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid));
@@ -36,20 +37,21 @@ void ask_for_short_slices() {
 }
 
 // An OpenMP team of two threads that does nothing. If every processor has a compute thread, OpenMP then has more
-// threads than processors, and lets waiting threads spin only shortly.
+// threads than processors. So it lets waiting threads spin only briefly.
 class ShortSpins::Team {
   public:
 #ifdef _OPENMP
     ~Team() {
         stop_.set_value();
-        thread_.join(); // the end of the thread ends its team
+        thread_.join(); // OpenMP ends the team when this thread ends
     }
 
   private:
     void run() {
 #pragma omp parallel num_threads(2)
         {
-            std::atomic_signal_fence(std::memory_order_seq_cst); // keeps compilers from removing the region
+            // Keeps the compiler from removing the otherwise empty parallel region.
+            std::atomic_signal_fence(std::memory_order_seq_cst);
         }
         stop_.get_future().wait();
     }

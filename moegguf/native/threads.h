@@ -1,6 +1,6 @@
-// threads.h: settings with which a store's own threads and the compute threads share the processors. May start an
-// OpenMP team of two threads for the process, which does nothing. Knows no store, and nothing about the work of
-// threads.
+// threads.h: settings with which a store's own threads and the compute threads share the processors. ShortSpins may
+// start an OpenMP team of two threads for the process, which does nothing. This file knows no store, and nothing about
+// the work of threads.
 #pragma once
 
 #include "layout.h"
@@ -28,12 +28,15 @@ std::thread start_thread(const std::string & what, Body body) {
     } catch (const std::system_error & e) { throw Error(MOEGGUF_MEMORY, "cannot start " + what + ": " + e.what()); }
 }
 
-// While an object of this class exists, OpenMP sees more threads than processors (if every processor has a compute
-// thread). Compute threads then spin only briefly at a barrier before they sleep (GNU OpenMP manual, GOMP_SPINCOUNT).
-// This helps while experts are read, because a spinning thread takes processor time from reader threads. If every
-// expert is there, compute threads wait only for each other, for microseconds, and sleeping would take longer than
-// spinning. Without OpenMP nothing changes. Throws Error(MEMORY) if its first thread is refused. If the second one is
-// refused, OpenMP ends the process, as it does for compute threads.
+// While an object of this class exists, OpenMP has more threads than processors, if every processor has a compute
+// thread. Compute threads then spin only briefly at a barrier before they sleep (GNU OpenMP manual, GOMP_SPINCOUNT).
+//
+// This helps while experts are read, because a spinning thread takes processor time from reader threads. A tier
+// with a slot for every expert makes no such object. Its compute threads wait only for each other, for microseconds,
+// and sleeping would take longer than spinning. Without OpenMP nothing changes.
+//
+// The constructor throws Error(MEMORY) if the team's first thread is refused. If the second thread is refused, OpenMP
+// ends the process, as it does for compute threads.
 class ShortSpins {
   public:
     ShortSpins();

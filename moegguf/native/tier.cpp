@@ -10,7 +10,8 @@ namespace moegguf {
 namespace {
 
 constexpr int most_devices = 64;
-constexpr int least_of_cuda = 4; // most_slot_tokens() for a simulated CUDA card: the smallest value of all cards
+// The result of most_slot_tokens() for a simulated CUDA card: the smallest result of all real cards.
+constexpr int least_of_cuda = 4;
 
 [[noreturn]] void invalid(const std::string & what) { throw Error(MOEGGUF_INVALID, what); }
 
@@ -31,9 +32,9 @@ std::vector<int> devices_of_layers(const Layout & layout, const moegguf_config &
 
 } // namespace
 
-// Up to some number of tokens CUDA's kernels multiply each token on its own. The number depends on the card and on the
-// type; the backend returns it (patches/vector-tokens.patch). Types that are floats are left out, because the choice of
-// their kernels does not depend on the number of experts.
+// CUDA has kernels that multiply each token on its own. It uses them up to a number of tokens that depends on the card
+// and on the type. The backend returns this number (patches/vector-tokens.patch). Types that are floats are left out,
+// because the choice of their kernels does not depend on the number of experts.
 int most_slot_tokens(const char * name) {
     ggml_backend_dev_t device = name ? ggml_backend_dev_by_name(name) : nullptr;
     if (!device) { return name && strncmp(name, "CUDA", 4) == 0 ? least_of_cuda : 1; }
@@ -154,7 +155,9 @@ void Tier::vacate(int s) {
     give_back(s);
     const bool leaves_device = ram_ && id == TierId::compute && !slot.streams();
     if (const int r = leaves_device ? ram_->residency.find(slot.il, slot.expert) : -1; r >= 0) {
-        ram_->residency.touch(r); // this copy in RAM now stays longer than copies of experts on the device
+        // The expert leaves the device. So its copy in RAM becomes the most recently used slot, and stays longer than
+        // copies of experts that are still on the device.
+        ram_->residency.touch(r);
     }
     residency.vacate(s);
 }
@@ -227,7 +230,9 @@ int Tier::reallocate(int n_slots) {
                                         " expert slots; there are " + std::to_string(residency.n_usable()) +
                                         " as before");
     }
-    for (int s = 0; s < residency.n_slots(); s++) { evict(s); } // no memory for both pools: experts are read again
+    // There is no memory for the old and the new pool at the same time. So all slots are emptied, and their experts are
+    // read again later.
+    for (int s = 0; s < residency.n_slots(); s++) { evict(s); }
     for (int n = n_slots; n > 0; n /= 2) {
         if (pool_->reallocate(n, false)) { return n; }
     }

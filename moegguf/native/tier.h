@@ -17,31 +17,31 @@ namespace moegguf {
 
 class Copies;
 
-// disk: the shards of the GGUF, which have every expert. The other tiers have slots. ram: slots from which slots of
+// disk: the shards of the GGUF, which have every expert. All other tiers have slots. ram: slots from which slots of
 // devices are filled. compute: slots with which layers compute. staging: tensors with all experts of a layer, for
 // prompts.
 enum class TierId : uint8_t { disk, ram, compute, staging };
 
-// A reference to the slot of an expert. It is valid while the slot has this generation. For the disk, `slot` is -1, and
-// the layout has the offsets in the file.
+// A reference to the slot of an expert. It is valid while the slot has this generation. For the tier `disk`, `slot` is
+// -1, and the layout has the offsets in the file.
 struct SlotRef {
     TierId tier = TierId::disk;
     int slot = -1;
     uint32_t generation = 0;
 };
 
-// A transfer into a slot: one matrix of an expert, or all its matrices in a prefetch that is not chunked.
+// A transfer into a slot. It moves one matrix of an expert, or all matrices of a prefetch if chunking is off.
 struct Job {
     SlotRef source;
     SlotRef destination;
     int il = -1;
     int expert = -1;
-    uint8_t kinds = 0;     // bits of the matrices to move: one bit, unless chunking is off
+    uint8_t kinds = 0;     // bits of the matrices to move: one bit, or all bits of a prefetch if chunking is off
     bool demand = false;   // true: a routing event needs the expert; false: a prefetch
     uint32_t requests = 0; // value of Slot::requests of the destination when the job was queued
-    uint64_t bytes = 0;    // size of these matrices together; set when the transfer begins
+    uint64_t bytes = 0;    // size of these matrices together in bytes; set when the transfer begins
     uint64_t begun_ns = 0; // time at which the transfer began
-    int streamed = -1;     // index among the streamed experts; -1: the expert is not streamed
+    int streamed = -1;     // index of the expert in the stream; -1: the expert is not streamed
 };
 
 // The largest number of staging tensors of a device (staged_supply.cpp).
@@ -64,15 +64,16 @@ class Tier {
 
     const TierId id;
     const LayerSet layers; // layers whose experts may be in this tier
-    TierCounters counters; // look-ups, slots, evictions, stalls, and bytes from any source, of this tier
+    // This tier's look-ups, used slots, evictions and stalls, and the bytes that it received from any source.
+    TierCounters counters;
     Numbering numbering;
     Residency residency;
 
-    Pool * pool() const { return pool_.get(); } // nullptr: a simulation, which has no memory
+    Pool * pool() const { return pool_.get(); } // nullptr in a simulation, which has no memory
     SlotRef ref(int s) const { return {id, s, residency.slot(s).generation}; }
     bool holds(const SlotRef & ref) const { return residency.slot(ref.slot).generation == ref.generation; }
-    // Returns the bits of a transfer's matrices that are still needed: their slot still has the same expert, and no
-    // other transfer has brought them.
+    // Returns the bits of a transfer's matrices that are still needed. A matrix is needed while its slot still has the
+    // same expert, and no other transfer has brought it or is bringing it.
     uint8_t still_wanted(const Job & job) const {
         const int s = job.destination.slot;
         const Slot & slot = residency.slot(s);
@@ -80,12 +81,13 @@ class Tier {
         return is_wanted ? job.kinds & slot.queued & ~residency.ready(s) & ~slot.reading : 0;
     }
 
-    Tier * ram() const { return ram_; } // tier in RAM from which this tier is filled; nullptr: none
-    Copies * copies = nullptr;          // link that copies into this tier's slots; nullptr: none
-    Tier * staged_for = nullptr;        // tier with slots on the same device, if this is a staging tier
-    Tier * staging = nullptr;           // staging tier of the same device, if this is a tier with slots
-    int slot_tokens = 0;                // passes with more tokens use the staging tier, if there is one
-    int pass_slots = 0;                 // slots that a pass may need at once; the tier never gets smaller
+    // Tier in RAM from which this tier is filled; nullptr: it is filled from the file.
+    Tier * ram() const { return ram_; }
+    Copies * copies = nullptr;   // link that copies into this tier's slots; nullptr: none
+    Tier * staged_for = nullptr; // if this is a staging tier: the tier with slots on the same device; else nullptr
+    Tier * staging = nullptr;    // if this is a tier with slots: the staging tier of the same device; nullptr: none
+    int slot_tokens = 0;         // passes with more tokens use the staging tier, if there is one
+    int pass_slots = 0;          // slots that a pass may need at once; Store::resize() refuses fewer slots
 
     // The verbs that change a slot. A slot is free, or has an expert, or experts of a layer are streamed through it.
     // - assign gives a free slot, or else the slot of a victim, to an expert or to a layer's stream.
@@ -98,7 +100,8 @@ class Tier {
     //   no transfer is queued or under way.
     // - vacate frees a slot. If a transfer into the slot is under way, the slot is settled at the end of the transfer.
     int assign(int il, int expert, const LayerStep & now, const Worth & worth = {}); // returns the slot; -1: none
-    void borrow(int s, Tier & from, int source, bool is_use); // is_use: the source becomes the most recently used slot
+    // is_use: the source becomes its tier's most recently used slot.
+    void borrow(int s, Tier & from, int source, bool is_use);
     void pin(int s) { residency.pin(s); }
     void unpin(int s);
     void settle(int s);
@@ -111,13 +114,12 @@ class Tier {
     // Verifies that the source of each slot is pinned and holds the same expert as the slot. Throws Error(BROKEN).
     void check_sources() const;
 
-    // Sets the number of usable slots, and evicts the experts from all other slots. Nothing may be read, copied or
-    // computed meanwhile. If memory can be returned page by page, the memory of the other slots goes back to the
-    // system.
+    // Sets the number of usable slots, and evicts the experts from all slots above it. Nothing may be read, copied or
+    // computed meanwhile. If memory can be returned page by page, the memory of these slots goes back to the system.
     void resize(int n_slots);
-    // Allocates new memory for n_slots slots, if memory cannot be returned page by page. Returns the number of slots
-    // that there are now, which may be smaller. Throws Error(MEMORY) if a larger size is refused (the tier is then
-    // unchanged), or if no memory at all is left.
+    // Allocates new memory for n_slots slots. Does nothing if memory can be returned page by page. Returns the number
+    // of slots for which there is memory, which may be smaller than n_slots. Throws Error(MEMORY) if a larger size is
+    // refused (the tier is then unchanged), or if no memory at all is left.
     int reallocate(int n_slots);
     bool busy() const; // true: a transfer into a slot is under way or queued
 
@@ -156,8 +158,8 @@ class LookUps {
         tier_.residency.count_look_up(il, expert);
         return s;
     }
-    void add(int il, int expert, bool is_ready);    // counts a look-up whose result the caller knows
-    void add_ready(int n) { n_ += n, ready_ += n; } // counts n hits of a layer whose chosen experts are not known
+    void add(int il, int expert, bool is_ready);    // counts a look-up; is_ready: a hit; else a miss
+    void add_ready(int n) { n_ += n, ready_ += n; } // counts n hits in a layer whose chosen experts are not known
 
   private:
     Tier & tier_;
@@ -166,7 +168,8 @@ class LookUps {
 
 void count_stall(Shared & shared, Tier & tier, uint64_t ns);
 
-// Waits like Shared::wait, for a thread that computes with slots of this tier, and counts the time as a stall.
+// Waits for done() like Shared::wait. The calling thread computes with slots of this tier, so the time counts as a
+// stall.
 template <typename Done>
 bool stall(Shared & shared, Tier & tier, Lock & lock, Done done) {
     const uint64_t start = shared.clock->now_ns();
@@ -195,9 +198,9 @@ struct Tiers {
 
     std::unique_ptr<Tier> ram;                  // slots in RAM from which slots of devices are filled; nullptr: none
     std::vector<std::unique_ptr<Tier>> compute; // one for each device that computes layers
-    std::vector<std::unique_ptr<Tier>> staging; // staging tensors of some of these devices
+    std::vector<std::unique_ptr<Tier>> staging; // staging tensors of the devices that have some
     std::vector<Tier *> all;                    // every tier above
-    std::vector<int> device_of_layer;           // [n_layer] index into `compute`
+    std::vector<int> device_of_layer;           // [n_layer] index of the layer's device in `compute`
     Tier * on_cpu = nullptr;                    // the tier in `compute` that lies in the CPU's memory; nullptr: none
 };
 

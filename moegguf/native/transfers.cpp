@@ -11,7 +11,7 @@ namespace moegguf {
 namespace {
 
 constexpr int max_readers = 64;
-constexpr size_t most_wants = 4096; // largest number of waiting requests, and of waiting forecasts
+constexpr size_t most_wants = 4096; // largest number of prefetches that wait in the queue of one cause
 
 uint8_t lowest_bit(uint8_t bits) { return bits & -bits; }
 
@@ -46,7 +46,7 @@ void Transfers::start_threads() {
             threads_.push_back(start_thread("a reader thread", [this, &buffer] { run_reader(*buffer); }));
         }
     } catch (const Error &) {
-        if (threads_.empty()) { // fewer threads than planned are enough
+        if (threads_.empty()) { // one reader thread is enough; only none at all is an error
             throw;
         }
     }
@@ -86,7 +86,7 @@ void Transfers::run_reader(const ReadBuffer & buffer) {
         std::string why;
         try {
             read(job, buffer);
-        } catch (const std::exception & e) { // also std::bad_alloc
+        } catch (const std::exception & e) { // also catches std::bad_alloc
             why = e.what();
         }
         lock.lock();
@@ -130,7 +130,7 @@ void Transfers::demand(Tier & tier, const std::vector<int> & slots, bool submits
         }
     }
     if (!demand_.empty()) {
-        wake_readers(); // only once, because each wake-up is a system call
+        wake_readers(); // wakes the readers once for all slots, because each wake-up is a system call
     }
     if (tier.copies && !submits && !(is_on(Remedy::quiet_copies) && tier.copies->idle())) { tier.copies->wake(); }
 }
@@ -140,8 +140,8 @@ void Transfers::copy(Tier & to, int s, bool demand) {
     to.copies->wake();
 }
 
-// Queues transfers of matrices into slot s. If the slot has a source, matrices that are in the source are copied, and
-// the other matrices are read into the source first. Without a source they are read from the file into slot s.
+// Queues transfers of matrices into slot s. If the slot has a source, matrices that are in the source are copied. All
+// other matrices are read into the source first. Without a source, all matrices are read from the file into slot s.
 void Transfers::queue(Tier & to, int s, uint8_t kinds, bool demand) {
     const int r = to.source(s);
     if (r < 0) {
@@ -164,8 +164,8 @@ void Transfers::queue_reads(Tier & to, int s, uint8_t kinds, bool demand) {
     }
 }
 
-// Finds sources in RAM for slots of one layer that have none. Experts that are in RAM are pinned before other experts
-// get slots there, so that they are not evicted.
+// Finds sources in RAM for slots of one layer that have no source. Experts that are in RAM are pinned before any other
+// expert gets a slot there, so that they are not evicted for it.
 void Transfers::find_sources(Tier & to, const std::vector<int> & slots) {
     LookUps in_ram(*to.ram());
     looked_up_.clear();
@@ -181,8 +181,9 @@ void Transfers::find_sources(Tier & to, const std::vector<int> & slots) {
     }
 }
 
-// Finds the slot that the expert of slot s can be copied from, on the same device or in RAM. Returns true if the expert
-// was looked up in RAM. Returns false if it is there, on its way, or in another slot on the device.
+// Looks for a slot on the same device or in RAM from which the expert of slot s can be copied. Returns true if the
+// expert was looked up in RAM. Returns false if no look-up was needed: slot s has the expert, a source or a transfer,
+// or another slot on the device has the expert.
 bool Transfers::look_up_source(Tier & to, int s, LookUps & in_ram) {
     const Slot & slot = to.residency.slot(s);
     const bool looks_up =
@@ -190,7 +191,7 @@ bool Transfers::look_up_source(Tier & to, int s, LookUps & in_ram) {
     const Tier * slots = looks_up ? to.staged_for : nullptr;
     if (const int r = slots ? slots->residency.find(slot.il, slot.expert) : -1;
         r >= 0 && slots->residency.complete(r)) {
-        to.borrow(s, *to.staged_for, r, false); // a slot on the same device
+        to.borrow(s, *to.staged_for, r, false); // the source is a slot on the same device
         return false;
     }
     if (looks_up) {
@@ -198,12 +199,13 @@ bool Transfers::look_up_source(Tier & to, int s, LookUps & in_ram) {
     }
     if (const int r = to.source(s); r >= 0) {
         to.source_tier(s).residency.request(r);
-        to.source_tier(s).residency.clear_failed(r); // the failure belongs to passes that have ended
+        to.source_tier(s).residency.clear_failed(r); // the failure belongs to a pass that has ended
     }
     return looks_up;
 }
 
-// Assigns a slot in RAM as the source of slot s. If there is none, slot s is filled straight from the file.
+// Assigns a slot in RAM as the source of slot s. If no slot in RAM can be assigned, slot s is filled straight from the
+// file.
 void Transfers::take_source(Tier & to, int s, const Worth & worth) {
     const Slot & slot = to.residency.slot(s);
     const int r = to.ram()->assign(slot.il, slot.expert, now_, worth);
@@ -247,12 +249,13 @@ void Transfers::drop_prefetches(int il) {
         const Slot & slot = to.residency.slot(s);
         if (!to.holds(job.destination) || slot.il != il || slot.pins > 0) { return true; }
         to.residency.drop(s, job.kinds);
-        to.settle(s); // vacates the slot if no other matrix is on its way
+        to.settle(s); // vacates the slot if no other matrix is queued or under way
         return false;
     });
 }
 
-// Drops prefetches of a layer that wait for a copy from RAM. If a copy has begun, its slot is vacated at its end.
+// Drops prefetches of a layer that wait for a copy from RAM. A slot with a copy under way is vacated when the copy
+// ends, unless its expert is then complete.
 void Transfers::drop_waiting(Tier & to, int il) {
     to.copies->drop_prefetches(il);
     waiting_ = to.borrowers();
@@ -276,7 +279,7 @@ void Transfers::pause_fill(bool on) {
 }
 
 // Assigns a slot to a prefetch, and queues its transfers. A prefetch may evict only an expert that is worth less. This
-// is checked in each tier separately. Returns false if the expert has a slot already, or gets none.
+// is checked in each tier separately. Returns false if the expert already has a slot, or if no slot can be assigned.
 bool Transfers::start_prefetch(const Want & want) {
     Tier & to = tiers_.of(want.il);
     if (paused_ || to.residency.find(want.il, want.expert) >= 0) { return false; }
@@ -293,9 +296,9 @@ bool Transfers::start_prefetch(const Want & want) {
     return true;
 }
 
-// Returns the worth of a prefetch in one tier. For a forecast only the chance of a use counts, and not the policy's
-// score, because a missed expert gets a slot by its score anyway. For a request, or a forecast with an infinite value
-// (waste_weight 0), only the score counts.
+// Returns the worth of a prefetch in one tier. The worth of a forecast expert is its chance of use. Its score in the
+// policy does not matter, because after a miss the expert would get a slot with any score. For a request, or a forecast
+// with an infinite value (waste_weight 0), only the score matters.
 Worth Transfers::worth(const Want & want, const Residency & residency) const {
     if (want.cause == Cause::forecast && want.value < INFINITY) { return {INFINITY, want.value}; }
     return {residency.ordered(now_) ? residency.score(want.il, want.expert, now_) : INFINITY, INFINITY};
@@ -305,14 +308,15 @@ Worth Transfers::worth(const Want & want, const Residency & residency) const {
 
 bool Transfers::begin_next(Job & job) {
     // The order of transfers: streamed reads, demands, prefetches that have slots, requests, forecasts, and last the
-    // experts that fill free slots. Without MOEGGUF_DEMAND_FIRST demands come after forecasts.
+    // experts that fill free slots. No forecast starts while a demand is being read. Without MOEGGUF_DEMAND_FIRST,
+    // demands come after forecasts.
     const bool demand_first = shared_.has(MOEGGUF_DEMAND_FIRST);
     const bool found = (streamed_ && streamed_->next_read(job)) || (demand_first && pop(demand_, job)) ||
                        pop(prefetch_, job) || next_wanted(Cause::request, job) ||
                        ((n_demand_reading_ == 0 || !demand_first) && next_wanted(Cause::forecast, job)) ||
                        pop(demand_, job) || next_fill(job);
     if (!found) {
-        shared_.done.notify_all(); // moegguf_store_drain waits for empty queues
+        shared_.done.notify_all(); // wakes moegguf_store_drain, which waits for empty queues
         return false;
     }
     begin(job);
@@ -333,8 +337,8 @@ bool Transfers::next_wanted(Cause cause, Job & job) {
 }
 
 // Takes the next expert for a free slot, when no other transfer is left. Experts of the warm start come first. They get
-// slots of the tier that computes, or else of RAM. Then every expert follows, in tiers that have a slot for each.
-// Returns false if there is none.
+// free slots of the tier that computes, or else of RAM. Then every expert follows, in tiers that have a slot for each
+// expert. Returns false if no expert is left.
 bool Transfers::next_fill(Job & job) {
     while (filling() && !paused_ && !fill_paused_) {
         if (Ring<Want> & warm = wanted(Cause::warm_start); !warm.empty()) {
@@ -368,7 +372,7 @@ bool Transfers::fill(Tier & to, int il, int expert) {
 }
 
 void Transfers::wake_all(const Tier & to) {
-    wake_readers(); // other readers take the matrices that this reader does not take
+    wake_readers(); // other readers take the expert's further matrices
     if (to.copies) { to.copies->wake(); }
 }
 
@@ -408,16 +412,16 @@ void Transfers::finish(const Job & job, const std::string & why) {
     update_ema(chunk_ns_, float(shared_.clock->now_ns() - job.begun_ns));
     if (arrived) { count(job.demand ? counters.bytes_missed : counters.bytes_prefetched, job.bytes); }
     if (!end(job, why)) {
-        for_slots_above(job, [](Tier & above, int waiting) { // slots that wait for these bytes fail, too
+        for_slots_above(job, [](Tier & above, int waiting) { // slots on a device that wait for these bytes fail, too
             above.residency.fail(waiting);
             above.settle(waiting);
         });
     }
     to.settle(job.destination.slot);
     if (arrived && job.streamed >= 0) {
-        streamed_->arrived(job); // may end the stream: the slot then has a whole expert
+        streamed_->arrived(job); // may end the stream in a simulation; the slot then has the whole expert
     }
-    if (arrived) { // bytes that came to RAM are copied to slots that wait for them
+    if (arrived) { // bytes that are now in RAM are copied to slots on a device that wait for them
         for_slots_above(job, [&](Tier & above, int waiting) {
             const Slot & slot = above.residency.slot(waiting);
             if (const uint8_t kinds = job.kinds & slot.queued & ~slot.reading) {

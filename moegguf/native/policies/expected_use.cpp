@@ -1,9 +1,11 @@
 // expected_use.cpp: policies that estimate when each expert is used next, and evict the expert with the latest use.
 //
-// If a share p of a layer's tokens uses an expert, its use is expected 1 / p - 1 passes after the layer is computed
-// next. If a predictor forecasts a use with probability q, it is expected (1 - q) / p passes after that. The part of a
-// pass until the layer is computed next is added, times distance_weight. The policies touch only their own tables
-// (policy.h).
+// Time is counted in passes. A share p of a layer's tokens uses an expert. The expert's use is then expected 1 / p - 1
+// passes after its layer is computed next. With a forecast of probability q, the use is expected (1 - q) / p passes
+// after the layer is computed next.
+//
+// The wait until the layer is computed next is a fraction of a pass. The policies multiply it by distance_weight and
+// add it. They touch only their own tables (policy.h).
 #include "policies/policy.h"
 
 #include <algorithm>
@@ -34,8 +36,10 @@ class ExpectedUse : public EvictionPolicy {
             throw Error(MOEGGUF_INVALID,
                         "the weight of the distance is 0 or more, not " + std::to_string(distance_weight));
         }
-        // A layer after the present one is computed in this pass, and an earlier one in the next pass. The present
-        // layer counts a whole pass: its chosen experts are pinned, and its other experts wait for the next pass.
+        // Fills distance_ with the fraction of a pass until a layer is computed, for each difference `ahead` between
+        // that layer and the present one. A later layer is computed in this pass, and an earlier one in the next pass.
+        // The present layer counts as a whole pass ahead: its chosen experts are pinned, and its other experts wait for
+        // the next pass.
         const int n_row = layout.n_moe_layers;
         for (int ahead = 1 - n_row; ahead < n_row; ahead++) {
             distance_.push_back(distance_weight * (ahead > 0 ? ahead : ahead + n_row) / n_row);
@@ -68,8 +72,8 @@ class ExpectedUse : public EvictionPolicy {
         return known_[il] ? -wait_[key] * (1.0f - forecast_[key]) : 1.0f - wait_[key];
     }
 
-    // Returns the part of a pass until layer il is computed next, times distance_weight, as a negative number. Layer
-    // now.il is computed now.
+    // Returns the wait until layer il is computed next, as a fraction of a pass, times -distance_weight. Layer now.il
+    // is computed now.
     float layer_offset(int il, const LayerStep & now) const override {
         return -distance_[layout_.row_of[il] - layout_.row_of[now.il] + layout_.n_moe_layers - 1];
     }
@@ -82,7 +86,8 @@ class ExpectedUse : public EvictionPolicy {
     std::vector<float> wait_;     // [n_layer * n_expert_max] expected number of passes from one use to the next
     std::vector<float> forecast_; // [n_layer * n_expert_max] probability of a use, valid for layers in known_
     std::vector<uint8_t> known_;  // [n_layer] 1: the layer has a forecast
-    std::vector<float> distance_; // [2 * n_moe_layers - 1] part of a pass until a layer comes, times the weight
+    // [2 * n_moe_layers - 1] fraction of a pass until a layer is computed, times distance_weight.
+    std::vector<float> distance_;
 };
 
 // ExpertFlow's predictive locality-aware expert caching with real-time correction (sections 3.2.1 and 3.2.2). It keeps
@@ -114,8 +119,9 @@ class Locality final : public ExpectedUse<FadingAverage> {
         return true;
     }
 
-    // Turns probabilities into 1 (active) or 0 (idle), because section 3.1 predicts only these. The most probable
-    // experts are active, in the number that a token uses, and so is every expert with a probability from `likely` on.
+    // Turns probabilities into 1 (active) or 0 (idle), because section 3.1 predicts only active and idle experts. If a
+    // token uses k experts, the k most probable experts are active. Every other expert with a probability of at least
+    // `likely` is active, too.
     bool on_forecast(int il, const float * probabilities) override {
         if (!probabilities) { return ExpectedUse::on_forecast(il, nullptr); }
         const Layer & layer = layout_.layers[il];
@@ -134,7 +140,8 @@ class Locality final : public ExpectedUse<FadingAverage> {
     void on_evict(int il, int expert) override { prefetched_[layout_.key(il, expert)] = Early::no; }
 
     float score(int il, int expert) const override {
-        constexpr float first_to_go = -1e6f; // below the score of every other expert
+        // Score of an expert that was prefetched in vain; every other score is higher.
+        constexpr float first_to_go = -1e6f;
         const bool is_in_vain = prefetched_[layout_.key(il, expert)] == Early::in_vain;
         return is_in_vain ? first_to_go : ExpectedUse::score(il, expert);
     }
@@ -144,7 +151,8 @@ class Locality final : public ExpectedUse<FadingAverage> {
     static constexpr float half_life_tokens = 14.0f;
     static constexpr float likely = 0.5f; // every expert with at least this probability is active
 
-    std::vector<Early> prefetched_;      // [n_layer * n_expert_max] `no`: not prefetched, or used since then
+    // [n_layer * n_expert_max] `no`: the expert was not prefetched, or was used after its prefetch.
+    std::vector<Early> prefetched_;
     std::vector<float> active_, sorted_; // scratch
 };
 
@@ -169,15 +177,15 @@ class LearnedRates {
   public:
     explicit LearnedRates(const Layout & layout);
 
-    // Learns from a routing event of n_tokens tokens, and updates the layer's probabilities. In averages the uses count
-    // as if they were spread evenly over the tokens.
+    // Learns from a routing event of n_tokens tokens, and updates the layer's probabilities. The averages count the
+    // event's uses as if they were spread evenly over its tokens.
     void count(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens);
 
     const float * row(int il) const { return &rates_[layout_.key(il, 0)]; } // [n_expert] probabilities, above 0
 
   private:
     static constexpr std::array<float, 6> half_lives_tokens = {1.0f, 4.0f, 16.0f, 64.0f, 256.0f, 4000.0f};
-    // Weights in recall. Experts that were used 1, 2, ... tokens after a similar earlier token have these weights.
+    // Weights in recall: experts that were used 1, 2, ... tokens after a similar earlier token have these weights.
     static constexpr std::array<float, 6> after = {0.4f, 0.25f, 0.15f, 0.1f, 0.05f, 0.05f};
     static constexpr size_t n_averages = half_lives_tokens.size(), recalled = n_averages; // index of recall's input
     static constexpr int n_after = after.size();
@@ -185,10 +193,11 @@ class LearnedRates {
     using Averages = std::array<float, n_averages>;
     using Inputs = std::array<float, n_averages + 1>;
 
-    struct History {              // the experts that a layer's last tokens used
-        std::vector<int16_t> ids; // [2 * window][n_used] experts; n_expert fills the row of a token that used fewer
+    struct History { // the experts that a layer's last tokens used
+        // [2 * window][n_used] experts of each token; the id n_expert fills up a row with fewer experts.
+        std::vector<int16_t> ids;
         int n_tokens = 0, n_used = 0;
-        std::array<int16_t, window> n_alike{}; // number of experts that each earlier token shares with the last
+        std::array<int16_t, window> n_alike{}; // number of experts that each earlier token shares with the last token
         int n_earlier() const { return std::min(n_tokens - 1, window); }
         const int16_t * last() const { return &ids[(n_tokens - 1) * n_used]; }
     };
@@ -204,15 +213,17 @@ class LearnedRates {
     std::vector<Inputs> weights_, gradients_; // [n_layer] learned weights; sums of the squares of their gradients
     std::vector<Averages> averages_;          // [n_layer * n_expert_max] fading averages of an expert's use
     std::vector<Inputs> inputs_;              // [n_layer * n_expert_max] logits of the predictions
-    std::vector<float> rates_;                // [n_layer * n_expert_max] estimated probability of a use by a token
-    std::vector<float> used_;                 // [n_expert_max] share of this event's tokens that use the expert
-    std::vector<History> histories_;          // [n_layer]
-    std::vector<float> alike_weights_;        // weight of a token that shares 0, 1, ... experts fewer than the best one
-    std::array<int, window> n_alike_{};       // History::n_alike added over all layers; the latest token comes last
+    std::vector<float> rates_;       // [n_layer * n_expert_max] estimated probability that a token uses the expert
+    std::vector<float> used_;        // [n_expert_max] share of this event's tokens that use the expert
+    std::vector<History> histories_; // [n_layer]
+    // [i] weight of an earlier token that shares i experts fewer with the last token than the most similar one does.
+    std::vector<float> alike_weights_;
+    std::array<int, window> n_alike_{}; // sum of History::n_alike over all layers; the latest token comes last
     std::array<float, n_after + window> alike_{};
-    std::array<float, 1 + window> expected_{}; // weight of each token's experts in the prediction; with the last token
-    std::vector<uint8_t> marked_;              // [n_expert_max + 1] 1: the last token used the expert
-    std::vector<float> sums_;                  // [n_expert_max + 1] sums of these weights for each expert
+    // [earlier tokens, then the last token] weight of the token's experts in the prediction.
+    std::array<float, 1 + window> expected_{};
+    std::vector<uint8_t> marked_; // [n_expert_max + 1] 1: the last token used the expert
+    std::vector<float> sums_; // [n_expert_max + 1] for each expert, the sum of expected_ over the tokens that used it
 };
 
 LearnedRates::LearnedRates(const Layout & layout)
@@ -224,8 +235,10 @@ LearnedRates::LearnedRates(const Layout & layout)
       histories_(layout.layers.size()),
       marked_(layout.n_expert_max + 1),
       sums_(layout.n_expert_max + 1) {
-    constexpr float first_recall = 0.4f, first_gradient = 1e-3f; // first_recall: weight of recall at the start
-    constexpr float sharpness = 16.0f; // a token that shares no expert weighs exp(-16) of one that shares all
+    // The weight of recall at the start, and the first sum of squared gradients.
+    constexpr float first_recall = 0.4f, first_gradient = 1e-3f;
+    // A token that shares no expert has exp(-16) of the weight of one that shares all experts.
+    constexpr float sharpness = 16.0f;
     Inputs weights, gradients;
     weights.fill((1.0f - first_recall) / n_averages);
     weights[recalled] = first_recall;
@@ -274,8 +287,8 @@ void LearnedRates::learn(int il) {
     }
 }
 
-// Updates the layer's averages, and the inputs that come from them. The averages start as if half a token had used
-// every expert equally.
+// Updates the layer's averages, and the inputs that come from them. Each input also counts half an imaginary token that
+// used all experts equally, so that an unused expert keeps a small probability.
 void LearnedRates::average(int il, int n_tokens) {
     const Layer & layer = layout_.layers[il];
     const float alike = (float)layer.n_expert_used / layer.n_expert;
@@ -350,10 +363,12 @@ void LearnedRates::recall(int il) {
     }
 }
 
-// Makes the policy next-use: Belady's rule with an estimated future. It decides in passes that decode. For several
-// sequences that decode together the estimates are not exact, but have the right order. Other passes only update the
-// estimates, and recency or the sweep decides there. values: distance_weight, then the half-life in tokens of a plain
-// average, which replaces the learned estimate.
+// Makes the policy next-use: Belady's rule with an estimated future. The policy chooses victims in passes that decode.
+// For several sequences that decode together the estimates are not exact, but have the right order. In all other passes
+// the policy only updates its estimates. Victims are then chosen by recency or, in a sweep, by layer
+// (Residency::victim).
+//
+// values: distance_weight, then the half-life in tokens of a plain average, which replaces the learned estimate.
 std::unique_ptr<EvictionPolicy> make_next_use(const Layout & layout, const Values & values) {
     const float distance_weight = value_or(values, 0, 4.0f);
     if (values.size() < 2) { return std::make_unique<ExpectedUse<LearnedRates>>(layout, distance_weight); }

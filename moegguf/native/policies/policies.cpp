@@ -5,7 +5,7 @@
 namespace moegguf {
 namespace {
 
-// Evicts the least recently used expert. It has no scores, so recency alone decides.
+// A policy that evicts the least recently used expert. It has no scores, so recency alone decides.
 class Lru final : public EvictionPolicy {
   public:
     Lru(const Layout &, const Values &) {}
@@ -14,8 +14,9 @@ class Lru final : public EvictionPolicy {
     float score(int, int) const override { return 0.0f; }
 };
 
-// Evicts the expert with the fewest uses. A use counts half as much after each half-life, which is the policy's one
-// value, in tokens (LRFU, Lee et al. 2001). Passes of more than one token count, but recency decides in them.
+// A policy that evicts the expert with the fewest uses. A use counts half as much after each half-life (LRFU, Lee et
+// al. 2001). The policy's one value is this half-life in tokens. Passes of more than one token are counted, too, but in
+// them the least recently used expert is evicted.
 class DecayedFrequency final : public EvictionPolicy {
   public:
     DecayedFrequency(const Layout & layout, const Values & values) : average_(layout, value_or(values, 0, 64.0f)) {}
@@ -105,8 +106,8 @@ class Slru final : public EvictionPolicy {
 // (section 4.6). A share stays until the layer is predicted again. Before the first prediction, and in prompts, recency
 // decides.
 
-// A value that the paper does not give. It is so small that an expert that no matched request used does not outrank one
-// that a matched request used.
+// A value that the paper does not give. It is so small that an expert without a use in any matched request never
+// outranks an expert that a matched request used.
 constexpr float epsilon = 1e-6f;
 
 class Sparsity final : public EvictionPolicy {

@@ -13,24 +13,27 @@
 
 namespace moegguf {
 
-// The place of a layer in a pass. Slots are chosen for this layer.
+// The layer that computes now, and its pass. A policy uses them when a slot for an expert of this layer is chosen.
 struct LayerStep {
     int il = 0;           // layer that computes now
-    bool sweep = false;   // the pass chooses nearly all experts of a layer, or more experts than there are slots
-    bool token = false;   // the pass has one token
-    uint64_t number = 0;  // number of the layer over all passes: pass * n_layer + il
-    bool decodes = false; // the pass has one token, or one token of each of several sequences
+    bool sweep = false;   // true: the pass chooses nearly all experts of a layer, or more experts than there are slots
+    bool token = false;   // true: the pass has one token
+    uint64_t number = 0;  // number of this layer, counted over all passes: pass * n_layer + il
+    bool decodes = false; // true: the pass has one token, or one token of each of several sequences
 };
 
 // The worth of an expert that is about to be loaded. Only an expert that is worth less may be evicted for it.
 struct Worth {
-    float score = INFINITY;  // score of the policy, if the policy orders by score
-    float chance = INFINITY; // chance that the expert is used when its layer comes next
+    float score = INFINITY; // score in the tier's policy; INFINITY: the score does not matter
+    // Chance that the expert is used when its layer comes next; INFINITY: the chance does not matter.
+    float chance = INFINITY;
 };
 
-// An eviction policy. The expert with the lowest score is evicted first; among equal scores, the least recently used
-// expert. The present score of an expert is score(il, expert) + layer_offset(il, step). So the order of experts within
-// a layer stays valid between two routing events of the layer, and an eviction compares only one expert of each layer.
+// An eviction policy. The expert with the lowest score is evicted first. Among equal scores, the least recently used
+// expert is evicted first.
+//
+// The present score of an expert is score(il, expert) + layer_offset(il, step). So the order of experts within a layer
+// stays valid between two routing events of the layer, and an eviction compares only one expert of each layer.
 //
 // Callers hold the store's lock.
 class EvictionPolicy {
@@ -57,13 +60,14 @@ class EvictionPolicy {
     // If true, on_forecast() receives the predictor's raw probabilities; otherwise calibrated ones.
     virtual bool takes_as_predicted() const { return false; }
 
-    // The next functions are called when an expert was used (a routing event chose it), got a slot, or lost its slot.
-    // For a missing expert, on_load is called right before on_use. They may change the score of only this expert. On a
-    // new policy, on_load is called for every resident expert.
+    // The next functions are called when an expert was used, got a slot, or lost its slot. A use is a routing event
+    // that chose the expert, or, in RAM, a copy of the expert to a device. For a missing expert, on_load is called
+    // right before on_use. The functions may change the score of only this expert. When a policy is set, its on_load is
+    // called for every expert that already has a slot.
     virtual void on_use(int /*il*/, int /*expert*/) {}
     virtual void on_load(int /*il*/, int /*expert*/) {}
     virtual void on_evict(int /*il*/, int /*expert*/) {}
-    virtual void on_prefetch(int /*il*/, int /*expert*/) {} // a prefetch has loaded it
+    virtual void on_prefetch(int /*il*/, int /*expert*/) {} // the expert's slot is filled by a prefetch
 
     virtual float score(int il, int expert) const = 0; // never returns NaN
     virtual float layer_offset(int /*il*/, const LayerStep & /*now*/) const { return 0.0f; }
@@ -151,7 +155,8 @@ class ScoreTable final : public EvictionPolicy {
         return table;
     }
 
-    // Exchanges the present table with `scores`. Calls changed(il) for every layer whose scores differ.
+    // Exchanges the present table with `scores`. Calls changed(il) for every layer whose scores differ, unless the new
+    // table is empty.
     template <typename Changed>
     void exchange(std::vector<float> & scores, Changed changed) {
         table_.swap(scores);
@@ -163,7 +168,7 @@ class ScoreTable final : public EvictionPolicy {
 
   private:
     const Layout & layout_;
-    std::vector<float> table_; // [n_layer * n_expert_max]; empty: not set
+    std::vector<float> table_; // [n_layer * n_expert_max]; empty: no scores are set
 };
 
 } // namespace moegguf

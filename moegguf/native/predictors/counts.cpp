@@ -82,7 +82,8 @@ class TokenTable final : public Predictor {
     const int32_t * const entry_of_; // [n_vocab] index of the id's entry in counts_; -1: none
     const float * const average_;    // [n_moe_layers][n_expert_max] share of all tokens that use the expert
     const size_t n_entries_;
-    const uint16_t * const counts_; // [n_entries][n_moe_layers][n_expert_max] uses of the expert by the entry's id
+    // [n_entries][n_moe_layers][n_expert_max] number of times that a token with the entry's id used the expert.
+    const uint16_t * const counts_;
     int token_ = -1;
 };
 
@@ -116,8 +117,11 @@ class Affinity final : public Predictor {
     Observation seen_;
 };
 
-constexpr float nearly = 1.0f - 2e-6f; // squared cosines with a ratio above this count as equal, because of rounding
-constexpr float least_norm2 = 1e-30f;  // first squared norm, which avoids 0 / 0; also the least similarity of a match
+// Two squared cosines count as equal if the smaller one is more than this share of the larger one. Rounding alone can
+// make such a difference.
+constexpr float nearly = 1.0f - 2e-6f;
+// The start value of a squared norm, which avoids 0 / 0. Also the smallest score with which an entry matches.
+constexpr float least_norm2 = 1e-30f;
 constexpr int most_matches = 64;
 
 struct Found {
@@ -126,15 +130,16 @@ struct Found {
     int32_t index;
 };
 
-// Returns true if entry a is a better match than b: more similar, then with more tokens, then with the higher index.
+// Returns true if entry a is a better match than b. The higher score decides, then the larger number of tokens, then
+// the higher index.
 bool before(const Found & a, const Found & b) {
     if (a.score != b.score) { return a.score > b.score; }
     return a.tokens != b.tokens ? a.tokens > b.tokens : a.index > b.index;
 }
 
-// MoE-Infinity's prediction (section 4.5): predicts the experts that similar past requests used. The pass so far is
-// compared with a collection of past requests, which the controller fills. The best matches are added up, and each
-// layer's row is scaled so that its sum is the number of experts that a token uses.
+// MoE-Infinity's prediction (section 4.5): predicts the experts that similar past requests used. The routing of the
+// pass so far is compared with a collection of past requests, which the controller fills. The counts of the best
+// matches are added up. Each layer's counts are scaled so that their sum is the number of experts that a token uses.
 class Eamc final : public Predictor {
   public:
     Eamc(const Layout & layout, const Arrays & arrays)
@@ -162,7 +167,7 @@ class Eamc final : public Predictor {
         std::fill(dot_.begin(), dot_.end(), 0.0f);
         std::fill(norm2_.begin(), norm2_.end(), least_norm2);
         n_found_ = 0;
-        matched_ = true; // there is nothing to match before the first layer
+        matched_ = true; // match() need not run, because no layer of the pass has been observed yet
     }
 
     void on_routing(const Observation & seen) override {
@@ -191,8 +196,8 @@ class Eamc final : public Predictor {
     }
 
   private:
-    // Finds the entries that are most similar to the pass so far, by their cosine. Among equals it prefers entries with
-    // more tokens.
+    // Finds the entries that are most similar to the pass so far, by the cosine between their counts of uses. Among
+    // equally similar entries it prefers those with more tokens.
     void match() {
         const int n = n_matches_;
         float top[most_matches] = {};
@@ -207,8 +212,8 @@ class Eamc final : public Predictor {
         n_found_ = 0;
         for (int i = 0; i < n_entries_; i++) {
             if (!(scores_[i] >= bar)) { continue; }
-            // Entries that are about as similar as the last match get the same score, so that their numbers of tokens
-            // decide.
+            // Entries that are about as similar as the worst match all get the score 0. So their numbers of tokens
+            // decide which of them match.
             const Found found{scores_[i] * nearly <= bar ? 0.0f : scores_[i], tokens_[i], i};
             int at = std::min(n_found_, n - 1);
             if (n_found_ == n && !before(found, best_[at])) { continue; }

@@ -31,7 +31,7 @@ class RoundedVector {
     float step() const { return step_; }
 
   private:
-    std::vector<int16_t> values_; // reused, so that the memory is allocated once
+    std::vector<int16_t> values_; // kept between calls, so that its memory is allocated only once
     float step_ = 0.0f;
 };
 
@@ -71,9 +71,9 @@ class Positions {
           keys_((size_t)n_positions * width),
           values_(keys_.size()) {}
 
-    // Moves a key and a value from the end of x to this position, which is then the last one.
+    // Moves a key and a value from the end of x to this position. Later positions become invalid.
     void keep(std::vector<float> & x, int position);
-    void attend(std::vector<float> & query); // replaces a scaled query by the mixture of values
+    void attend(std::vector<float> & query); // replaces a scaled query by the attention's weighted mean of the values
 
   private:
     const int n_head_, width_;
@@ -92,11 +92,11 @@ class Network {
     Network & save(); // saves x for the next add()
     Network & add();  // x += the saved vector
 
-    // Applies all steps to x. The steps `keep` store their key and value at this position. Returns false if a number
-    // was not finite.
+    // Applies all steps to x. Each step `keep` stores its key and value at this position. Returns false if a dense
+    // layer had an input that was not finite.
     bool run(std::vector<float> & x, int position = 0);
     // Applies all steps to an input that is already rounded for the first dense layer. The result is in `x`. Returns
-    // false if a number was not finite.
+    // false if a later dense layer had an input that was not finite.
     bool run(const RoundedVector & input, std::vector<float> & x);
     void set_saved(const std::vector<float> & x) { saved_ = x; }
 

@@ -8,8 +8,8 @@
 namespace moegguf {
 namespace {
 
-// The base of predictors that compute with a router's input. It keeps the last input of a sequence that decodes,
-// rounded. Prompts are left out, because they use most experts anyway.
+// The base of predictors that compute with a router's input. If a sequence decodes, it keeps the sequence's last input,
+// rounded. Inputs of prompts are not kept, because prompts use most experts anyway.
 class InputPredictor : public Predictor {
   public:
     void on_token(int) override { source_ = -1; }
@@ -42,8 +42,8 @@ class InputPredictor : public Predictor {
 enum Gating { softmax_gating = 1, sigmoid_gating = 2, softmax_weight_gating = 3, sqrt_softplus_gating = 4 };
 
 // Skip prediction: multiplies a later layer's router with an earlier router's input. It computes the scores by which
-// llama.cpp's build_moe_ffn would choose, and turns them into probabilities. If a token uses k experts, an expert with
-// 1/k of the sum of all scores gets the probability 0.5.
+// llama.cpp's build_moe_ffn would choose, and turns them into probabilities. If a token uses k experts, an expert whose
+// score is 1/k of the sum of all scores gets the probability 0.5.
 class Skip final : public InputPredictor {
   public:
     Skip(const Layout & layout, const Arrays & arrays);
@@ -52,8 +52,9 @@ class Skip final : public InputPredictor {
 
   private:
     struct Router {
-        ByteMatrix logits;                   // computes the logits from the router's input
-        const float * choice_bias = nullptr; // [n_expert] added to the scores for the choice; NULL: none
+        ByteMatrix logits; // computes the logits from the router's input
+        // [n_expert] bias that is added to the scores before experts are chosen; NULL: none.
+        const float * choice_bias = nullptr;
     };
 
     void keep_best_groups(float * scores, int n_expert);
@@ -123,7 +124,7 @@ bool Skip::predict(int il, int distance, float * probabilities) {
 }
 
 // Sets the scores of all experts in groups that the router would not choose to -infinity. The score of a group is the
-// sum of its two best experts' scores.
+// sum of the two highest scores in the group.
 void Skip::keep_best_groups(float * scores, int n_expert) {
     const int size = n_expert / n_group_, n_best = std::min(2, size);
     for (int group = 0; group < n_group_; group++) {
@@ -200,7 +201,8 @@ class ExpertMlp final : public Predictor {
 
     void on_token(int) override { n_seen_ = 0; }
 
-    // A missed layer, or a layer that uses fewer experts, stops predictions until the next pass.
+    // Stops predictions until the next pass if a layer was missed, has several tokens, or uses another number of
+    // experts.
     void on_routing(const Observation & seen) override {
         if (seen.n_tokens != 1 || seen.n_expert_used != n_used_ || layout_.row_of[seen.il] != n_seen_) {
             n_seen_ = -1;
@@ -240,7 +242,7 @@ class ExpertMlp final : public Predictor {
     std::vector<float> state_;
     std::vector<int> chosen_;   // experts that the last layer chose
     std::vector<float> logits_; // scratch
-    int n_seen_ = -1;           // number of layers observed in this pass; -1: one was missed
+    int n_seen_ = -1;           // number of layers observed in this pass; -1: no prediction is possible in this pass
 };
 
 } // namespace

@@ -19,9 +19,10 @@ namespace moegguf {
 struct Observation {
     int il = -1;
     int n_tokens = 0;
-    const int32_t * expert_ids = nullptr; // [n_expert_used] experts of the sequence's last token
+    const int32_t * expert_ids = nullptr; // [n_expert_used] experts that the sequence's last token uses
     int n_expert_used = 0;
-    const float * input = nullptr; // [n_embd] input of the router; NULL: several tokens, or needs_inputs is false
+    // [n_embd] input of the router; NULL: there are several tokens, or needs_inputs is false.
+    const float * input = nullptr;
     int n_embd = 0;
 };
 
@@ -31,11 +32,13 @@ class Predictor {
   public:
     virtual ~Predictor() = default;
 
-    virtual void on_sequence() {} // the next passes belong to another sequence
+    virtual void on_sequence() {} // is called when the next passes belong to another sequence
 
-    // Is called when a pass begins. `tokens`: the last n tokens of the pass; n = 0: unknown.
+    // Is called when a pass begins. `tokens`: the last n tokens of the pass; n = 0: the tokens are not known.
     virtual void on_tokens(const int32_t * tokens, int n) { on_token(n == 1 ? tokens[0] : -1); }
-    virtual void on_token(int token) { (void)token; } // -1: several tokens, or an unknown one
+    // Is called when a pass begins. `token`: the pass's only token; -1: the pass has several tokens, or its token is
+    // not known.
+    virtual void on_token(int token) { (void)token; }
 
     // Receives an observation. Its arrays stay valid until the next call of on_tokens or on_routing.
     virtual void on_routing(const Observation & seen) { (void)seen; }
@@ -98,7 +101,7 @@ std::unique_ptr<Predictor> make_predictor(const Layout & layout, const Arrays & 
 struct PredictorType {
     const char * name;
     bool needs_inputs;   // true: the predictor needs the inputs of routers
-    bool sees_next_pass; // true: after the last layer, the next pass is predicted
+    bool sees_next_pass; // true: after the last layer, the predictor also predicts the next pass
     std::unique_ptr<Predictor> (*make)(const Layout & layout, const Arrays & arrays);
 };
 

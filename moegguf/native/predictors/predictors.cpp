@@ -1,5 +1,5 @@
-// predictors.cpp: the table of predictors that can be chosen by name, and the class that finds their trained arrays. It
-// changes no predictor.
+// predictors.cpp: the table of predictors that can be chosen by name, and the class that finds their trained arrays.
+// The file changes neither a predictor nor an array.
 #include "predictors/predictor.h"
 
 #include <algorithm>

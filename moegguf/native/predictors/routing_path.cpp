@@ -1,11 +1,12 @@
-// routing_path.cpp: ExpertFlow's routing-path network (section 3.1). Before the first layer of a token is computed, it
-// predicts the experts of all layers from the ids of this token and of earlier tokens. The network is a small T5: an
-// encoder over the `window` tokens before a chunk, a decoder over the chunk, token by token, and a linear head for each
-// layer. moegguf/controller/predictors/routing_path.py defines the network.
+// routing_path.cpp: ExpertFlow's routing-path network (section 3.1). Before the first layer of a token is computed, the
+// network predicts the experts of all layers from the ids of this token and of earlier tokens.
 //
-// A token costs one step of the decoder, which keeps its keys and values. The encoder runs once per chunk, when the
-// last layer of the chunk's last token has been routed, so that the next token does not wait for it. This file writes
-// only its own memory.
+// The network is a small T5: an encoder over the `window` tokens before a chunk, a decoder over the chunk, token by
+// token, and a linear head for each layer. moegguf/controller/predictors/routing_path.py defines the network.
+//
+// A token costs one step of the decoder, which keeps its keys and values. The encoder runs once per chunk. It runs when
+// the last layer of the previous chunk's last token has been routed, so that the next token does not wait for the
+// encoder. This file writes only its own memory.
 #include "predictors/predictor.h"
 
 #include <list>
@@ -104,13 +105,13 @@ class RoutingPath final : public Predictor {
     }
 
     void on_sequence() override {
-        std::fill(recent_.begin(), recent_.end(), n_vocab_); // the padding token stands for all earlier tokens
+        std::fill(recent_.begin(), recent_.end(), n_vocab_); // the padding token takes the place of all earlier tokens
         position_ = n_chunk_;
         logits_.clear();
     }
 
-    // Predicts the experts of a single token. Several tokens (a prompt) are only remembered. Ids outside the
-    // vocabulary, which stand for embeddings, reset the predictor.
+    // Predicts the experts of a single token. Several tokens (a prompt) are only remembered. Ids outside the vocabulary
+    // stand for embeddings, and reset the predictor.
     void on_tokens(const int32_t * tokens, int n) override {
         logits_.clear();
         if (std::any_of(tokens, tokens + n, [this](int token) { return token < 0 || token >= n_vocab_; })) {
@@ -178,17 +179,18 @@ class RoutingPath final : public Predictor {
 
     const Layout & layout_;
     const int n_embd_, n_vocab_, n_window_, n_chunk_;
-    ByteMatrix embedding_;            // [n_vocab + 1] rows; the last one stands for tokens before the request
+    // [n_vocab + 1] rows; the last row is the padding token, which stands for tokens before the request.
+    ByteMatrix embedding_;
     const float * window_positions_;  // [n_window][n_embd]
     const float * chunk_positions_;   // [n_chunk][n_embd]
     std::list<EncoderBlock> encoder_; // lists, because networks keep pointers into their elements
     std::list<DecoderBlock> decoder_;
-    Network heads_;                                    // [n_moe_layers * n_expert_max] logits
-    std::vector<int32_t> recent_;                      // [n_window] the last tokens, which the next encoding reads
-    int position_;                                     // place of the next token in its chunk; n_chunk: a new chunk
+    Network heads_;               // computes the logits [n_moe_layers * n_expert_max]
+    std::vector<int32_t> recent_; // [n_window] the last tokens, which the next encoding reads
+    int position_;                // place of the next token in its chunk; n_chunk: the next token begins a new chunk
     std::vector<std::vector<float>> states_, queries_; // [n_window]
     std::vector<float> x_;                             // scratch
-    std::vector<float> logits_;                        // logits of this token; empty: they are not known
+    std::vector<float> logits_;                        // logits of this pass's token; empty: there is no prediction
 };
 
 } // namespace
