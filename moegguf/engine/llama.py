@@ -1,7 +1,7 @@
 """`Llama`: llama-cpp-python's `Llama` with a memory budget for experts.
 
-This class only joins parts: the loader makes them, the context evaluates tokens, and the session has the experts. All
-keywords of llama-cpp-python's class still work. No Python code is patched, and two models share nothing.
+This class only connects other objects: the loader makes them, the context evaluates tokens, and the session has the
+experts. All keywords of llama-cpp-python's class still work. No Python code is patched, and two models share nothing.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class Llama(UpstreamLlama):
     session: Session | None = None
     """The expert store behind this model; None for a model without experts and with MOEGGUF_HOOKS=0."""
     drafts: Drafts | None = None
-    """What guesses tokens ahead, if anything does."""
+    """The object that guesses tokens ahead; None if nothing is drafted."""
     recording: Recording | None = None
-    """The trace being recorded, None without `trace`."""
+    """The recording of a trace; None without the option `trace`."""
     prefix_cache: PrefixCache | None = None
-    """What is kept on disk of this model's contexts; None where nothing is."""
+    """The cache on disk of this model's computed contexts; None if no contexts are kept."""
     _closed = True  # False once there is a loader, which has something to free
     _loader: Loader
 
@@ -249,7 +249,7 @@ class Llama(UpstreamLlama):
         self._loader.attach_model(params)
 
     def _attach_context(self) -> None:
-        if not self._closed:  # llama.cpp makes the context next
+        if not self._closed:  # false if close() replaces the model; otherwise the base class makes the context next
             self._loader.attach_context(self.context_params)
 
     @property
@@ -376,8 +376,8 @@ class Llama(UpstreamLlama):
     def _with_kept(
         self, steps: Generator[int, Sequence[int] | None, None], arguments: Sequence[Any], options: dict[str, Any]
     ) -> Generator[int, Sequence[int] | None, None]:
-        """Yields the tokens of `steps`. Reads the beginning of the prompt's context from disk as far as it is kept
-        there, and writes the context of all tokens to disk."""
+        """Yields the tokens of `steps`. First restores the part of the prompt's context that is kept on disk.
+        Afterwards writes the context of all tokens to disk."""
         cache = self.prefix_cache
         if cache is None or not self.batch_invariant or not options.get("reset", True):
             return (yield from steps)
@@ -426,7 +426,7 @@ class Llama(UpstreamLlama):
         self.set_budget(expert_cache=expert_cache)
 
     def set_budget(self, *, expert_cache: Budget | None = None, vram_cache: Budget | None = None) -> None:
-        """Changes the budget for experts in RAM, on the GPU, or both, up to the budgets at the load.
+        """Changes the budget for experts in RAM, on the GPU, or both. No budget can be larger than at the load.
 
         None leaves a budget unchanged. Freed memory returns to the system and to the device. Generated tokens do not
         change. The change happens at once while the model is idle, and between two passes while another thread
@@ -436,9 +436,9 @@ class Llama(UpstreamLlama):
         layers, which belong to no budget. If a device had a slot for every expert, prompts are read in shorter passes
         from then on, with a warning.
 
-        A model without experts has no budget. Raises BudgetError below the minimum and for a tier that the model does
-        not have; nothing is changed then. Raises AllocationError when a device refuses more; the tier then keeps its
-        slots.
+        A model without experts has no budget. Raises BudgetError for a budget below the minimum, and for a tier that
+        the model does not have; nothing is changed then. Raises AllocationError if a device has no memory for more
+        slots; the tier then keeps its slots.
 
         Example:
             >>> llm.set_budget(expert_cache="25%")
@@ -448,9 +448,9 @@ class Llama(UpstreamLlama):
         set_budget(self, self.context, self.session, expert_cache, vram_cache)
 
     def cancel(self) -> None:
-        """Ends the evaluation in progress, from another thread: it raises GenerationCancelled at once.
+        """Ends the evaluation that another thread is running: that evaluation raises GenerationCancelled at once.
 
-        Later evaluations raise it, too, until `resume` is called.
+        Later evaluations raise GenerationCancelled, too, until `resume` is called.
 
         Example:
             >>> llm.cancel()
@@ -481,7 +481,7 @@ class Llama(UpstreamLlama):
         """
         if self._closed:
             return
-        if context := self.__dict__.get("context"):  # absent if the load has failed: it is made last
+        if context := self.__dict__.get("context"):  # absent if the load has failed before the context was made
             context.check_caller()
         forked = self.session is not None and self.session.forked
         if not forked:
