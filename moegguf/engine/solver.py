@@ -364,7 +364,7 @@ class Pool:
         for n_ubatch in ubatches:
             is_longer = n_ubatch > sizes.usual_ubatch
             if is_longer and n_slots == layout.n_expert_total:
-                continue  # it would save nothing
+                continue  # every expert has a slot, so a longer pass would save nothing
             free_bytes = memory.usable_bytes if is_longer else memory.available_bytes
             if sizes.needs(layout, n_ubatch).total_bytes(n_slots) + beside <= free_bytes:
                 found.append((n_slots, n_ubatch))

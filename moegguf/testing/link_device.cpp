@@ -65,8 +65,8 @@ struct LinkDevice {
         });
     }
 
-    // Returns true if the device's side of a copy is still allocated; otherwise notes a fault. Only a strict device
-    // checks this.
+    // Returns true if the device's memory for a copy is still allocated; otherwise notes a fault. A device that is not
+    // strict always returns true.
     bool bears_copy(const void * there, size_t n) {
         const bool bears = !strict || allocated.contain(there, n);
         note(bears ? "" : "a copy reads or writes memory that is not there");
@@ -231,7 +231,7 @@ Backend & of(ggml_backend_t backend) { return *(Backend *)backend->context; }
 
 void synchronize(ggml_backend_t backend) { of(backend).queue.mark().wait(); }
 
-// Queues a copy, which goes on after the call.
+// Queues a copy, which runs after this call has returned.
 void push_copy(Backend & backend, std::function<void()> copy) {
     LinkDevice & device = backend.device;
     device.n_copies += 1;
@@ -255,7 +255,7 @@ void set_async(ggml_backend_t backend, ggml_tensor * t, const void * data, size_
     if (!device.strict) {
         push_copy(of(backend), [copy, data] { copy(data); });
         if (!device.pinned.contain(data, n)) { synchronize(backend); }
-    } else if (!device.pinned.contain(data, n)) { // the source is read before the call returns, and written later
+    } else if (!device.pinned.contain(data, n)) { // the source is read now, and the device's memory is written later
         std::vector<uint8_t> staged((const uint8_t *)data, (const uint8_t *)data + n);
         push_copy(of(backend), [copy, staged = std::move(staged)] { copy(staged.data()); });
     } else {
@@ -490,7 +490,7 @@ LinkDevice::LinkDevice(const moegguf_link & link, int index)
     host_memory.iface.is_host = [](ggml_backend_buffer_type_t) { return true; };
 }
 
-// Adds a device, and returns ggml's name of it: LINK0, LINK1, ... Throws Error(INVALID).
+// Adds a device, and returns ggml's name for the device: LINK0, LINK1, ... Throws Error(INVALID).
 const char * add_link_device(const moegguf_link & link) {
     if (!(link.bytes_per_ns > 0 && std::isfinite(link.bytes_per_ns) && link.latency_ns >= 0 &&
           std::isfinite(link.latency_ns))) {
