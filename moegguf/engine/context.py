@@ -63,8 +63,8 @@ class Requests:
     """Runs the requests of one context one after the other, and numbers them.
 
     A request is one call that generates. Its first evaluation is the prompt, and all later evaluations decode. Outside
-    of such a call, an evaluation in an empty context begins a new request, and single tokens after it decode. Routing
-    events carry the request's number and phase, because llama.cpp reports neither.
+    of such a call, an evaluation in an empty context begins a new request, and later evaluations of single tokens
+    decode. Routing events carry the request's number and phase, because llama.cpp reports neither.
     """
 
     def __init__(self) -> None:
@@ -346,7 +346,8 @@ class Context:
             return self._projector
 
     def evaluate(self, call: Callable[[], Any], tokens: Sequence[int] = ()) -> Any:
-        """Returns the result of `call`, which evaluates `tokens` itself, as one request. tokens: empty if unknown."""
+        """Runs `call`, which evaluates `tokens` itself, as one request, and returns its result. tokens: empty if
+        unknown."""
         with self._guarded():
             self._rollback.clear()
             self._llm._requires_eval = True
@@ -356,8 +357,8 @@ class Context:
             return self.computed(call, len(tokens))
 
     def computed(self, call: Callable[[], Any], n_tokens: int) -> Any:
-        """Returns the result of `call`, which evaluates `n_tokens` tokens (0: unknown). Chooses the number of threads
-        first."""
+        """Chooses the number of threads, runs `call`, which evaluates `n_tokens` tokens (0: unknown), and returns its
+        result."""
         if self._threads is not None:
             self._threads.before_pass()
         start_s = time.perf_counter()
@@ -525,7 +526,8 @@ class Context:
             self.clear()
 
     def can_copy(self, sequence: int) -> bool:
-        """Returns True if the state of a sequence can be copied: a state that was rolled back needs a pass first."""
+        """Returns True if the state of a sequence can be copied. A state that was rolled back can be copied only after
+        the sequence's next pass."""
         return self._rollback.can_copy(sequence)
 
     def copy(self, source: int, target: int, n_tokens: int) -> bool:

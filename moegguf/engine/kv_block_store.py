@@ -62,7 +62,7 @@ class StoredBlock:
     used_s: float  # time of the last use, in seconds since 1970
     begin: int  # offset of the state in the file
     head: bytes  # first bytes of the state
-    prefix: bytes  # bytes before the state in the digest: the file's name and the header
+    prefix: bytes  # bytes that the digest covers before the state: the file's name and the JSON header
     digest: bytes  # digest of `prefix` and the whole state
 
 

@@ -31,7 +31,7 @@ IDLE_BYTES = 768 << 20
 _NO_LIMIT = 1 << 62  # cgroup v1 writes a number near 2^63 for "no limit"
 # if the load average of the last minute, divided by the CPUs, is above this, a warning says that speeds are too low
 BUSY_SHARE = 0.25
-_BUSY = ("user", "nice", "system", "irq", "softirq", "steal")  # the fields of psutil's cpu_times in which a CPU is busy
+_BUSY = ("user", "nice", "system", "irq", "softirq", "steal")  # fields of psutil's cpu_times that count busy time
 _DISK_THREADS = 4
 _DISK_BLOCK_BYTES = 2 << 20
 _MEMORY_BUFFER_BYTES = 32 << 20  # a buffer that is larger than most processor caches
@@ -89,7 +89,7 @@ class Device:
 
     @property
     def memory(self) -> Memory:
-        """The device's memory, in the form that a plan takes."""
+        """The device's memory as a `Memory`, which planning takes."""
         return Memory(self.total_bytes, self.free_bytes, f"the device {self.name}", self.margin)
 
 

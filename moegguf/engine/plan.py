@@ -33,7 +33,7 @@ class PlacementPlan:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The part of a plan that one memory has: the layers that are computed there, slots and bytes."""
+    """The part of a plan for one memory (RAM or a device's): the layers that are computed there, slots and bytes."""
 
     name: str | None  # ggml's name for the device; None: RAM, from which the CPU computes
     layers: tuple[int, ...]  # layers that are computed there
@@ -65,7 +65,8 @@ class Plan:
     staging_bytes: int = 0  # bytes of the staging tensors on all devices
     whole_layers: tuple[int, ...] = ()  # layers whose experts all lie on a device as plain weights, without slots
     n_gpu_layers: int = 0  # llama.cpp's n_gpu_layers: how many layers devices compute
-    tensor_split: tuple[float, ...] | None = None  # llama.cpp's shares of layers, if several memories compute
+    # llama.cpp's tensor_split, the share of layers for each device; None: layers are not divided
+    tensor_split: tuple[float, ...] | None = None
     # True: the largest pass is evaluated at the load, so that backends allocate all their memory then
     warms_up: bool = False
     placement: PlacementPlan | None = None  # the chosen placement and its reason; None: there was no choice

@@ -61,10 +61,11 @@ MOST_QUEUED_BYTES = 64 << 20  # most bytes that may wait to be written
 MOST_STEP_TOKENS = 512  # most tokens between two states, unless keeping one takes longer than computing these tokens
 STEP_COST = 0.05  # keeping states may take this share of the time in which tokens are computed
 STATES_SHARE = 0.5  # largest share of the store for one conversation's states
-FORMAT = 2  # version of the facts from which names are made
+FORMAT = 2  # version of the data that are hashed into the names of blocks
 _NAMES = {CELLS: "", WINDOW: "-window"}  # suffixes of the names of blocks, by the kind of cells
-_STATE = struct.Struct("<2I")  # number of streams, number of cells
-_RECURRENT_STATE = struct.Struct("<IiI")  # number of cells, last position, number of sequences
+_STATE = struct.Struct("<2I")  # first fields of a state with cells: number of streams, number of cells
+# first fields of a recurrent state: number of cells, last position, number of sequences
+_RECURRENT_STATE = struct.Struct("<IiI")
 # bytes of a cell: position, number of sequences, sequence; 24 bytes if two coordinates are added
 _CELL_BYTES = (12, 24)
 CONTEXT_FIELDS = (

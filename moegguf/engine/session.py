@@ -149,7 +149,8 @@ _TIER_SUMS = (
 
 
 class RoutingListener(Protocol):
-    """An object that receives routing events, and announcements unless it ignores them, on the store's event thread."""
+    """An object whose methods the store's event thread calls for routing events and announcements. By default
+    announcements are ignored."""
 
     @property
     def listen_options(self) -> ListenOptions:

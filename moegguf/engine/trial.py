@@ -147,7 +147,8 @@ def _request(layout: ExpertLayout, options: dict[str, Any], projector: Projector
         "mmproj": str(projector.path.absolute()) if projector is not None else None,
     }  # fmt: skip
     needs = Sizes(n_ctx, projector=projector).needs(layout, max(N_BATCH, n_image)).total_bytes(n_slots) + beside
-    on_device = bool(options.get("n_gpu_layers"))  # drivers map far more memory than they use
+    # there is no memory limit then, because drivers map far more memory than they use
+    on_device = bool(options.get("n_gpu_layers"))
     return Request(
         path=str(layout.shards[0].path.absolute()),
         options=size | options,

@@ -39,7 +39,8 @@ class Vocabulary:
             size = -n
 
     def all_pieces(self) -> list[bytes]:
-        """Returns the pieces of all tokens, shape [n_tokens], with control tokens. Reads them at each call."""
+        """Returns the pieces of all tokens, shape [n_tokens], with control tokens. The list is made anew by each
+        call."""
         return [self.piece(token, special=True) for token in range(self.n_tokens)]
 
     def is_end(self, token: int) -> bool:

@@ -210,7 +210,7 @@ class ExpertLayout:
     @property
     def chat_template(self) -> str | None:
         """The model's chat template (Jinja); None if the file has none. If the file has only a template for
-        conversations with tools, returns that template."""
+        conversations with tools, the value is that template."""
         value = self.metadata.get("tokenizer.chat_template")
         is_text = isinstance(value, str) and value not in ("", "chatml")
         return str(value) if is_text else self.tool_template

@@ -18,7 +18,7 @@
 // - Binding a quantised tensor zeroes the padding after it. Kernels read rows up to the end of this padding, and return
 //   NaN if the padding has wrong bytes.
 // - Fresh memory is full of NaN, and so is memory that a copy under way writes. Freed memory can no longer be accessed.
-// - Copies are done in pieces, in any order, also from memory that is not pinned.
+// - Copies are done in two halves, the second half first, also from memory that is not pinned.
 // - These are faults: a launch with ids that do not exist, a launch that touches freed memory, and a copy whose source
 //   has changed before the copy ran. The device keeps the first fault, and computes nothing from then on.
 //
@@ -231,7 +231,7 @@ Backend & of(ggml_backend_t backend) { return *(Backend *)backend->context; }
 
 void synchronize(ggml_backend_t backend) { of(backend).queue.mark().wait(); }
 
-// Queues a copy, which runs after this call has returned.
+// Queues a copy in the backend's stream, and counts it. Does not wait for the copy.
 void push_copy(Backend & backend, std::function<void()> copy) {
     LinkDevice & device = backend.device;
     device.n_copies += 1;

@@ -37,7 +37,7 @@ MOEGGUF_API int moegguf_link_add(const struct moegguf_link * link, const char **
 struct moegguf_link_figures {
     uint64_t launches;               // number of launches of graphs
     uint64_t replays;                // launches that only repeated an earlier launch, like CUDA's graphs
-    uint64_t copies;                 // copies that went on after their call had returned
+    uint64_t copies;                 // copies that were queued in a stream
     uint64_t launches_beside_copies; // launches while such a copy had not ended
     char fault[256];                 // first fault of a strict device; empty: there is none
 };
