@@ -76,10 +76,11 @@ class Requests:
     def run(self, steps: Generator[Step, Any, None]) -> Generator[Step, Any, None]:
         """Runs `steps` as one request, until the last step or until the generator is closed.
 
-        Waits while a request of another thread runs. If the same thread has left a request unfinished, that request
-        ends.
+        Waits while a request of another thread runs. If the calling thread itself has left an earlier request
+        unfinished, the earlier request ends.
 
-        Raises GenerationCancelled from the next step if another request of the same thread has begun since.
+        If the thread begins another request before this one has ended, the next step of this one raises
+        GenerationCancelled.
         """
         request = threading.get_ident(), object()
         with self._changed:

@@ -156,7 +156,7 @@ class ModelDrafts:
     for bit, as without drafts. A draft model is loaded on the CPU before the main model's plan is made, so that the
     plan counts only the memory that is left.
 
-    Raises OptionError if there is no such model, ModelFormatError.
+    Raises OptionError if there is no such model, and ModelFormatError if llama.cpp cannot load it.
     """
 
     def __init__(self, draft: str | os.PathLike[str]) -> None:

@@ -192,8 +192,8 @@ class LiveController:
         self.controller.announce(announcement)
 
     def observe(self, event: RoutingEvent) -> None:
-        """Passes a layer's routing event to the controller, and saves what was learned at times. Runs on the event
-        thread."""
+        """Passes a layer's routing event to the controller. After every CHECKPOINT_REQUESTS requests, also saves what
+        was learned. Runs on the event thread."""
         controller = self.controller
         assert controller is not None
         controller.observe(event)

@@ -106,25 +106,27 @@ class Llama(UpstreamLlama):
                 is a budget for each. Layers that n_gpu_layers leaves to the CPU have slots in RAM. None:
                 MOEGGUF_VRAM_CACHE; without it "auto" if there is a GPU, unless n_gpu_layers chooses the layers that the
                 GPU computes.
-            placement: what goes into that memory: "layers" (the experts of whole layers; the CPU computes the others),
-                "slots" (experts as they are used; the GPU computes everything), "cpu" (no GPU), or "auto": what is
-                predicted to be fastest (engine/cost.py); with several GPUs, slots. None: MOEGGUF_PLACEMENT.
-            strategy: what decides on experts: "moegguf" (what was measured to be best), "lru", "none", or a paper's
-                method as a whole: "moe-infinity", "promoe", "expertflow", "duoserve" (`moegguf.controller.strategies`).
-                `store`, `policy`, `predictor` and `prefetch` replace parts of it. None: MOEGGUF_STRATEGY, else
-                "moegguf".
-            store: options for moving experts, which replace the strategy's.
-            policy: which experts stay: a name (`moegguf.controller.policies.policy_names()`), an object with a method
-                `scores(history, forecast)`, a class of such objects as "FILE.py:CLASS", or "auto": the
-                policy that MOEGGUF_POLICY names, else the strategy's. "vram=NAME,ram=NAME" names one policy for a
+            placement: the experts in the memory of a GPU: "layers" (all experts of some layers; the CPU computes the
+                experts of the other layers), "slots" (experts as they are used; the GPU computes everything), "cpu" (no
+                GPU), or "auto": the placement that is predicted to be fastest (engine/cost.py); with several GPUs,
+                slots. None: MOEGGUF_PLACEMENT.
+            strategy: the method that decides on experts: "moegguf" (the parts that were measured to be best), "lru",
+                "none", or a paper's method as a whole: "moe-infinity", "promoe", "expertflow", "duoserve"
+                (`moegguf.controller.strategies`). `store`, `policy`, `predictor` and `prefetch` replace parts of the
+                strategy. None: MOEGGUF_STRATEGY, else "moegguf".
+            store: options for moving experts, which replace the strategy's options.
+            policy: decides which experts stay in memory: a name (`moegguf.controller.policies.policy_names()`), an
+                object with a method `scores(history, forecast)`, a class of such objects as "FILE.py:CLASS", or "auto":
+                the policy that MOEGGUF_POLICY names, else the strategy's. "vram=NAME,ram=NAME" names one policy for a
                 GPU's slots and one for slots in RAM; LRU decides where none is named.
-            predictor: which experts come next: a name (`moegguf.controller.predictors.PREDICTORS`), an object, or
-                "FILE.py:CLASS".
-            lockstep: decisions take effect at a fixed point of each pass, so that a simulation can repeat them; slower.
+            predictor: predicts which experts are used next: a name (`moegguf.controller.predictors.PREDICTORS`), an
+                object, or "FILE.py:CLASS".
+            lockstep: True: decisions take effect at a fixed point of each pass, so that a simulation can repeat them.
+                This makes passes slower.
             prefetch: True fetches predicted experts ahead while that saves time; a `PrefetchOptions` sets limits. None:
-                as the strategy does.
-            warm_start: fetch the experts that earlier runs used most as soon as the model is loaded, and remember this
-                run's experts. None: MOEGGUF_WARM_START, else False; never with `lockstep`.
+                the strategy decides.
+            warm_start: True fetches the experts that earlier runs used most as soon as the model is loaded, and saves
+                the uses of experts in this run. None: MOEGGUF_WARM_START, else False; never with `lockstep`.
             context_store: disk space for computed contexts: "8GiB", "auto" (a tenth of the free disk, at most 16 GiB)
                 or 0. If a prompt begins like an earlier one, the computed beginning is read from disk, also in another
                 process (engine/prefix_cache.py). This class uses it for batch-invariant models, and never with `trace`,
@@ -145,17 +147,17 @@ class Llama(UpstreamLlama):
                 "ngram", but only if the model is `batch_invariant`, so that every answer is the same as without drafts.
                 "off": none. Otherwise a second, smaller model with the same vocabulary. None: MOEGGUF_DRAFT, else
                 "auto"; "off" with `trace` and `lockstep`. This class's own methods draft nothing.
-            mirror: a copy of the model's file on another drive, or several. Experts are read from all copies, each
-                expert from the copy that is expected to have it first. A mirror is the path of a copy (of a split model
+            mirror: a copy of the model's file on another drive, or several copies. Experts are read from all copies:
+                each expert from the copy that is expected to deliver it first. A mirror is the path of a copy (of a split model
                 of its first file), or the folder of copies with the model's own file names. A copy that differs raises
                 OptionError. A copy that cannot be read, or fails later, is left out with a warning. A model without
                 experts has no use for mirrors.
             plan: a plan that a server has made for this load (engine/solver.py). None: the plan is made here.
             progress: called with 0.0 to 1.0 while the weights are read; returning False cancels the load.
             options: the other keywords of `llama_cpp.Llama` (engine/upstream.py). Without `n_threads` and
-                `n_threads_batch` there are as many threads as this process may use processors, and fewer while other
-                processes use some. `use_mmap` has no effect on a model with experts. With `vocab_only` text is
-                tokenized and nothing is computed; the file may then contain only a vocabulary.
+                `n_threads_batch` one thread computes for each processor that this process may use, and fewer threads
+                compute while other processes use processors. `use_mmap` has no effect on a model with experts. With
+                `vocab_only` text is tokenized and nothing is computed; the file may then contain only a vocabulary.
 
         Raises:
             ModelNotFoundError, ModelFormatError: before llama.cpp sees the file, or because it ended the trial load

@@ -130,8 +130,8 @@ def _keywords(layout: ExpertLayout, spec: LoadSpec, plan: Plan) -> dict[str, Any
 
 
 def _divide_layers(options: dict[str, Any], plan: Plan) -> None:
-    """Sets the options with which llama.cpp uses GPUs exactly as the plan does, and divides layers among them in the
-    same way."""
+    """Sets the options so that llama.cpp uses exactly the GPUs of the plan, and divides the layers among them as the
+    plan does."""
     options["n_gpu_layers"] = plan.n_gpu_layers
     if plan.tensor_split is not None:  # proportions of layers for the devices that the session passes to llama.cpp
         options |= {"split_mode": BY_LAYERS, "tensor_split": list(plan.tensor_split)}

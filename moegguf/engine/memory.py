@@ -1,4 +1,4 @@
-"""The sizes of a load, and the memory that llama.cpp takes for them beside the experts: dense weights, KV cache,
+"""The sizes of a load, and the memory that llama.cpp takes for them in addition to experts: dense weights, KV cache,
 compute buffers.
 
 `Sizes.of` is the one place where options become sizes. Bytes are upper bounds from the model's metadata, computed

@@ -11,8 +11,8 @@ on the image's hash.
 Cells of sliding windows are separate blocks: a sequence can go on if the blocks of the last window are kept. A
 recurrent state cannot be cut, so states are kept after some of the tokens only. A state's name, like a block's, is a
 hash of all tokens before it. A sequence goes on after the longest prefix for which the state and all blocks are kept.
-The distance between two states follows from their cost (`StateCost`). A sequence in memory goes back to the nearest
-state in the same way. If a model's cells cannot be cut, its whole memory is kept as a state.
+The distance between two states follows from their cost (`StateCost`). A sequence in memory that has to lose tokens goes
+back to the nearest earlier state, too. If a model's cells cannot be cut, its whole memory is kept as a state.
 """
 
 from __future__ import annotations
@@ -578,7 +578,7 @@ class PrefixCache:
 
 
 class StateCost:
-    """Measures what it costs to keep states, in comparison with computing tokens again."""
+    """Compares the time of keeping a state with the time of computing its tokens again."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes

@@ -497,7 +497,7 @@ def short_of(n_bytes: int, memory: Memory, where: str = "") -> Iterator[str]:
         )
 
 
-# RAM beside devices.
+# RAM while devices compute.
 
 
 def host_bytes(layout: ExpertLayout, n_ubatch: int) -> int:
@@ -697,8 +697,8 @@ def _pays(layout: ExpertLayout, n: int, staged: Plan, without: Plan | None) -> b
     """Returns True if it pays to stage prompts in `n` tensors.
 
     Several tensors pay if they take at most STAGING_SHARE of the memory for experts. One tensor pays if a typical
-    request then moves fewer bytes than with prompts in short passes, for which slots are exact. If slots hold one
-    token's experts in all layers without staging, they must also hold them with staging.
+    request then moves fewer bytes than without staging, where prompts are read in short passes so that slots give exact
+    results. If slots hold one token's experts in all layers without staging, they must also hold them with staging.
     """
     if staged.total_bytes > staged.available_bytes:
         return False

@@ -1,9 +1,9 @@
 """Tries a model in a separate process the first time that its file is loaded. If llama.cpp aborts, only the separate
 process ends.
 
-With a projector the trial also reads an image. The verdict is kept (`known_facts`) for the bytes of the headers, and
-for the options that change what is computed. The trial ends before the load begins, so that memory is never taken
-twice. MOEGGUF_TRIAL_LOAD=0 skips the trial; "again" repeats it.
+With a projector the trial also reads an image. The verdict is kept (`known_facts`). It is valid for the same header
+bytes, and for the same values of options that change results. The trial ends before the load begins, so that memory is
+never taken twice. MOEGGUF_TRIAL_LOAD=0 skips the trial; "again" repeats it.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ _bindings = library.llama_cpp()
 _bindings.llama_adapter_lora_init.errcheck = lambda adapter, *_: adapter or None
 
 Floats = npt.NDArray[np.float32]
-ADDED_TOKENS = 8  # room for BOS, EOS and a leading space, beside one token per byte
+ADDED_TOKENS = 8  # room for BOS, EOS and a leading space, in addition to one token per byte
 
 
 class BoundedTokenizer(_bindings.LlamaTokenizer):  # type: ignore[name-defined]  # found at run time
