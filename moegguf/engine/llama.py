@@ -148,10 +148,10 @@ class Llama(UpstreamLlama):
                 "off": none. Otherwise a second, smaller model with the same vocabulary. None: MOEGGUF_DRAFT, else
                 "auto"; "off" with `trace` and `lockstep`. This class's own methods draft nothing.
             mirror: a copy of the model's file on another drive, or several copies. Experts are read from all copies:
-                each expert from the copy that is expected to deliver it first. A mirror is the path of a copy (of a split model
-                of its first file), or the folder of copies with the model's own file names. A copy that differs raises
-                OptionError. A copy that cannot be read, or fails later, is left out with a warning. A model without
-                experts has no use for mirrors.
+                each expert from the copy that is expected to deliver it first. A mirror is the path of a copy (of a
+                split model of its first file), or the folder of copies with the model's own file names. A copy that
+                differs raises OptionError. A copy that cannot be read, or fails later, is left out with a warning. A
+                model without experts has no use for mirrors.
             plan: a plan that a server has made for this load (engine/solver.py). None: the plan is made here.
             progress: called with 0.0 to 1.0 while the weights are read; returning False cancels the load.
             options: the other keywords of `llama_cpp.Llama` (engine/upstream.py). Without `n_threads` and
