@@ -19,7 +19,7 @@ from moegguf.native import library
 from moegguf.settings import read_load_keywords
 
 LEAST_DRIVER = {12: 525, 13: 580}
-"""{major version of CUDA's runtime: the oldest driver of NVIDIA's that runs it}"""
+"""{major version of the CUDA runtime: major version of the oldest NVIDIA driver that supports it}"""
 BACKENDS = {"NVIDIA": ("CUDA", "Vulkan"), "AMD": ("ROCm", "Vulkan"), "Intel": ("SYCL", "Vulkan")}
 AMD, INTEL, NVIDIA = "0x1002", "0x8086", "0x10de"  # PCI vendor ids, as sysfs writes them
 LEAST_CARD_BYTES = 2 << 30  # GPUs inside AMD's processors report less memory than this
@@ -31,7 +31,7 @@ class Card:
     """A graphics card or accelerator that the operating system lists."""
 
     vendor: str  # "NVIDIA", "AMD" or "Intel"
-    driver: str = UNKNOWN  # version of NVIDIA's driver; empty if the driver is not loaded
+    driver: str = UNKNOWN  # version of NVIDIA's driver; "": the driver is not loaded
     is_reachable: bool = True  # False in a container that cannot access the device
 
 
@@ -132,7 +132,7 @@ def _describe_card(card: Card, build: Build) -> str:
 
 
 def _driver_number(card: Card) -> int:
-    """Returns the driver's major version: 580 for 580.65. If the version is unknown, returns the newest of
+    """Returns the driver's major version: 580 for 580.65. If the version is unknown, returns the highest version in
     LEAST_DRIVER."""
     if card.driver == UNKNOWN:
         return max(LEAST_DRIVER.values())
@@ -178,7 +178,8 @@ def _describe_integrated(device: BackendDevice) -> str:
 
 
 def card_note(placement: str | None = None) -> str:
-    """Returns `describe_cards` for this machine, or "" if the user has chosen the CPU.
+    """Returns the sentence of `describe_cards` for this machine. Returns "" if the user has chosen the CPU, or has
+    hidden all CUDA devices.
 
     Raises LibraryError.
     """

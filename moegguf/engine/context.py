@@ -63,8 +63,8 @@ class Requests:
     """Runs the requests of one context one after the other, and numbers them.
 
     A request is one call that generates. Its first evaluation is the prompt, and all later evaluations decode. Outside
-    of such a call, an evaluation in an empty context begins a new request, and single tokens after it decode. Routing
-    events carry the request's number and phase, because llama.cpp reports neither.
+    of such a call, an evaluation in an empty context begins a new request, and later evaluations of single tokens
+    decode. Routing events carry the request's number and phase, because llama.cpp reports neither.
     """
 
     def __init__(self) -> None:
@@ -76,10 +76,11 @@ class Requests:
     def run(self, steps: Generator[Step, Any, None]) -> Generator[Step, Any, None]:
         """Runs `steps` as one request, until the last step or until the generator is closed.
 
-        Waits while a request of another thread runs. If the same thread has left a request unfinished, that request
-        ends.
+        Waits while a request of another thread runs. If the calling thread itself has left an earlier request
+        unfinished, the earlier request ends.
 
-        Raises GenerationCancelled from the next step if another request of the same thread has begun since.
+        If the thread begins another request before this one has ended, the next step of this one raises
+        GenerationCancelled.
         """
         request = threading.get_ident(), object()
         with self._changed:
@@ -105,15 +106,15 @@ class Requests:
                     self._changed.notify_all()
 
     def begin(self) -> int:
-        """Begins a request whose tokens are evaluated in sequences or for embeddings. Returns the request's number."""
+        """Begins a request of `eval_sequences`, or of an embedding. Returns the request's number."""
         self.sequence += 1
         return self.sequence
 
     def next_phase(self, n_past: int, n_tokens: int) -> Phase:
-        """Returns the phase of the next `n_tokens` tokens, which follow `n_past` others in the context.
+        """Returns the phase of the next `n_tokens` tokens, which follow the first `n_past` tokens of the context.
 
-        If the tokens begin a new request, adds one to `self.sequence`, the number of requests so far. Call this once
-        for each evaluation.
+        If the tokens begin a new request, adds one to `self.sequence`, the number of the current request. The first
+        request has number 0. Call this method once for each evaluation.
         """
         if self._at_prompt or (n_past == 0 and not self._generating) or self.sequence < 0:
             self._at_prompt = False
@@ -123,7 +124,8 @@ class Requests:
 
 
 class Context:
-    """Evaluates tokens and images in the context of `llm`, with the parts that the loader has made.
+    """Evaluates tokens and images in the llama.cpp context of `llm`. `loader` provides the session, the controller and
+    the compute threads.
 
     mmproj: path of the file with the model's projector.
 
@@ -149,7 +151,7 @@ class Context:
             llm._ctx.kv_cache_seq_rm = self._remove  # the base class calls this to remove tokens
         self._batch = PassBatch(llm.n_batch)
         self.n_logits = min(llm.n_batch, int(llm.context_params.n_outputs_max) or llm.n_batch)  # most logits of a pass
-        self._chunk_rows: list[int] = []  # rows of the last pass that have logits
+        self._chunk_rows: list[int] = []  # indices of the tokens of the last pass that have logits
         self._requests = Requests()
         self._projector: Projector | None = None
         self._projector_lock = threading.Lock()
@@ -179,8 +181,8 @@ class Context:
         return replace(stats, n_threads=n_threads, **drafted)
 
     def check_caller(self) -> None:
-        """Raises CallbackError if a policy, predictor or listener of this model is the caller: it would wait for
-        itself."""
+        """Raises CallbackError if a policy, predictor or listener of this model is the caller. Such a call would never
+        return, because the model waits until its callback has returned."""
         if self._session is not None and self._session.store.calls_back:
             raise CallbackError(
                 "a policy, predictor or listener cannot use the model that calls it, which would wait for itself; call"
@@ -258,10 +260,10 @@ class Context:
                     self.after_eval(0, llm.input_ids[: llm.n_tokens], len(batch))
 
     def eval_sequences(self, chunks: Sequence[SequenceTokens]) -> list[int] | None:
-        """Evaluates up to `n_batch` tokens of several sequences together. Returns each chunk's row of logits, or None
-        if the KV cache has no room for the tokens. After an exception the caller must truncate the sequences, because
-        some of the tokens may be in the context. After drafts it must do so, too: the rejected tokens are still there.
-        """
+        """Evaluates up to `n_batch` tokens of several sequences together. Returns the index of each chunk's row of
+        logits, or None if the KV cache has no room for the tokens. After an exception the caller must truncate the
+        sequences, because some of the tokens may be in the context. After a pass with drafts the caller must truncate
+        the sequences, too, because rejected draft tokens stay in the context."""
         with self._guarded():
             try:
                 return self._evaluate(chunks)
@@ -271,7 +273,7 @@ class Context:
         return None
 
     def _evaluate(self, chunks: Sequence[SequenceTokens]) -> list[int]:
-        """Evaluates the chunks in one call of llama_decode. Returns each chunk's row of logits."""
+        """Evaluates the chunks in one call of llama_decode. Returns the index of each chunk's row of logits."""
         llm = self._llm
         own = chunks[-1] if chunks[-1].sequence == 0 else None
         llm._requires_eval = True
@@ -345,7 +347,8 @@ class Context:
             return self._projector
 
     def evaluate(self, call: Callable[[], Any], tokens: Sequence[int] = ()) -> Any:
-        """Returns the result of `call`, which evaluates `tokens` itself, as one request. tokens: empty if unknown."""
+        """Runs `call`, which evaluates `tokens` itself, as one request, and returns its result. tokens: empty if
+        unknown."""
         with self._guarded():
             self._rollback.clear()
             self._llm._requires_eval = True
@@ -355,8 +358,8 @@ class Context:
             return self.computed(call, len(tokens))
 
     def computed(self, call: Callable[[], Any], n_tokens: int) -> Any:
-        """Returns the result of `call`, which evaluates `n_tokens` tokens (0: unknown). Chooses the number of threads
-        first."""
+        """Chooses the number of threads, runs `call`, which evaluates `n_tokens` tokens (0: unknown), and returns its
+        result."""
         if self._threads is not None:
             self._threads.before_pass()
         start_s = time.perf_counter()
@@ -440,7 +443,7 @@ class Context:
         self.check_logits(row)
         return np.ctypeslib.as_array(self._llm._ctx.get_logits_ith(row), shape=(self._llm.n_vocab(),))
 
-    # The KV cache. Tokens count from the beginning of their sequence.
+    # The KV cache. `n_tokens` is a number of tokens from the beginning of a sequence.
 
     def keeps(self, n_tokens: int, sequence: int = 0) -> bool:
         """Returns True if a sequence can be cut to its first `n_tokens`. A recurrent state can only go back by as many
@@ -457,7 +460,8 @@ class Context:
         return bool(first <= max(0, position - self._n_swa + 1))
 
     def most_lost(self, sequences: Sequence[int]) -> int:
-        """Returns `Rollback.most_lost`, for a model with a recurrent state."""
+        """Returns how many of its last tokens each of these sequences can lose after a pass (`Rollback.most_lost`).
+        Only models with a recurrent state have this limit."""
         return self._rollback.most_lost(sequences)
 
     def _end(self, sequence: int) -> int:
@@ -465,9 +469,9 @@ class Context:
         return int(self._bindings.llama_memory_seq_pos_max(self._llm._ctx.memory, sequence)) + 1
 
     def _remove(self, sequence: int, first: int, last: int) -> bool:
-        """Removes the tokens of a recurrent model from position `first` up to `last` (-1: the end). Returns False, and
-        changes nothing, if the state cannot go back so far. Sequence -1 (all) means sequence 0, as in the base class.
-        """
+        """Removes a sequence's tokens from position `first` to `last`, which is excluded (-1: to the end). Used for
+        models with a recurrent state. Returns False, and changes nothing, if the state cannot go back so far. The base
+        class passes sequence -1, which stands for sequence 0 here."""
         sequence = max(0, sequence)
         n_lost = self._end(sequence) - first
         if first > 0 and n_lost > self._rollback.n_back(sequence):
@@ -523,13 +527,14 @@ class Context:
             self.clear()
 
     def can_copy(self, sequence: int) -> bool:
-        """Returns True if the state of a sequence can be copied: a state that was rolled back needs a pass first."""
+        """Returns True if the state of a sequence can be copied. A state that was rolled back can be copied only after
+        the sequence's next pass."""
         return self._rollback.can_copy(sequence)
 
     def copy(self, source: int, target: int, n_tokens: int) -> bool:
-        """Copies the first `n_tokens` of `source` into `target`, and drops what `target` had. Returns False, and
-        changes nothing, if some of these tokens have left a sliding window, or if a recurrent state cannot be copied
-        after them."""
+        """Copies the first `n_tokens` of `source` into `target`, and drops the earlier tokens of `target`. Returns
+        False, and changes nothing, if some of the tokens to copy have left a sliding window. With a recurrent state,
+        also returns False if `source` does not end after these tokens, or was rolled back."""
         memory, first, last = self._llm._ctx.memory, 0, n_tokens
         if self._llm._is_stateful:
             if self._end(source) != n_tokens or not self._rollback.can_copy(source):
@@ -540,7 +545,7 @@ class Context:
         self.forget(target)
         self._bindings.llama_memory_seq_cp(memory, source, target, first, last)
         self._rollback.note_shared(source, target)
-        if target == 0:  # only the caller knows the copied tokens; PLACEHOLDER never equals a token of a prompt
+        if target == 0:  # the copied tokens are not known here; PLACEHOLDER matches no token of a later prompt
             self._llm.n_tokens, self._llm._requires_eval = n_tokens, True
             self._llm.input_ids[:n_tokens] = PLACEHOLDER
         return True
@@ -574,7 +579,7 @@ class Context:
 
     def warm_up(self, n_tokens: int) -> None:
         """Evaluates a pass of `n_tokens`, so that backends allocate the memory that they keep. Empties the context
-        then.
+        afterwards.
 
         All tokens of the pass are the same token, so that they use the experts of one token only.
         """
@@ -582,7 +587,7 @@ class Context:
         self.clear()
 
     def clear(self) -> None:
-        """Empties all sequences; the next token is placed as in a new context."""
+        """Empties all sequences, so that the next token has position 0."""
         self._bindings.llama_memory_clear(self._llm._ctx.memory, False)
         self._rollback.clear()
         self._llm.reset()
@@ -597,8 +602,8 @@ class Context:
         return memory is not None and not self._llm._is_stateful and bool(self._bindings.llama_memory_can_shift(memory))
 
     def shift(self, n_keep: int, n_discard: int) -> None:
-        """Drops `n_discard` tokens of sequence 0 after its first `n_keep`, and moves the later ones up. Needs
-        `can_shift`."""
+        """Drops the `n_discard` tokens of sequence 0 that follow its first `n_keep`. Moves all later tokens to lower
+        positions, so that no gap is left. Needs `can_shift`."""
         self.check_caller()
         with self.lock:
             self.check_open()

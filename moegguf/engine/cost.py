@@ -10,22 +10,23 @@ token are:
     CPU            (D + A) / CPU
 
 `device`, `CPU` and `copies` are speeds in bytes per second. `stop` is the time in which the host reads the router's
-choice at a layer. `copy` is the time that a layer's misses take in addition to their bytes. `way` is the time to move
-activations from the device to the CPU and back. If every expert is on the device, h is 1 and nothing stops. The time of
-graph nodes that read few or no weights is added, and experts that are not in memory are read from the disk.
+choice at a layer. `copy` is the latency of copying a layer's misses, in addition to the time for their bytes. `way` is
+the time to move activations from the device to the CPU and back. If every expert is on the device, h is 1 and nothing
+stops. The time of graph nodes that read few or no weights is added, and experts that are not in memory are read from
+the disk.
 
-Speeds are measured with kernels and copies. A device that this machine does not have counts with 0.65 of its memory's
-bandwidth and with the constants here, which fit measurements that others have published.
+Speeds are measured with kernels and copies. A device that this machine does not have is assumed to reach 0.65 of its
+memory's bandwidth. Its times are the constants in this file, which agree with published measurements.
 
 A pass of a prompt reads the weights of each expert that its tokens use once. The pass multiplies DEVICE_GAIN or
-CPU_GAIN times as fast as single tokens do. Meanwhile experts of later layers are read from the disk. If experts are
-staged, experts without a slot are copied meanwhile. The best placement takes the least time for a typical request:
-PROMPT_TOKENS, then ANSWER_TOKENS.
+CPU_GAIN times as fast as single tokens do. During this time experts of later layers are read from the disk. If prompts
+are staged, experts without a slot are copied to the device during this time, too. The best placement takes the least
+time for a typical request: a prompt of PROMPT_TOKENS and an answer of ANSWER_TOKENS.
 
 Hit rates to expect are ranges. If the model's own routing was measured (`Measured`), 49 in 50 of its requests lie in
-the range. Otherwise the range has all published hit rates for models of this shape, or for all models. Placements are
-compared by one curve of hit rates. Within one placement, the sizes of slots and passes are weighed against each other
-before any speed is known: by the bytes that a request moves (`request_cost`).
+the range. Otherwise the range contains all published hit rates for models of this shape, or for all models. Placements
+are compared by one curve of hit rates. Within one placement, more slots mean shorter passes. The best combination is
+chosen before any speed is known, by the bytes that a request moves (`request_cost`).
 """
 
 from __future__ import annotations
@@ -52,18 +53,21 @@ from moegguf.quantities import Link, format_bytes
 
 KERNEL_SHARE = 0.65
 CPU_LAYER_S = 60e-6  # seconds to move a layer's activations to the CPU and back
-CPU_NODE_S = 2.2e-6  # seconds of a small graph node on the CPU with its barrier: 0.1 ms per layer of small models
+# seconds of a small graph node on the CPU, with its barrier; in small models such nodes take 0.1 ms per layer
+CPU_NODE_S = 2.2e-6
 STOP_S = 35e-6  # seconds of a stop at a layer, where the host waits for the router's choice
-TOLERANCE = 0.15  # allowed difference between predicted and measured tokens per second
+# allowed difference between measured and predicted tokens per second, as a share of the predicted speed
+TOLERANCE = 0.15
 LAYER_NODES = 30  # nodes of a layer that read few or no weights: norms, attention, the router
 PICK_NODES = (
     2  # further small nodes for each expert that a token uses: a view of its output, and an addition to the sum
 )
 PROMPT_TOKENS, ANSWER_TOKENS = 512, 256  # a typical request
-LONG_PROMPT_TOKENS = 4096  # a document, or a long conversation
-DEVICE_GAIN, CPU_GAIN = 10, 5  # gain of large passes over single tokens: H100, H200 reached 9 to 12, 16 Xeon cores 5
-SPEED_SPREAD = 0.7  # runs reach this share of the predicted bound or more: reading and computing share the machine
-MEMORY_PER_DISK = 16  # bytes read from memory in the time of one byte from a disk or over a link
+LONG_PROMPT_TOKENS = 4096  # longest prompt that is considered, such as a document or a long conversation
+# speed per token of large passes, relative to single tokens: 9 to 12 on H100 and H200, 5 on 16 Xeon cores
+DEVICE_GAIN, CPU_GAIN = 10, 5
+SPEED_SPREAD = 0.7  # real speeds are at least this share of the predicted speed, because reading slows computing down
+MEMORY_PER_DISK = 16  # bytes that are read from memory while one byte is read from a disk or copied over a link
 
 Kind = Literal["resident", "layers", "slots", "cpu"]
 
@@ -85,7 +89,7 @@ class ModelBytes:
 
     @classmethod
     def of(cls, layout: ExpertLayout, kv_bytes: int = 0) -> ModelBytes:
-        """Returns the figures of a model while `kv_bytes` of its KV cache are in use."""
+        """Returns the bytes and counts of a model's token while `kv_bytes` of the KV cache are in use."""
         dense_bytes = layout.dense_bytes - layout.looked_up_bytes + kv_bytes
         return cls(len(layout.layers), layout.token_cycle_bytes, dense_bytes, layout.n_expert_used, layout.n_layer)
 
@@ -116,7 +120,8 @@ class Speeds:
     def supposed(
         cls, memory_bytes_per_s: float, link: Link, cpu_bytes_per_s: float, source: str = "of the device as supposed"
     ) -> Speeds:
-        """Returns the speeds of a device if only its memory bandwidth is known. The link's latency counts as a stop."""
+        """Returns the speeds of a device if only its memory bandwidth is known. The link's latency, if it has one,
+        becomes the time of a stop at a layer (`stop_s`)."""
         copies, stop_s = Link(link.bytes_per_s), link.latency_s or STOP_S
         return cls(KERNEL_SHARE * memory_bytes_per_s, copies, cpu_bytes_per_s, stop_s, source=source)
 
@@ -263,8 +268,8 @@ def request_cost(
 
 @dataclass(frozen=True)
 class Expected:
-    """The expected hit rate, missed bytes per token and speed while an answer is generated, each from low to high. The
-    speed is None if no speed was measured."""
+    """The expected hit rate, missed bytes per token and speed while an answer is generated, each as a range from low to
+    high. The speed is None if no speed was measured."""
 
     hit_low: float
     hit_high: float
@@ -277,7 +282,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class HitRates:
-    """The hit rates that are known of a model."""
+    """The known hit rates of a model."""
 
     layout: ExpertLayout
     measured: Measured | None = None  # None: the model's routing was not recorded
@@ -286,9 +291,9 @@ class HitRates:
 
     @classmethod
     def of(cls, layout: ExpertLayout) -> HitRates:
-        """Returns the hit rates that are known of a model here: the nearest measurement of exactly this model, and the
-        hit rates that its answers have reached. Its routers identify the model; if they cannot be read, there is no
-        measurement."""
+        """Returns the known hit rates of a model. `measured` is the first measurement of exactly this model in the
+        search order of `Artifacts`. `of_answers` has the hit rates that its answers have reached on this machine. The
+        model is identified by its routers; if they cannot be read, there is no measurement."""
         if not layout.is_moe:
             return cls(layout)
         of_answers = read_run_hits(layout)

@@ -52,7 +52,7 @@ def diagnose(model: str | None = None) -> dict[str, Facts]:
 
     Raises nothing.
     """
-    environment = _fact(_environment)  # comes first, because loading the library sets a variable
+    environment = _fact(_environment)  # is collected first, because loading the library sets an environment variable
     sections: dict[str, Callable[[], Facts]] = {
         "moegguf": _versions,
         "build": _build,
@@ -71,7 +71,8 @@ def check_store() -> str:
     Returns the result as a sentence. Raises MoeggufError, with the rule that is broken, if the check fails. Raises it
     also if the demo model is missing or does not load.
     """
-    from moegguf.engine.llama import Llama  # imported here, since `diagnose` must work if the library does not load
+    # imported here, because `diagnose` must work even if the library does not load
+    from moegguf.engine.llama import Llama
 
     path = demo_path()
     if path is None:
@@ -183,8 +184,8 @@ def _machine() -> Facts:
 
 
 def _disk(model: str | None) -> Facts:
-    """Measures the disk that has the model's file; without `model`, the largest file in MOEGGUF_MODELS or the demo
-    model."""
+    """Measures the disk that has the model's file. Without `model`, reads the largest model in MOEGGUF_MODELS, or the
+    demo model if there is none."""
     files = sorted(folder_files(), key=lambda path: path.stat().st_size)
     path = find_model(model) if model else files[-1] if files else demo_path()
     if path is None:
@@ -234,7 +235,8 @@ def folder_size(folder: Path) -> int:
 
 
 def _environment() -> Facts:
-    """Returns the environment variables of moegguf and its libraries, and "error" if moegguf's own are invalid."""
+    """Returns the environment variables of moegguf and its libraries. Adds the reason as "error" if a variable of
+    moegguf has an invalid value."""
     prefixes = ("MOEGGUF_", "LLAMA_", "GGML_", "OMP_", "CUDA_VISIBLE", "HIP_VISIBLE")
     secrets = ("KEY", "TOKEN", "SECRET", "PASSWORD")
     facts: Facts = {

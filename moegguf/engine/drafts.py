@@ -1,9 +1,10 @@
 """Drafts: tokens that are guessed ahead, and verified by the next pass (moegguf.generate.drafting).
 
 llama.cpp's own speculative code makes drafts (`native/drafts`, a library that is loaded only when drafts are used).
-There are two kinds. One repeats the tokens that followed the same last tokens earlier in the text. For the other kind,
-a draft context generates tokens. The draft context computes a second, smaller model, or the extra heads for further
-tokens that the model's file has (multi-token prediction, MTP).
+There are two kinds of drafts. For the first kind, the last tokens of a sequence are searched in its earlier text, and
+the tokens that followed there become the draft. For the second kind, a draft context generates tokens. The draft
+context computes a second, smaller model, or the extra heads for further tokens that the model's file has (multi-token
+prediction, MTP).
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from moegguf.native import library
 from moegguf.options import DRAFTS
 
 N_MAX = 24  # most tokens of a draft
-NGRAM_KEYS = (8, 3)  # tokens that the long and the short n-gram must repeat
+NGRAM_KEYS = (8, 3)  # last tokens that the long and the short n-gram must find again in earlier text
 
 
 class Source(IntEnum):
     """The source of a draft. Sources are tried in this order.
 
-    Both n-gram sources search the earlier text of the sequence for the last tokens: a long or a short run of them.
-    MODEL is a draft context. NONE means that there is no draft.
+    Both n-gram sources search the earlier text of the sequence for its last tokens: LONG_NGRAM for a long run of them,
+    SHORT_NGRAM for a short one. MODEL is a draft context. NONE means that there is no draft.
     """
 
     LONG_NGRAM = 0
@@ -85,10 +86,11 @@ def _check(reason: bytes | None, *_: object) -> None:
 class Drafts:
     """Makes drafts of up to `n_max` tokens for the sequences of a context.
 
-    keys: how many tokens the long and the short n-gram must repeat. target, draft: addresses of llama_contexts, which
-    must outlive this object; 0: there is none. heads: True if `draft` computes the heads of the target's model.
-    `least_key`: the fewest repeated tokens with which there can be a draft; 0: no repetition is needed. Raises
-    MoeggufError, for example if the vocabularies differ; all methods raise it, too.
+    keys: how many last tokens the long and the short n-gram must find again. target, draft: addresses of
+    llama_contexts, which must outlive this object; 0: there is none. heads: True if `draft` computes the heads of the
+    target's model. `least_key`: the fewest last tokens that must occur earlier in the text, so that a draft is
+    possible; 0: a draft context needs no repetition. Raises MoeggufError, for example if the vocabularies differ; all
+    methods raise it, too.
     """
 
     def __init__(
@@ -102,12 +104,14 @@ class Drafts:
         self._tokens = np.zeros((n_seq, n_max), np.int32)
 
     def set_tokens(self, sequence: int, n_kept: int, tokens: Sequence[int]) -> None:
-        """Replaces the tokens of a sequence after its first `n_kept` by these tokens; 0: replaces the whole text."""
+        """Replaces all tokens of a sequence after its first `n_kept` tokens by `tokens`. If `n_kept` is 0, replaces all
+        tokens."""
         new = np.asarray(tokens, np.int32)
         self._library.drafts_set_tokens(self._handle, sequence, n_kept, new.ctypes, len(new))
 
     def draft(self, wanted: Sequence[tuple[int, Sequence[int]]]) -> list[Draft]:
-        """Returns a draft for each wanted sequence. `wanted` has (sequence, most tokens of each source except NONE)."""
+        """Returns a draft for each wanted sequence. `wanted` has a pair for each sequence: its id, and the most tokens
+        that each source except NONE may draft."""
         for row, (request, (sequence, n_most)) in enumerate(zip(self._requests, wanted, strict=False)):
             request.sequence, request.n_max[:] = sequence, n_most
             request.tokens = self._tokens[row].ctypes.data
@@ -118,7 +122,8 @@ class Drafts:
         ]
 
     def evaluated(self, batch: c.Structure) -> None:
-        """Passes on a llama_batch that the target has just evaluated. If heads draft, they evaluate the batch, too."""
+        """Passes a llama_batch that the target context has just evaluated to the native drafter. If heads draft, they
+        evaluate the batch, too."""
         self._library.drafts_evaluated(self._handle, c.byref(batch))
 
     def accept(self, sequence: int, n: int) -> None:
@@ -132,9 +137,9 @@ class Drafts:
 
 
 def drafted(layout: ExpertLayout, draft: str | os.PathLike[str] | None, flash_attn: bool | None) -> ExpertLayout:
-    """Returns the layout to load for this `draft` option: with the model's heads (MTP) if they are to draft. "auto"
-    uses heads only if flash_attn is not False, because otherwise bits depend on the pass. Raises OptionError if "mtp"
-    finds no heads."""
+    """Returns the layout to load for this `draft` option. The layout includes the model's heads (MTP) if the heads will
+    draft. With "auto", the heads draft only if flash_attn is not False: without flash attention, the bits of a token
+    depend on the other tokens of its pass. Raises OptionError if `draft` is "mtp" and the model has no heads."""
     if draft == "mtp" and not layout.n_layer_nextn:
         raise OptionError(
             f"draft='mtp': {layout.shards[0].path.name} has no heads for it that are supported (of"
@@ -145,12 +150,13 @@ def drafted(layout: ExpertLayout, draft: str | os.PathLike[str] | None, flash_at
 
 
 class ModelDrafts:
-    """Decides how one model drafts. `in_use` is "ngram", "mtp", "off", or the draft model.
+    """Decides how one model drafts. `in_use` is "ngram", "mtp" or "off", or the name or path of the draft model.
 
-    draft: one of DRAFTS, or a model with the same vocabulary. "auto" drafts only if no bit of an answer depends on it.
-    A draft model is loaded first, on the CPU, so that the plan knows how much memory is left.
+    draft: one of DRAFTS, or a model with the same vocabulary. "auto" drafts only if every answer stays the same, bit
+    for bit, as without drafts. A draft model is loaded on the CPU before the main model's plan is made, so that the
+    plan counts only the memory that is left.
 
-    Raises OptionError if there is no such model, ModelFormatError.
+    Raises OptionError if there is no such model, and ModelFormatError if llama.cpp cannot load it.
     """
 
     def __init__(self, draft: str | os.PathLike[str]) -> None:
@@ -175,8 +181,9 @@ class ModelDrafts:
             raise ModelFormatError(f"draft: llama.cpp cannot load {Path(path).name}; verbose=True shows why.")
 
     def open(self, llm: Any, n_seq: int, batch_invariant: bool) -> None:
-        """Starts drafting after the model is loaded. Does nothing if the model cannot draft or "auto" may not. Raises
-        AllocationError, and MoeggufError if the vocabularies differ."""
+        """Starts drafting after the model is loaded. Does nothing if nothing may be drafted for this model, or if
+        `draft` is "auto" and the model is not batch-invariant. Raises AllocationError, and MoeggufError if the
+        vocabularies differ."""
         if self._chosen == "off" or llm._ctx.memory is None or (self._chosen == "auto" and not batch_invariant):
             return
         n_max = min(N_MAX, llm.plan.n_rs_seq) if llm._is_stateful else N_MAX

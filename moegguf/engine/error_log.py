@@ -1,4 +1,4 @@
-"""Keeps the last errors that llama.cpp and libmtmd have logged: our messages state them as the reasons of failures."""
+"""Keeps the last errors that llama.cpp and libmtmd have logged. moegguf's error messages state them as reasons."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def mtmd_log() -> ErrorLog:
     logger = llama_cpp()._logger
 
     def forward(level: int, text: bytes, user: Any) -> None:
-        if logger.logger.level <= logging.DEBUG:  # only if verbose; otherwise errors would be shown twice
+        if logger.logger.level <= logging.DEBUG:  # forwards only in verbose mode; otherwise errors would be shown twice
             logger.llama_log_callback(level, text, user)
 
     return ErrorLog("libmtmd", mtmd().mtmd_helper_log_set, forward)

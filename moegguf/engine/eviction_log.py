@@ -28,8 +28,8 @@ class EvictionLog(RoutingListener):
         self._logged_s = -PERIOD_S
 
     def observe(self, event: RoutingEvent) -> None:
-        """Compares the slots with the slots at the event before, and logs evictions. Does nothing within a second of a
-        record."""
+        """Compares which experts have slots with the previous event, and logs evictions. Does nothing within PERIOD_S
+        (one second) after the last log record."""
         if time.monotonic() - self._logged_s < PERIOD_S:
             return
         now = self._store.residency() > 0

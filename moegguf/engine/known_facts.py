@@ -1,4 +1,4 @@
-"""Keeps facts that were found out about a model on this machine in the cache folder, so that each is found out once."""
+"""Keeps facts about a model on this machine in the cache folder, so that each fact is found out only once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class KnownFact:
     """One kind of fact about a model, in a file of the cache folder. The fact is valid for the model's headers, the
     build of the native library, the processor and `about`.
 
-    The processor counts because machines may share a home folder.
+    The fact depends on the processor, because several machines may share a home folder.
 
     about: further values that the fact depends on; they must fit in JSON.
     """

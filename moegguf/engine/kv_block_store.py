@@ -32,8 +32,8 @@ from moegguf.settings import cache_folder
 
 MAGIC = b"moegguf\x03"
 DIGEST_BYTES = 16
-MOST_AUTO_BYTES, AUTO_SHARE = 16 * GIB, 10  # the automatic limit: one tenth of the free disk, at most 16 GiB
-KEPT_PARTS = (9, 10)  # share of the limit that blocks take after a deletion
+MOST_AUTO_BYTES, AUTO_SHARE = 16 * GIB, 10  # the automatic limit: one tenth of the free disk space, at most 16 GiB
+KEPT_PARTS = (9, 10)  # blocks are deleted until they take 9/10 of the limit
 UNCOUNTED_PARTS = 20  # blocks are counted again after 1/20 of the limit was written, because other processes write, too
 MOST_HEADER_BYTES = 4096
 _HEADER = struct.Struct(f"<8s{DIGEST_BYTES}sI")  # magic, checksum, length of the JSON in bytes
@@ -43,11 +43,13 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True)
 class About:
-    """The header of a block: a name of the model, and numbers of tokens."""
+    """The header of a block: the model's name for people, and two numbers of tokens."""
 
     model: str
     n_tokens: int  # tokens from the beginning of the context to the end of the block
-    n_own_tokens: int  # tokens that lists count for it; 0: a window, or a recurrent state of a model that has cells
+    # number of tokens that listings of contexts count for this block, so that no token counts twice. 0: the block has
+    # cells of a sliding window, or a recurrent state whose tokens are also in blocks of cells.
+    n_own_tokens: int
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class StoredBlock:
     used_s: float  # time of the last use, in seconds since 1970
     begin: int  # offset of the state in the file
     head: bytes  # first bytes of the state
-    prefix: bytes  # bytes before the state in the digest: the file's name and the header
+    prefix: bytes  # bytes that the digest covers before the state: the file's name and the JSON header
     digest: bytes  # digest of `prefix` and the whole state
 
 
@@ -116,7 +118,8 @@ class KVBlocks:
         self._library.moegguf_kv_blocks_close(self._handle)
 
     def add(self, block: StoredBlock) -> int:
-        """Adds a block. Returns the address for MemoryParts.set_state, which must be called next on this thread."""
+        """Adds a block. Returns an address that stands for the block's state. The same thread must pass it to
+        MemoryParts.set_state next."""
         digest, state = (c.c_uint8 * DIGEST_BYTES).from_buffer_copy(block.digest), c.c_void_p()
         n_bytes, prefix = block.n_bytes - block.begin, c.cast(c.c_char_p(block.prefix), c.c_void_p)
         given = abi.KvBlock(os.fsencode(block.path), block.begin, n_bytes, prefix, len(block.prefix), digest)
@@ -131,8 +134,8 @@ class KVBlocks:
 
 
 class KvBlockStore:
-    """Stores blocks in `folder`, at most `limit_bytes` of them. None: a tenth of the disk space that is free or taken
-    by the store, at most MOST_AUTO_BYTES. Any thread may use it."""
+    """Stores blocks in `folder`. All blocks together have at most `limit_bytes` bytes. None: a tenth of the disk space
+    that is free or taken by this store, at most MOST_AUTO_BYTES. Any thread may use the object."""
 
     def __init__(self, folder: Path, limit_bytes: int | None = None) -> None:
         self.folder = folder
@@ -142,7 +145,7 @@ class KvBlockStore:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             folder.mkdir(mode=0o700, exist_ok=True)
-            info = os.stat(folder)  # only this user may read the contexts that other people's texts have left
+            info = os.stat(folder)  # blocks are made from users' texts, so only the owner may read the folder
             if info.st_uid != os.geteuid():
                 raise PermissionError(f"{folder} belongs to another user")
             if stat.S_IMODE(info.st_mode) & 0o077:
@@ -177,8 +180,8 @@ class KvBlockStore:
         return None
 
     def write(self, name: str, about: About, parts: Sequence[Buffer]) -> bool:
-        """Writes a block, and first deletes the least recently used ones if there is no room. Returns False if it
-        fails."""
+        """Writes a block. If there is no room, first deletes the least recently used blocks. Returns False if the block
+        was not written."""
         header = json.dumps(astuple(about)).encode()
         n_bytes = _HEADER.size + len(header) + sum(len(part) for part in parts)
         if self.is_off or n_bytes > self.limit_bytes or len(header) > MOST_HEADER_BYTES:

@@ -1,4 +1,4 @@
-"""Lists the files with what was learnt of a model's routing, for `moegguf show`."""
+"""Lists the files with data that were learnt from a model's routing, for `moegguf show`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The controller of one running model: which policy and predictor the options mean, and when it listens to the store.
+"""The controller of one running model: chooses the policy and the predictor by the options, and decides when to listen
+to the store.
 
-If a pool holds every expert, there is nothing to decide: then the controller does not listen, and costs nothing. It
-influences slots only through scores, forecasts and requests to prefetch.
+If a pool holds every expert, there is nothing to decide: then the controller does not listen, and costs nothing. The
+controller influences slots only through scores, forecasts and requests to prefetch.
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ MOST_INPUT_TOKENS = 16  # largest pass that is predicted from router inputs; lar
 class ControllerOptions:
     """The user's choices, as `Llama` documents them.
 
-    The policy "auto" is the policy that was measured to be best for this model. Without a measurement it is next-use,
-    and for a single sequence `skip` prefetches while that saves time. The predictor None is the predictor that the
-    policy was measured with; with `prefetch` it is the best predictor. Prefetching None is on if it was measured to
-    save time, or if nothing was measured.
+    The policy "auto" is the policy that was measured to be best for this model. Without a measurement it is next-use;
+    for a single sequence predicted experts are then prefetched, too, while that saves time. `predictor` None chooses
+    the predictor that the policy was measured with. If there is none and prefetching is on, None chooses the best
+    predictor that is available. `prefetch` None prefetches only with the policy "auto": if prefetching was measured to
+    save time, or, for a single sequence, if nothing was measured.
     """
 
     policy: str | Policy = AUTO
@@ -69,7 +71,7 @@ class ControllerOptions:
 
     @property
     def is_plain(self) -> bool:
-        """True for LRU without predictions, which is what the store does without a controller."""
+        """True for LRU without predictions, which the store does alone, without a controller."""
         return self.policy == LRU.name and self.predictor in (None, "none") and not self.prefetch
 
 
@@ -88,7 +90,7 @@ class LiveController:
         self.choice = ControllerChoice()
         self._measured: Measured | None = None
         self._listening = False
-        self._tight = True  # some experts may be absent from the slots
+        self._tight = True  # True: some experts may have no slot
         self._n_ended = 0  # number of requests that have ended
         self._choose_tiers()
         if self.options.is_plain:
@@ -172,7 +174,8 @@ class LiveController:
                 predictor="none" if plain else measured.predictors.get(str(options.policy), "none")
             )
         elif plain or self.n_sequences > 1 or options.predictor is not None or options.prefetch is False:
-            found = UNMEASURED_WITHOUT_PREDICTIONS  # batches leave the link no time (`docs/evidence/batches.md`)
+            # passes of several sequences leave the link no time to prefetch (`docs/evidence/batches.md`)
+            found = UNMEASURED_WITHOUT_PREDICTIONS
         else:
             found = UNMEASURED
         policy = found.policy if auto else str(options.policy)
@@ -189,8 +192,8 @@ class LiveController:
         self.controller.announce(announcement)
 
     def observe(self, event: RoutingEvent) -> None:
-        """Passes a layer's routing event to the controller, and saves what was learned at times. Runs on the event
-        thread."""
+        """Passes a layer's routing event to the controller. After every CHECKPOINT_REQUESTS requests, also saves what
+        was learned. Runs on the event thread."""
         controller = self.controller
         assert controller is not None
         controller.observe(event)
@@ -209,7 +212,8 @@ class LiveController:
         return layout is None or self.session.layout.layers == layout.layers
 
     def before_tokens(self, phase: Phase, n_sequences: int = 1) -> None:
-        """Counts the tokens that are evaluated next. DECODE: the pass has `n_sequences` tokens and no prompt's."""
+        """Counts the tokens of the next pass. The phase DECODE means that the pass has `n_sequences` generated tokens,
+        and no tokens of a prompt."""
         if self.controller is not None and self._tight:
             self.controller.count_token(phase, time.perf_counter_ns(), n_sequences)
 
@@ -258,13 +262,15 @@ class LiveController:
         return figures
 
     def close(self) -> None:
-        """Stops deciding, and saves what was learned. Call this before the store is closed. Twice is harmless."""
+        """Stops deciding, and saves what was learned. Call this before the store is closed. A second call does
+        nothing."""
         if self.controller is None:
             return
-        if self.controller.native and not self.controller.scores:  # late events are not needed: stop listening first
+        # events that still arrive are not needed, so listening stops first
+        if self.controller.native and not self.controller.scores:
             self.session.listeners.remove(self)
         self.controller.stop()
-        self.session.listeners.remove(self)  # until here events may arrive
+        self.session.listeners.remove(self)  # events may still arrive until this line
         controller, self.controller = self.controller, None
         self._listening = False
         if controller.n_events > 0 and self._keeps and isinstance(controller.predictor, EamcPredictor):
@@ -273,6 +279,6 @@ class LiveController:
 
 
 def _titled(choice: ControllerChoice) -> str:
-    """Returns a choice in words."""
+    """Returns the names of a choice as words for a message."""
     policy = LRU.name.upper() if choice.policy == LRU.name else choice.policy
     return policy if choice.predictor == "none" else f"{policy} with predictions by {choice.predictor}"

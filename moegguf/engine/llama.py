@@ -1,7 +1,7 @@
 """`Llama`: llama-cpp-python's `Llama` with a memory budget for experts.
 
-This class only joins parts: the loader makes them, the context evaluates tokens, and the session has the experts. All
-keywords of llama-cpp-python's class still work. No Python code is patched, and two models share nothing.
+This class only connects other objects: the loader makes them, the context evaluates tokens, and the session has the
+experts. All keywords of llama-cpp-python's class still work. No Python code is patched, and two models share nothing.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ class Llama(UpstreamLlama):
     session: Session | None = None
     """The expert store behind this model; None for a model without experts and with MOEGGUF_HOOKS=0."""
     drafts: Drafts | None = None
-    """What guesses tokens ahead, if anything does."""
+    """The object that guesses tokens ahead; None if nothing is drafted."""
     recording: Recording | None = None
-    """The trace being recorded, None without `trace`."""
+    """The recording of a trace; None without the option `trace`."""
     prefix_cache: PrefixCache | None = None
-    """What is kept on disk of this model's contexts; None where nothing is."""
+    """The cache on disk of this model's computed contexts; None if no contexts are kept."""
     _closed = True  # False once there is a loader, which has something to free
     _loader: Loader
 
@@ -106,25 +106,27 @@ class Llama(UpstreamLlama):
                 is a budget for each. Layers that n_gpu_layers leaves to the CPU have slots in RAM. None:
                 MOEGGUF_VRAM_CACHE; without it "auto" if there is a GPU, unless n_gpu_layers chooses the layers that the
                 GPU computes.
-            placement: what goes into that memory: "layers" (the experts of whole layers; the CPU computes the others),
-                "slots" (experts as they are used; the GPU computes everything), "cpu" (no GPU), or "auto": what is
-                predicted to be fastest (engine/cost.py); with several GPUs, slots. None: MOEGGUF_PLACEMENT.
-            strategy: what decides on experts: "moegguf" (what was measured to be best), "lru", "none", or a paper's
-                method as a whole: "moe-infinity", "promoe", "expertflow", "duoserve" (`moegguf.controller.strategies`).
-                `store`, `policy`, `predictor` and `prefetch` replace parts of it. None: MOEGGUF_STRATEGY, else
-                "moegguf".
-            store: options for moving experts, which replace the strategy's.
-            policy: which experts stay: a name (`moegguf.controller.policies.policy_names()`), an object with a method
-                `scores(history, forecast)`, a class of such objects as "FILE.py:CLASS", or "auto": the
-                policy that MOEGGUF_POLICY names, else the strategy's. "vram=NAME,ram=NAME" names one policy for a
+            placement: the experts in the memory of a GPU: "layers" (all experts of some layers; the CPU computes the
+                experts of the other layers), "slots" (experts as they are used; the GPU computes everything), "cpu" (no
+                GPU), or "auto": the placement that is predicted to be fastest (engine/cost.py); with several GPUs,
+                slots. None: MOEGGUF_PLACEMENT.
+            strategy: the method that decides on experts: "moegguf" (the parts that were measured to be best), "lru",
+                "none", or a paper's method as a whole: "moe-infinity", "promoe", "expertflow", "duoserve"
+                (`moegguf.controller.strategies`). `store`, `policy`, `predictor` and `prefetch` replace parts of the
+                strategy. None: MOEGGUF_STRATEGY, else "moegguf".
+            store: options for moving experts, which replace the strategy's options.
+            policy: decides which experts stay in memory: a name (`moegguf.controller.policies.policy_names()`), an
+                object with a method `scores(history, forecast)`, a class of such objects as "FILE.py:CLASS", or "auto":
+                the policy that MOEGGUF_POLICY names, else the strategy's. "vram=NAME,ram=NAME" names one policy for a
                 GPU's slots and one for slots in RAM; LRU decides where none is named.
-            predictor: which experts come next: a name (`moegguf.controller.predictors.PREDICTORS`), an object, or
-                "FILE.py:CLASS".
-            lockstep: decisions take effect at a fixed point of each pass, so that a simulation can repeat them; slower.
+            predictor: predicts which experts are used next: a name (`moegguf.controller.predictors.PREDICTORS`), an
+                object, or "FILE.py:CLASS".
+            lockstep: True: decisions take effect at a fixed point of each pass, so that a simulation can repeat them.
+                This makes passes slower.
             prefetch: True fetches predicted experts ahead while that saves time; a `PrefetchOptions` sets limits. None:
-                as the strategy does.
-            warm_start: fetch the experts that earlier runs used most as soon as the model is loaded, and remember this
-                run's experts. None: MOEGGUF_WARM_START, else False; never with `lockstep`.
+                the strategy decides.
+            warm_start: True fetches the experts that earlier runs used most as soon as the model is loaded, and saves
+                the uses of experts in this run. None: MOEGGUF_WARM_START, else False; never with `lockstep`.
             context_store: disk space for computed contexts: "8GiB", "auto" (a tenth of the free disk, at most 16 GiB)
                 or 0. If a prompt begins like an earlier one, the computed beginning is read from disk, also in another
                 process (engine/prefix_cache.py). This class uses it for batch-invariant models, and never with `trace`,
@@ -145,17 +147,17 @@ class Llama(UpstreamLlama):
                 "ngram", but only if the model is `batch_invariant`, so that every answer is the same as without drafts.
                 "off": none. Otherwise a second, smaller model with the same vocabulary. None: MOEGGUF_DRAFT, else
                 "auto"; "off" with `trace` and `lockstep`. This class's own methods draft nothing.
-            mirror: a copy of the model's file on another drive, or several. Experts are read from all copies, each
-                expert from the copy that is expected to have it first. A mirror is the path of a copy (of a split model
-                of its first file), or the folder of copies with the model's own file names. A copy that differs raises
-                OptionError. A copy that cannot be read, or fails later, is left out with a warning. A model without
-                experts has no use for mirrors.
+            mirror: a copy of the model's file on another drive, or several copies. Experts are read from all copies:
+                each expert from the copy that is expected to deliver it first. A mirror is the path of a copy (of a
+                split model of its first file), or the folder of copies with the model's own file names. A copy that
+                differs raises OptionError. A copy that cannot be read, or fails later, is left out with a warning. A
+                model without experts has no use for mirrors.
             plan: a plan that a server has made for this load (engine/solver.py). None: the plan is made here.
             progress: called with 0.0 to 1.0 while the weights are read; returning False cancels the load.
             options: the other keywords of `llama_cpp.Llama` (engine/upstream.py). Without `n_threads` and
-                `n_threads_batch` there are as many threads as this process may use processors, and fewer while other
-                processes use some. `use_mmap` has no effect on a model with experts. With `vocab_only` text is
-                tokenized and nothing is computed; the file may then contain only a vocabulary.
+                `n_threads_batch` one thread computes for each processor that this process may use, and fewer threads
+                compute while other processes use processors. `use_mmap` has no effect on a model with experts. With
+                `vocab_only` text is tokenized and nothing is computed; the file may then contain only a vocabulary.
 
         Raises:
             ModelNotFoundError, ModelFormatError: before llama.cpp sees the file, or because it ended the trial load
@@ -249,7 +251,7 @@ class Llama(UpstreamLlama):
         self._loader.attach_model(params)
 
     def _attach_context(self) -> None:
-        if not self._closed:  # llama.cpp makes the context next
+        if not self._closed:  # false if close() replaces the model; otherwise the base class makes the context next
             self._loader.attach_context(self.context_params)
 
     @property
@@ -376,8 +378,8 @@ class Llama(UpstreamLlama):
     def _with_kept(
         self, steps: Generator[int, Sequence[int] | None, None], arguments: Sequence[Any], options: dict[str, Any]
     ) -> Generator[int, Sequence[int] | None, None]:
-        """Yields the tokens of `steps`. Reads the beginning of the prompt's context from disk as far as it is kept
-        there, and writes the context of all tokens to disk."""
+        """Yields the tokens of `steps`. First restores the part of the prompt's context that is kept on disk.
+        Afterwards writes the context of all tokens to disk."""
         cache = self.prefix_cache
         if cache is None or not self.batch_invariant or not options.get("reset", True):
             return (yield from steps)
@@ -426,7 +428,7 @@ class Llama(UpstreamLlama):
         self.set_budget(expert_cache=expert_cache)
 
     def set_budget(self, *, expert_cache: Budget | None = None, vram_cache: Budget | None = None) -> None:
-        """Changes the budget for experts in RAM, on the GPU, or both, up to the budgets at the load.
+        """Changes the budget for experts in RAM, on the GPU, or both. No budget can be larger than at the load.
 
         None leaves a budget unchanged. Freed memory returns to the system and to the device. Generated tokens do not
         change. The change happens at once while the model is idle, and between two passes while another thread
@@ -436,9 +438,9 @@ class Llama(UpstreamLlama):
         layers, which belong to no budget. If a device had a slot for every expert, prompts are read in shorter passes
         from then on, with a warning.
 
-        A model without experts has no budget. Raises BudgetError below the minimum and for a tier that the model does
-        not have; nothing is changed then. Raises AllocationError when a device refuses more; the tier then keeps its
-        slots.
+        A model without experts has no budget. Raises BudgetError for a budget below the minimum, and for a tier that
+        the model does not have; nothing is changed then. Raises AllocationError if a device has no memory for more
+        slots; the tier then keeps its slots.
 
         Example:
             >>> llm.set_budget(expert_cache="25%")
@@ -448,9 +450,9 @@ class Llama(UpstreamLlama):
         set_budget(self, self.context, self.session, expert_cache, vram_cache)
 
     def cancel(self) -> None:
-        """Ends the evaluation in progress, from another thread: it raises GenerationCancelled at once.
+        """Ends the evaluation that another thread is running: that evaluation raises GenerationCancelled at once.
 
-        Later evaluations raise it, too, until `resume` is called.
+        Later evaluations raise GenerationCancelled, too, until `resume` is called.
 
         Example:
             >>> llm.cancel()
@@ -481,7 +483,7 @@ class Llama(UpstreamLlama):
         """
         if self._closed:
             return
-        if context := self.__dict__.get("context"):  # absent if the load has failed: it is made last
+        if context := self.__dict__.get("context"):  # absent if the load has failed before the context was made
             context.check_caller()
         forked = self.session is not None and self.session.forked
         if not forked:

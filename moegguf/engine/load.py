@@ -1,5 +1,5 @@
-"""Plans one load: options become a `LoadSpec`, the LoadSpec a plan for this machine, and both the keywords of
-llama.cpp.
+"""Plans one load: makes a `LoadSpec` from the options, a plan for this machine from the LoadSpec, and the keywords of
+llama.cpp from both.
 
     options ─► LoadSpec (load_spec.py) ─► Sizes (memory.py) ─► solver.py over a Machine (machine.py, devices.py) ─► Plan
 
@@ -46,10 +46,11 @@ class LoadPlan:
     layout: ExpertLayout
     spec: LoadSpec
     plan: Plan
-    hooks: bool  # True if the expert store is used
+    hooks: bool  # True: the expert store is used
     options: dict[str, Any]  # keywords of llama_cpp.Llama
-    govern_threads: bool  # True if the number of threads follows the load of the machine
-    no_device: bool = False  # True: llama.cpp sees no device, since beside one it does not repack weights for the CPU
+    govern_threads: bool  # True: the number of compute threads follows the processor load of the machine
+    # True: devices are hidden from llama.cpp, which would otherwise not repack weights for the CPU
+    no_device: bool = False
 
     def failure(self, error: ValueError | MemoryError | RuntimeError, reason: str) -> MoeggufError:
         """Returns the typed error for an error that the base class raised at the load. `reason`: errors that llama.cpp
@@ -69,7 +70,7 @@ class LoadPlan:
 def prepare(
     model: str | os.PathLike[str], own: Mapping[str, Any], options: Mapping[str, Any], plan: Plan | None = None
 ) -> LoadPlan:
-    """Reads the model's header, checks the options, and makes a plan unless `plan` is one.
+    """Reads the model's header and checks the options. Makes a plan if `plan` is None.
 
     own: keywords that only `Llama` has. options: keywords that llama_cpp.Llama also has, as the user passed them.
 
@@ -85,7 +86,8 @@ def prepare(
             " be run here; choose another model."
         )
     hooks = layout.is_moe and read_environment().hooks
-    divides = received = plan is not None  # divides: the plan, not the caller, decides which layers devices compute
+    # divides: True if the plan, not the caller's options, decides which layers devices compute
+    divides = received = plan is not None
     if plan is None:
         memory = read_memory()
         check_context(layout, Sizes.of(layout, spec), memory)
@@ -96,7 +98,7 @@ def prepare(
     options |= _keywords(layout, spec, plan)
     options["n_threads"] = options.get("n_threads") or count_cpus()
     options["n_threads_batch"] = options.get("n_threads_batch") or options["n_threads"]
-    if not (hooks or received):  # the plan's passes fit slots, but without hooks there are none
+    if not (hooks or received):  # the plan chose passes for its slots, but without hooks there are no slots
         options["n_ubatch"] = Sizes.of(layout, spec).with_context(layout, plan.n_ctx).usual_ubatch
     if hooks:
         options["use_mmap"] = False
@@ -109,13 +111,15 @@ def prepare(
 def _keywords(layout: ExpertLayout, spec: LoadSpec, plan: Plan) -> dict[str, Any]:
     """Returns the keywords of llama_cpp.Llama that follow from the plan and the checked options.
 
-    llama_cpp.Llama makes an array for the logits of `n_batch` tokens, which nothing uses. Therefore `n_batch` is small
-    here, and the loader sets the context's own number.
+    llama_cpp.Llama allocates an array for the logits of `n_batch` tokens, which moegguf does not use. To keep this
+    array small, `n_batch` is at most DEFAULT_UBATCH_TOKENS here. The loader sets the `n_batch` of the plan for the
+    context afterwards.
     """
     embedding = is_embedding(layout.metadata) if spec.embedding is None else spec.embedding
     found: dict[str, Any] = {
         "n_ctx": plan.n_ctx,
-        "n_batch": plan.n_batch if embedding else min(plan.n_batch, DEFAULT_UBATCH_TOKENS),  # the loader raises it
+        # the loader sets the plan's n_batch for the context
+        "n_batch": plan.n_batch if embedding else min(plan.n_batch, DEFAULT_UBATCH_TOKENS),
         "n_ubatch": plan.n_ubatch,
         "type_k": spec.type_k,
         "type_v": spec.type_v,
@@ -126,10 +130,10 @@ def _keywords(layout: ExpertLayout, spec: LoadSpec, plan: Plan) -> dict[str, Any
 
 
 def _divide_layers(options: dict[str, Any], plan: Plan) -> None:
-    """Sets the options with which llama.cpp uses GPUs exactly as the plan does, and divides layers among them in the
-    same way."""
+    """Sets the options so that llama.cpp uses exactly the GPUs of the plan, and divides the layers among them as the
+    plan does."""
     options["n_gpu_layers"] = plan.n_gpu_layers
-    if plan.tensor_split is not None:  # shares of the devices that the session lists
+    if plan.tensor_split is not None:  # proportions of layers for the devices that the session passes to llama.cpp
         options |= {"split_mode": BY_LAYERS, "tensor_split": list(plan.tensor_split)}
     elif plan.on_device and len(gpus()) > 1:
         (device,) = find_gpus(plan.on_devices[0].name)
@@ -159,15 +163,14 @@ def choose_gpus(layout: ExpertLayout, spec: LoadSpec) -> tuple[Device, ...] | No
 
 
 def known_speeds(layout: ExpertLayout, spec: LoadSpec) -> KnownSpeeds:
-    """Returns the known speeds, with which the placements of this load are compared."""
+    """Returns the source of the speeds with which the placements of this load are compared."""
     return KnownSpeeds(layout, spec.n_threads or count_cpus(), spec.store.repack)
 
 
 def plan_load(layout: ExpertLayout, spec: LoadSpec, machine: Machine, measure: MeasureSpeeds) -> Plan:
-    """Makes the plan of a load on a machine from what is known of the model. Speeds are used only if they decide
-    between placements.
+    """Makes the plan of a load on a machine. Speeds and hit rates are used only if they decide between placements.
 
-    measure: returns the speeds of a device with the model. Raises BudgetError, OptionError. OptionError also means that
+    measure: returns the speeds of a device with the model. Raises BudgetError, OptionError. Also raises OptionError if
     a device that must be used has no kernel for the model's experts.
     """
     speeds, hits, reasons = None, None, list[str]()

@@ -31,10 +31,11 @@ Budget = str | int | float | ExpertCache
 
 @dataclass(frozen=True)
 class LoadSpec:
-    """Options of one load. The defaults are the ones of `Llama`, and of llama-cpp-python where it has the keyword."""
+    """Options of one load. The defaults are the defaults of `Llama`."""
 
     n_ctx: int | None = 512  # None: chosen to fit the memory; 0: the model's own length
-    n_batch: int | None = None  # None: the size of a pass, at least 512; for embeddings, a whole text
+    # None: the size of a pass, at least 512; for an embedding model, the context, at most 2048
+    n_batch: int | None = None
     n_ubatch: int | None = None  # None: chosen together with the slots
     n_seq_max: int = 1
     kv_tokens: int | None = None  # tokens of all sequences together; None: chosen
@@ -50,14 +51,15 @@ class LoadSpec:
     projector: ProjectorHeader | None = None
     lora_path: str | None = None
     mirror: tuple[str, ...] = ()  # paths of copies of the model's file, or of folders with copies
-    n_threads: int | None = None  # None: as many as processors that this process may use
+    n_threads: int | None = None  # None: as many as the processors that this process may use
     n_gpu_layers: int | None = None
     split_mode: int = BY_LAYERS
     main_gpu: int = 0
     tensor_split: tuple[float, ...] | None = None
     store: StoreOptions = field(default_factory=StoreOptions)
-    needs_gpu: bool = False  # True: the given budget, or the placement that was given directly, needs a GPU
-    leaves_layers: bool = False  # True: llama.cpp divides layers by its own options, and no GPU has slots
+    # True: a GPU is required by vram_cache, or by a placement that was passed and not read from MOEGGUF_PLACEMENT
+    needs_gpu: bool = False
+    leaves_layers: bool = False  # True: llama.cpp's own options decide which layers GPUs compute, and no GPU has slots
 
     @classmethod
     def of(cls, given: Mapping[str, Any], *, commands: bool = False) -> LoadSpec:
@@ -102,7 +104,7 @@ class LoadSpec:
             "needs_gpu": needs_gpu,
             "leaves_layers": not needs_gpu and (own_division or budget == ""),
         }
-        if GGML_TYPES[checked["type_v"]][1] > 1:  # llama.cpp takes a quantised V cache only with fused attention
+        if GGML_TYPES[checked["type_v"]][1] > 1:  # llama.cpp supports a quantised V cache only with fused attention
             checked["flash_attn"] = True
         names = {each.name for each in fields(cls)}
         found = cls(**{name: value for name, value in options.items() if name in names} | checked)
@@ -115,10 +117,10 @@ class LoadSpec:
         return self.n_gpu_layers is not None and self.placement != "cpu"
 
     def is_divided(self, devices: Sequence[Device]) -> bool:
-        """Returns True if layers are divided among these devices, or between one device and the CPU. Then only slots
-        fit.
+        """Returns True if layers are divided among these devices, or between one device and the CPU. Then the only
+        possible placement on GPUs is "slots".
 
-        Raises OptionError if the placement is "layers" in spite of that.
+        Raises OptionError if layers are divided and the placement is "layers".
         """
         is_some = self.n_gpu_layers is not None and 0 <= self.n_gpu_layers < EVERY_LAYER
         is_one = len(devices) <= len(self.vram_cache) == 1

@@ -71,7 +71,7 @@ class Loader:
         self._repack, plan = store.repack, load_plan.plan
         try_first(load_plan.layout, options, self._report_waiting, load_plan.spec.projector)
         if load_plan.no_device or plan.layers_on:
-            store = replace(store, device=None)  # it named the device for the experts, but these slots are in RAM
+            store = replace(store, device=None)  # `device` is the device for the experts, but these slots are in RAM
         if load_plan.hooks:
             mirrors = [mirror_paths(path, load_plan.layout.shards) for path in load_plan.spec.mirror]
             self.session = Session(plan.slots_layout(load_plan.layout), plan, store, mirrors)
@@ -81,7 +81,8 @@ class Loader:
 
     def _report(self, share: float, _user: int = 0) -> bool:
         if self._deciding is not None and isinstance(error := self._deciding.exception(), MoeggufError):
-            # The controller could not be made. llama.cpp's first report waits for that, so no weight was read.
+            # The controller could not be made. `exception()` waits for the controller in llama.cpp's first report, so
+            # no weight was read yet.
             self._ended_by = error
             return False
         try:
@@ -123,7 +124,7 @@ class Loader:
             params.n_ubatch = min(params.n_batch, options["n_ubatch"])
             if not options.get("logits_all"):
                 params.n_outputs_max = logits_tokens(self.load_plan.layout, self.n_seq_max)
-        if self.load_plan.spec.flash_attn is None:  # the base class only knows on and off
+        if self.load_plan.spec.flash_attn is None:  # the base class can only switch it on or off
             params.flash_attn_type = self._bindings.LLAMA_FLASH_ATTN_TYPE_AUTO
         if self.session is not None:
             self.session.attach_context(params)
@@ -167,12 +168,12 @@ class Loader:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Surrounds the block in which llama.cpp reads the weights: another thread reads them ahead into the page
-        cache.
+        """Surrounds the `with` block in which llama.cpp reads the weights. During the block another thread reads the
+        weights ahead into the page cache.
 
         Otherwise the disk would be idle while llama.cpp converts a tensor, and while the vocabulary is built. If a
-        memory limit counts cached pages, they are dropped afterwards. Otherwise they stay, and the next load of the
-        model is faster.
+        memory limit counts cached pages, these pages are dropped afterwards. Without a limit they stay, and the next
+        load of the model is faster.
         """
         if self.session is None:
             yield
@@ -190,7 +191,8 @@ class Loader:
             self.session.store.pause_fill(False)
 
     def start_threads(self, context: int) -> None:
-        """Starts the compute threads of this context, and the control of their number."""
+        """Starts the compute threads of this context, and an object that adapts their number to the load of the
+        machine."""
         options, governed = self.load_plan.options, self.load_plan.govern_threads
         n_threads, n_threads_batch = options["n_threads"], options["n_threads_batch"]
         if max(n_threads, n_threads_batch) == 1:
@@ -204,8 +206,8 @@ class Loader:
             )
 
     def start_parts(self, warm_start: bool, trace: str | os.PathLike[str] | TraceOptions | None) -> None:
-        """Starts the warm start, which fetches the experts that earlier runs used most, and the recording of a
-        trace."""
+        """Fetches the experts that earlier runs used most if `warm_start` is True. Starts the recording if `trace` is
+        set."""
         session = self.session
         if trace and session is None:
             raise OptionError(
@@ -234,7 +236,8 @@ class Loader:
             save_uses(self.session, self._artifacts)
 
     def close(self) -> None:
-        """Frees the threads and the store. Call it after llama.cpp's context and model are freed. Twice is harmless."""
+        """Frees the threads and the store. Call it after llama.cpp's context and model are freed. A second call does
+        nothing."""
         if self._threadpool is not None:
             self._threadpool.close()
         if self.session is not None:
@@ -242,8 +245,8 @@ class Loader:
 
 
 def _advise(layout: ExpertLayout, advice: str, stop: threading.Event) -> None:
-    """Passes this advice (posix_fadvise) for a model's files to the system, until `stop` is set. Experts and tables
-    that are read by row are left out; headers are included."""
+    """Gives the system this advice (posix_fadvise) for the bytes of a model's files, part by part, until `stop` is set.
+    Experts and tables that are read by row are left out; headers are included."""
     if not hasattr(os, advice):
         return
     for index, shard in enumerate(layout.shards):

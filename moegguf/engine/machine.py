@@ -22,16 +22,19 @@ from moegguf.errors import ModelNotFoundError
 
 ROOT = Path("/")
 MACHINE = "the machine"
-MARGIN_BYTES = 256 << 20  # bytes of RAM that always stay free
+MARGIN_BYTES = 256 << 20  # least bytes of RAM that a budget "auto" leaves free
 VRAM_MARGIN_BYTES = 1 << 30  # bytes to leave free on a shared device: displays and other programs may take them
-OWN_MARGIN_BYTES = 384 << 20  # bytes to leave free on a device of our own: libraries' workspaces, captured graphs
-IDLE_BYTES = 768 << 20  # most bytes in use on a device of our own, by its driver and this process's context
+# bytes to leave free on a device that only this process uses: libraries' workspaces, captured graphs
+OWN_MARGIN_BYTES = 384 << 20
+# a device with at most this many bytes in use counts as used by this process only: its driver and context take them
+IDLE_BYTES = 768 << 20
 _NO_LIMIT = 1 << 62  # cgroup v1 writes a number near 2^63 for "no limit"
-BUSY_SHARE = 0.25  # speeds count as too low if the load of the last minute per processor is above this
-_BUSY = ("user", "nice", "system", "irq", "softirq", "steal")  # the fields of psutil's cpu_times in which a CPU is busy
+# if the load average of the last minute, divided by the CPUs, is above this, a warning says that speeds are too low
+BUSY_SHARE = 0.25
+_BUSY = ("user", "nice", "system", "irq", "softirq", "steal")  # fields of psutil's cpu_times that count busy time
 _DISK_THREADS = 4
 _DISK_BLOCK_BYTES = 2 << 20
-_MEMORY_BUFFER_BYTES = 32 << 20  # larger than most caches
+_MEMORY_BUFFER_BYTES = 32 << 20  # a buffer that is larger than most processor caches
 _LEAST_MEMORY_TURNS = 5
 
 
@@ -77,7 +80,8 @@ class Device:
 
     @property
     def margin(self) -> int:
-        """Bytes that a budget "auto" leaves free. If a driver reports no bytes in use, it does not know the use."""
+        """Bytes that a budget "auto" leaves free. A driver that reports 0 bytes in use does not measure the use, so
+        that its device counts as shared."""
         if self.margin_bytes is not None:
             return self.margin_bytes
         is_idle = 0 < self.total_bytes - self.free_bytes <= IDLE_BYTES
@@ -85,7 +89,7 @@ class Device:
 
     @property
     def memory(self) -> Memory:
-        """The device's memory, in the form that a plan takes."""
+        """The device's memory as a `Memory`, which planning takes."""
         return Memory(self.total_bytes, self.free_bytes, f"the device {self.name}", self.margin)
 
 
@@ -222,7 +226,8 @@ class ProcessorUse:
         return min(max(others_s / max(now_s - before[0], 1e-3), 0.0), float(self.n_cpu))
 
     def _read(self) -> tuple[float, float, float]:
-        """Returns three times in seconds: the clock, the use of all CPUs, the use by this process."""
+        """Returns three times in seconds: the clock, the busy time of the allowed CPUs, and the processor time of this
+        process."""
         times = [cpu for number, cpu in enumerate(psutil.cpu_times(percpu=True)) if number in self._cpus]
         busy_s = sum(sum(getattr(cpu, name, 0.0) for name in _BUSY) for cpu in times)
         return time.perf_counter(), busy_s, time.process_time()

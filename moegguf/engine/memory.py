@@ -1,4 +1,4 @@
-"""The sizes of a load, and the memory that llama.cpp takes for them beside the experts: dense weights, KV cache,
+"""The sizes of a load, and the memory that llama.cpp takes for them in addition to experts: dense weights, KV cache,
 compute buffers.
 
 `Sizes.of` is the one place where options become sizes. Bytes are upper bounds from the model's metadata, computed
@@ -38,20 +38,25 @@ from moegguf.quantities import MIB, ExpertCache, format_bytes
 from moegguf.settings import read_environment
 
 ROUTER_COPIES = (
-    2  # the predictor `skip` has two copies in signed bytes: one in the store, and one to switch it on again
+    # copies of all routers' weights, in signed bytes, for the predictor `skip`: one in the store, and one to switch it
+    # on again
+    2
 )
 FIXED_BYTES = 48 * MIB  # bytes of libraries, threads, graphs, and of the threads that read the model's own file
 READ_BYTES = 4 * MIB  # largest buffer of a reading thread (piece_bytes in native/pool.cpp)
-VOCAB_TOKEN_BYTES = 320  # bytes per token of the vocabulary: both directions and merges
+# bytes per token of the vocabulary, for the maps from text to token and back, and for the merges
+VOCAB_TOKEN_BYTES = 320
 KV_PAD_TOKENS = 256
 MAX_CTX_TOKENS = (1 << 31) - KV_PAD_TOKENS
 DEFAULT_UBATCH_TOKENS = 512
 MOST_UBATCH_TOKENS = 4096  # largest pass that a plan chooses
 LOGITS_BYTES = 64 * MIB  # most bytes for the logits of a pass; logits of more tokens take several passes
 LEAST_LOGITS = 64
-POOLED_BATCH_TOKENS = 2048  # largest batch and pass if each text to embed must be in one pass
+POOLED_BATCH_TOKENS = 2048  # largest default batch and pass of an embedding model, where each text must be in one pass
 HEADS_UBATCH_TOKENS = 32  # tokens of a pass of the heads that draft
-SMALL_CTX_TOKENS = 4096  # up to here a default context may take more; also the length if the model's own is unknown
+# a default context of up to this length may take more than its usual share of memory; also the length if the model's
+# own is unknown
+SMALL_CTX_TOKENS = 4096
 LEAST_CTX_TOKENS = 512
 KV_PARTS = 16  # number of sizes of the KV cache to choose from
 DRAFT_TOKENS = (8, 4)  # longest drafts to choose from, if a snapshot of the state is needed for each drafted token
@@ -82,12 +87,12 @@ class MemoryNeeds:
 def kv_bytes(
     layout: ExpertLayout, n_ctx: int, type_k: int = F16, type_v: int = F16, n_seq_max: int = 1, n_rs_seq: int = 0
 ) -> int:
-    """Returns the bytes of a KV cache for `n_ctx` tokens of all sequences, every layer at full length, and of the
-    recurrent states.
+    """Returns the bytes of a KV cache for `n_ctx` tokens of all sequences, in which every layer has full length, and
+    the bytes of the recurrent states.
 
     Each of `n_seq_max` sequences has a state and `n_rs_seq` snapshots. Multi-head latent attention stores one K row per
-    token and no V if the file has the split matrices; older files store full heads. Sliding windows count as full, the
-    largest size that they can have.
+    token and no V if the file has the split matrices; older files store full heads. Layers with a sliding window count
+    with the full length, the largest size that they can have.
     """
     hp, whole = layout.hparams, partial(number, layout)
     states = n_seq_max * (1 + n_rs_seq) * state_bytes(layout)
@@ -105,7 +110,7 @@ def kv_bytes(
 
 
 def logits_tokens(layout: ExpertLayout, n_seq_max: int) -> int:
-    """Returns how many tokens of a pass may have logits, unless all of them must have logits.
+    """Returns the most tokens of a pass that may have logits, for models where not every token needs logits.
 
     Each of `n_seq_max` sequences needs one, drafts need some more, and prompts whose log probabilities are returned
     take several passes. Logits of a whole pass would be its largest buffer: 600 kB a token for Qwen3's vocabulary.
@@ -142,7 +147,8 @@ def pass_bytes(
     experts = k * max(4 * n_ff_exp, n_ff_exp + 2 * hp.n_embd) + 2 * layout.n_expert
     dense = 3 * max(hp.n_ff)
     mask = masks * n_tokens // 2 if flash_attn else (masks + 1) * n_tokens  # a mask has 16 bits with fused attention
-    quantized = max(n_wide, k * n_ff_exp, *hp.n_ff) // 3  # the quantised operand of a multiplication
+    # the quantised operand of a multiplication, in units of 4 bytes
+    quantized = max(n_wide, k * n_ff_exp, *hp.n_ff) // 3
     lasting = 6 * hp.n_embd + mask + quantized
 
     def buffers(n: int, n_rows: int) -> int:
@@ -162,7 +168,7 @@ def fixed_bytes(layout: ExpertLayout) -> int:
 
 
 def slot_work_bytes(layout: ExpertLayout, n_ubatch: int) -> int:
-    """Returns the bytes per slot of the row lists that the CPU's kernels keep: 8 for each chosen expert of
+    """Returns the bytes of the row lists that the CPU's kernels keep for each slot: 8 bytes for each chosen expert of
     each token."""
     return 8 * layout.n_expert_used * n_ubatch
 
@@ -172,10 +178,14 @@ class Sizes:
     """The context and the passes for which a load is planned."""
 
     n_ctx: int | None = None  # 0: the model's own length; None: the largest that leaves most memory to experts
-    n_ubatch: int | None = None  # a given number is kept unless slots are too few; None: chosen together with the slots
-    n_batch: int | None = None  # None: the size of a pass, at least DEFAULT_UBATCH_TOKENS; for embeddings, a whole text
+    # a given number is kept unless there are too few slots for it; None: chosen together with the slots
+    n_ubatch: int | None = None
+    # None: the size of a pass, at least DEFAULT_UBATCH_TOKENS; for an embedding model, the context, at most
+    # POOLED_BATCH_TOKENS
+    n_batch: int | None = None
     n_seq_max: int = 1
-    n_rs_seq: int = 0  # snapshots of each sequence's recurrent state; before the choice, the most that drafts can use
+    # snapshots of each sequence's recurrent state; before `choose_snapshots`, the most that drafts can use
+    n_rs_seq: int = 0
     kv_tokens: int | None = None  # tokens of all sequences that the context holds; None: chosen
     type_k: int = F16  # types of the KV cache, as ggml's numbers
     type_v: int = F16
@@ -185,7 +195,7 @@ class Sizes:
     reader_bytes: int = 0  # bytes of the buffers of threads that read mirrors
     pools: bool = False  # True: each text is pooled to one embedding, and must be in one pass
     logits_all: bool = False  # True: every token of a pass has logits
-    on_device: bool = False  # True: sizes on a device, without the memory in RAM
+    on_device: bool = False  # True: the sizes are for devices, so memory that is always in RAM is not counted
     reasons: tuple[str, ...] = ()  # sentences about the choices, for the user
 
     @classmethod
@@ -279,16 +289,18 @@ def is_embedding(metadata: Mapping[str, Any]) -> bool:
 def choose_context(layout: ExpertLayout, sizes: Sizes, free_bytes: int, cache: ExpertCache = AUTO) -> Sizes:
     """Returns the sizes with a context and a KV cache, chosen for `free_bytes` of memory.
 
-    Experts get `cache` of the memory ("auto": the rest of it).
+    `cache` is the budget for experts; "auto": experts get all memory that is left.
 
     Without a given length, the context takes a tenth of the free memory, or up to a quarter if every expert still fits.
-    It takes at most a quarter of a given `cache`, and is at most the model's own. A context of up to 4,096 tokens may
-    take more. But it never takes more than it leaves to experts, or more than a given `cache` leaves to the context.
+    It takes at most a quarter of a given `cache`, and is never longer than the model's own. A context of up to 4,096
+    tokens may take more. But a context of more than 512 tokens never takes more memory than it leaves to experts, or
+    more than a given `cache` leaves.
 
-    Without a given size, the KV cache holds all tokens that its sequences can have together. The rule for contexts
-    limits the KV cache, too, but it has at least the tokens of one sequence. Answers are rarely as long as their
-    context can be, and memory for experts makes each answer faster. A given KV cache stays between these two sizes. A
-    warning reports that it was made larger: without the tokens of one sequence the longest answer cannot end.
+    Without a given size, the KV cache holds all tokens that its sequences can have together. The limits for the context
+    apply to the KV cache, too, but it holds at least the tokens of one sequence. Answers are rarely as long as their
+    context can be, and memory for experts makes each answer faster. A given KV cache holds at least the tokens of one
+    sequence, and at most the tokens of all sequences. A warning reports that it was made larger: otherwise the longest
+    answer could not end.
 
     Raises OptionError for an impossible context.
     """
@@ -346,7 +358,8 @@ def choose_context(layout: ExpertLayout, sizes: Sizes, free_bytes: int, cache: E
 def wanted_snapshots(layout: ExpertLayout, spec: LoadSpec) -> int:
     """Returns the most snapshots of a recurrent state that drafts can use; 0 if nothing is drafted.
 
-    "auto" drafts only if no bit of an answer depends on it, which requires this package's kernels and fused attention.
+    "auto" drafts only if every answer stays the same, bit for bit, which requires this package's kernels and fused
+    attention.
     """
     may_draft = spec.draft != "off"
     if spec.draft == "auto":
@@ -355,8 +368,9 @@ def wanted_snapshots(layout: ExpertLayout, spec: LoadSpec) -> int:
 
 
 def choose_snapshots(layout: ExpertLayout, sizes: Sizes, free_bytes: int) -> Sizes:
-    """Returns the sizes with a number of snapshots of each state that leaves most of the free memory to experts. The
-    reason for this number is their only reason."""
+    """Returns the sizes with the number of snapshots of each recurrent state, which is chosen so that most of the free
+    memory is left to experts. `reasons` of the result has only the reason for this number, or nothing if no snapshots
+    are wanted."""
     if not sizes.n_rs_seq:
         return replace(sizes, reasons=())
     all_bytes = sizes.n_seq_max * state_bytes(layout)

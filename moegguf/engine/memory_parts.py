@@ -48,12 +48,13 @@ class MemoryParts:
         self.all: int = self._functions["memory_parts"](self._memory)  # bits of the parts that the memory has, or WHOLE
 
     def remove(self, parts: int, sequence: int, begin: int = -1, end: int = -1) -> bool:
-        """Removes a sequence's positions from `begin` up to but without `end` (-1: all). Returns False if that is
-        impossible."""
+        """Removes a sequence's positions from `begin` to `end`, which is excluded. -1: no limit on this side. Returns
+        False if that is impossible."""
         return bool(self._functions["parts_seq_rm"](self._memory, parts, sequence, begin, end))
 
     def copy(self, parts: int, source: int, target: int, begin: int = -1, end: int = -1) -> None:
-        """Copies the positions from `begin` up to but without `end` (-1: all) of `source` to `target`."""
+        """Copies the positions from `begin` to `end`, which is excluded, of `source` to `target`. -1: no limit on this
+        side."""
         self._functions["parts_seq_cp"](self._memory, parts, source, target, begin, end)
 
     def first(self, parts: int, sequence: int) -> int:
@@ -74,7 +75,7 @@ class MemoryParts:
         return data if write(self._context, parts, sequence, data.ctypes.data, n_bytes) else None
 
     def set_state(self, parts: int, sequence: int, address: int, n_bytes: int) -> bool:
-        """Replaces these parts of a sequence by the state at `address`. Returns False if llama.cpp cannot read the
-        state."""
+        """Replaces these parts of a sequence by the state at `address`, which may also come from KVBlocks.add. Returns
+        False if llama.cpp cannot read the state."""
         read = self._functions["parts_state_read"]
         return bool(read(self._context, parts, sequence, address, n_bytes))

@@ -12,7 +12,8 @@ from moegguf.gguf.shards import parse_shard_name, shard_path, shards_of
 
 
 class FilePath(str):
-    """A path that llama.cpp reads as the bytes `read_as`, whatever the base class encodes."""
+    """A path whose `encode` returns the bytes `read_as`, whatever its text is. llama-cpp-python encodes paths in this
+    way before llama.cpp reads them."""
 
     read_as: bytes
 
@@ -23,8 +24,9 @@ class FilePath(str):
 
 @contextmanager
 def readable(path: str | os.PathLike[str]) -> Iterator[FilePath]:
-    """Yields `path` in a form that llama.cpp can read. Its bytes may be invalid UTF-8. If names of shards are not in
-    the lower case that llama.cpp expects, links with these names are made."""
+    """Yields `path` in a form that llama.cpp can read. The bytes of the path may be invalid UTF-8. If the shards' names
+    are not in the lower case that llama.cpp expects, yields the path of a temporary link, and makes such links for all
+    shards."""
     given = FilePath(os.fspath(path))
     given.read_as = os.fsencode(path)
     shards = shards_of(Path(path))

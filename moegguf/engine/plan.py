@@ -33,9 +33,9 @@ class PlacementPlan:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The part of a plan that one memory has: the layers that are computed there, slots and bytes."""
+    """The part of a plan for one memory (RAM or a device's): the layers that are computed there, slots and bytes."""
 
-    name: str | None  # ggml's name of the device; None: RAM, with the CPU
+    name: str | None  # ggml's name for the device; None: RAM, from which the CPU computes
     layers: tuple[int, ...]  # layers that are computed there
     n_slots: int  # slots for experts of these layers
     total_bytes: int  # bytes that the model takes in this memory, with all slots
@@ -54,17 +54,21 @@ class Plan:
     n_ubatch: int  # tokens of a pass
     needs: MemoryNeeds = NO_NEEDS  # memory in addition to the slots; compute_bytes includes the slots' scratch memory
     n_seq_max: int = 1
-    n_rs_seq: int = 0  # snapshots of each sequence's recurrent state: the number of tokens that can be taken back
+    # snapshots of each sequence's recurrent state, and so the number of tokens that a sequence can take back
+    n_rs_seq: int = 0
     n_batch: int = 512
     kv_tokens: int = 0  # tokens of all sequences together
     streams: bool = False  # True: a pass may use more experts of a layer than there are slots
-    slot_tokens: int = NO_LIMIT  # most tokens of a pass with a device's slots; longer prompts are staged or split
+    # most tokens of a pass that a device computes from slots; longer prompts are staged or split
+    slot_tokens: int = NO_LIMIT
     n_staging: int = 0  # staging tensors on each device; each has the full shape of a layer's matrices
     staging_bytes: int = 0  # bytes of the staging tensors on all devices
     whole_layers: tuple[int, ...] = ()  # layers whose experts all lie on a device as plain weights, without slots
     n_gpu_layers: int = 0  # llama.cpp's n_gpu_layers: how many layers devices compute
-    tensor_split: tuple[float, ...] | None = None  # llama.cpp's shares of layers, if several memories compute
-    warms_up: bool = False  # True: the load evaluates the largest pass, so that backends reach their final size
+    # llama.cpp's tensor_split, the share of layers for each device; None: layers are not divided
+    tensor_split: tuple[float, ...] | None = None
+    # True: the largest pass is evaluated at the load, so that backends allocate all their memory then
+    warms_up: bool = False
     placement: PlacementPlan | None = None  # the chosen placement and its reason; None: there was no choice
     reasons: tuple[str, ...] = ()  # sentences for the user
     warnings: tuple[str, ...] = ()
@@ -86,7 +90,7 @@ class Plan:
 
     @property
     def device(self) -> str | None:
-        """ggml's names of the devices that have slots, with commas between them; None: no device has slots."""
+        """ggml's names for the devices that have slots, with commas between them; None: no device has slots."""
         has_slots = any(part.n_slots for part in self.on_devices)
         return ", ".join(str(part.name) for part in self.on_devices) if has_slots else None
 
@@ -97,7 +101,7 @@ class Plan:
 
     @property
     def devices(self) -> tuple[MemoryPlan, ...]:
-        """The parts that compute, if layers are divided among several memories; otherwise empty."""
+        """The parts whose memories compute layers, if layers are divided among several memories; otherwise empty."""
         if self.tensor_split is None:
             return ()
         return (*self.on_devices, *([self.ram] if self.ram.n_slots else []))
@@ -129,7 +133,7 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes that the model takes in RAM while devices compute, too; 0 without a device."""
+        """Bytes that the model takes in RAM if a device computes layers; 0 if no device computes."""
         return self.ram.total_bytes if self.on_device else 0
 
     @property
@@ -149,7 +153,7 @@ class Plan:
 
     @property
     def staging_slots_bytes(self) -> int:
-        """Bytes of a given budget that staging tensors take, in whole slots."""
+        """Bytes that staging tensors take of a given budget, rounded up to whole slots."""
         return slots_for(self.staging_bytes, self.slot_bytes) * self.slot_bytes
 
     def slots_layout(self, layout: ExpertLayout) -> ExpertLayout:
@@ -176,7 +180,7 @@ FIGURES = (
     "n_slots", "budget_bytes", "resident", "total_bytes", "available_bytes", "device", "layers_on", "n_ram_slots",
     "host_bytes", "vram_cache_bytes",
 )  # fmt: skip
-"""Properties of a plan that are among its facts."""
+"""Names of the plan's properties that `Plan.facts` includes."""
 
 
 def layer_slots(layout: ExpertLayout, n_ubatch: int, streams: bool = False) -> int:
@@ -198,8 +202,8 @@ def allowed_ubatch(layout: ExpertLayout, n_slots: int, streams: bool = False, sl
 
     streams: experts without a slot of their own are streamed or staged.
 
-    slot_tokens: most tokens of a pass with slots that layers share. The device computes larger passes in another way
-    than if it had every expert (`slot_sizes.slot_tokens`).
+    slot_tokens: most tokens of a pass if some expert has no slot. The device would compute larger passes in another way
+    than with every expert in memory, so that the bits would differ (`slot_sizes.slot_tokens`).
     """
     if streams or n_slots >= layout.n_expert_total:
         return NO_LIMIT
@@ -213,6 +217,6 @@ def staging_bytes(layout: ExpertLayout, n_tensors: int) -> int:
 
 
 def slots_for(n_bytes: int, slot_bytes: int) -> int:
-    """Returns how many whole slots `n_bytes` take. Staging tensors take their bytes of a given budget in whole
-    slots."""
+    """Returns the number of slots that together have at least `n_bytes` bytes. In a given budget, staging tensors take
+    the place of this many slots."""
     return -(-n_bytes // slot_bytes) if n_bytes else 0

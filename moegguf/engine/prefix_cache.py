@@ -4,15 +4,15 @@ This works even after the process that computed the context was killed.
 
 The KV cache is kept in blocks of BLOCK_TOKENS tokens. A block's name is a hash of the model, the build, the options
 that change results, the owner, and all tokens up to the block's end. So sequences with the same beginning share blocks.
-The tokens after the last full block are kept where a prompt or an answer ends. llama.cpp writes and reads a block as
-the state of a sequence that has only the block's cells. A block does not end within an image, and its name depends on
-the image's hash.
+Where a prompt or an answer ends, the tokens after the last full block are kept, too. llama.cpp writes and reads a block
+as the state of a sequence that has only the block's cells. A block does not end within an image, and its name depends
+on the image's hash.
 
 Cells of sliding windows are separate blocks: a sequence can go on if the blocks of the last window are kept. A
-recurrent state cannot be cut. It is kept after some of the tokens, under the name of the tokens that follow the last
-full block there. A sequence goes on after the longest prefix that has a state and all blocks before the state. The
-distance between two states follows from their cost (`StateCost`). A sequence in memory goes back to the nearest state
-in the same way. If no cells can be cut, the whole memory counts as a state.
+recurrent state cannot be cut, so states are kept after some of the tokens only. A state's name, like a block's, is a
+hash of all tokens before it. A sequence goes on after the longest prefix for which the state and all blocks are kept.
+The distance between two states follows from their cost (`StateCost`). A sequence in memory that has to lose tokens goes
+back to the nearest earlier state, too. If a model's cells cannot be cut, its whole memory is kept as a state.
 """
 
 from __future__ import annotations
@@ -61,11 +61,13 @@ MOST_QUEUED_BYTES = 64 << 20  # most bytes that may wait to be written
 MOST_STEP_TOKENS = 512  # most tokens between two states, unless keeping one takes longer than computing these tokens
 STEP_COST = 0.05  # keeping states may take this share of the time in which tokens are computed
 STATES_SHARE = 0.5  # largest share of the store for one conversation's states
-FORMAT = 2  # version of the facts from which names are made
+FORMAT = 2  # version of the data that are hashed into the names of blocks
 _NAMES = {CELLS: "", WINDOW: "-window"}  # suffixes of the names of blocks, by the kind of cells
-_STATE = struct.Struct("<2I")  # number of streams, number of cells
-_RECURRENT_STATE = struct.Struct("<IiI")  # number of cells, last position, number of sequences
-_CELL_BYTES = (12, 24)  # bytes of a cell: position, number of sequences, sequence; 24: with two coordinates, too
+_STATE = struct.Struct("<2I")  # first fields of a state with cells: number of streams, number of cells
+# first fields of a recurrent state: number of cells, last position, number of sequences
+_RECURRENT_STATE = struct.Struct("<IiI")
+# bytes of a cell: position, number of sequences, sequence; 24 bytes if two coordinates are added
+_CELL_BYTES = (12, 24)
 CONTEXT_FIELDS = (
     "rope_scaling_type", "pooling_type", "attention_type", "flash_attn_type", "rope_freq_base", "rope_freq_scale",
     "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx", "type_k", "type_v",
@@ -78,7 +80,8 @@ LOAD_OPTIONS = (
 
 @dataclass(frozen=True)
 class _Part:
-    """A range of a sequence's tokens, from `begin` up to but without `end`, and the name of their block.
+    """A range of a sequence's tokens from `begin` to `end`, which is excluded, and the name of the block with these
+    tokens.
 
     `positions` has the position of each of these tokens, and of the token after them.
     """
@@ -92,7 +95,7 @@ class _Part:
 class _Parts:
     """The parts of a sequence's tokens. No part cuts an image.
 
-    blocks: the full parts at the beginning. name: stands for everything that the parts depend on, except tokens and
+    blocks: the full parts at the beginning. name: a hash of everything that the parts depend on, except tokens and
     images.
     """
 
@@ -128,12 +131,13 @@ class _Parts:
         return _Part(name, begin, end, self._positions[begin : end + 1])
 
     def _uncut(self, end: int) -> int:
-        """Returns `end`, or the end of the image that a cut there would divide."""
+        """Returns `end`. If an image lies on both sides of `end`, returns the end of the image instead."""
         return next((image.end for image in self._images if image.begin < end < image.end), end)
 
 
 class PrefixCache:
-    """Keeps contexts of a loaded model in `store`. Only the thread that evaluates calls this; another thread writes."""
+    """Keeps contexts of a loaded model in `store`. Only the thread that evaluates tokens calls the methods; another
+    thread writes the files."""
 
     def __init__(
         self,
@@ -204,7 +208,8 @@ class PrefixCache:
             self._recent.begin()
         if self._store.is_off or n_tokens < max(BLOCK_TOKENS, n_held + 2) or tokens[-1] == PLACEHOLDER:
             return n_held
-        self._pause_fill(True)  # until the rest of the prompt was computed
+        # no background reads until the rest of the prompt is computed; without restored tokens they go on at once
+        self._pause_fill(True)
         n_now = n_held
         try:
             with self._context.lock:
@@ -257,8 +262,8 @@ class PrefixCache:
     def pass_tokens(self, sequence: int, n_held: int, n_pending: int, n: int) -> int:
         """Returns how many tokens of a prompt the next pass computes: at most `n` of the `n_pending` tokens after the
         first `n_held`. If states are kept, the last MOST_STEP_TOKENS tokens have their own pass, so that a prompt with
-        an edited end goes on from the state before them. The very last token is computed alone, because the state
-        before it serves the same prompt again."""
+        an edited end goes on from the state before these tokens. The very last token is computed alone, because the
+        state before it can be used if the same prompt comes again."""
         is_end = 1 < n == n_pending and n_held + n > BLOCK_TOKENS
         if self._state is None or self._store.is_off or not is_end:
             return n
@@ -269,7 +274,8 @@ class PrefixCache:
 
     @property
     def form(self) -> str:
-        """Describes in a few words what is kept: blocks, what is kept in addition, or whole states."""
+        """The kinds of data that are kept, in words: "whole states", or "blocks", possibly followed by "and windows"
+        and "and states"."""
         if not self._has_cells:
             return "whole states"
         kept = ["blocks"]
@@ -281,7 +287,8 @@ class PrefixCache:
 
     @property
     def leaves_window(self) -> bool:
-        """True if cells of a sliding window may be reused for other tokens unless they are kept after each pass."""
+        """True if cells of a sliding window are kept as blocks. The context reuses such cells for later tokens, so they
+        must be kept after each pass."""
         return self._has_window
 
     @property
@@ -307,7 +314,7 @@ class PrefixCache:
         """Writes the blocks of a sequence that are not on disk yet, after the last `n_new` of its `tokens` were
         computed.
 
-        goes_on: False at the end of a prompt or an answer, where another prompt may go on. The tokens after the last
+        goes_on: False at the end of a prompt or an answer, where a later prompt may continue. The tokens after the last
         full block are then written, too.
         """
         self.behind.discard(sequence)
@@ -336,7 +343,7 @@ class PrefixCache:
             self._pool.submit(self._store.touch, [block.name for block in blocks])
 
     def close(self) -> None:
-        """Writes the blocks that wait. Twice is harmless."""
+        """Writes the blocks that wait. A second call does nothing."""
         self._pool.shutdown()
 
     # Restoring a sequence.
@@ -364,14 +371,15 @@ class PrefixCache:
         return self._go_back(sequence, parts, wanted[n_done - 1].end if n_done else wanted[0].begin)
 
     def _keep_first_cells(self, sequence: int, part: _Part) -> bool:
-        """Removes the cells of a sequence from this part on. Returns False if all of its cells had to be removed."""
+        """Removes the cells of a sequence from the beginning of `part` on. Returns False if all cells of the sequence
+        had to be removed."""
         if self._needs_more_than_cells:
             return self._memory.remove(CELLS, sequence, int(part.positions[0]))
         return self._context.truncate(part.begin, sequence)
 
     def _places(self, parts: _Parts, n_blocks: int, n_live: int) -> Iterator[_Part]:
-        """Yields the parts after which a sequence can go on, the longest prefix first. A part follows the first
-        `n_blocks` blocks, or fewer. n_live: number of tokens whose cells are in memory."""
+        """Yields the parts after which a sequence can go on, the longest prefix first. Each part follows at most
+        `n_blocks` full blocks. n_live: number of tokens whose cells are in memory."""
         for n in range(n_blocks, -1, -1):
             begin = parts.blocks[n - 1].end if n else 0
             for end in range(begin + BLOCK_TOKENS - 1, begin - 1, -1):
@@ -380,8 +388,8 @@ class PrefixCache:
                     yield rest
 
     def _can_go_on(self, blocks: Sequence[_Part], rest: _Part, n_live: int) -> bool:
-        """Returns True if everything is kept that is needed to go on after `rest`. Blocks of cells before it do not
-        matter."""
+        """Returns True if the state, the window and the cells of `rest` are kept, as far as the model needs them to go
+        on after `rest`. Does not check the blocks of cells before `rest`."""
         if self._state is not None and not self._is_kept(_state_name(rest)):
             return False
         if self._has_cells and rest.begin < rest.end and rest.end > n_live and not self._store.holds(rest.name):
@@ -389,8 +397,8 @@ class PrefixCache:
         return not self._has_window or all(self._is_kept(_name(WINDOW, part)) for part in self._window(blocks, rest))
 
     def _window(self, blocks: Sequence[_Part], rest: _Part) -> list[_Part]:
-        """Returns the last parts up to the end of `rest`: the ones with cells in the window of the last token, or in
-        the window of the token after it."""
+        """Returns the last parts up to the end of `rest` whose cells are in the window of the last token, or in the
+        window of the token after it."""
         chain = [*blocks, rest] if rest.begin < rest.end else blocks
         first = int(rest.positions[-1]) - self._n_swa
         last_parts = itertools.takewhile(lambda part: part.positions[-1] > first, reversed(chain))
@@ -410,8 +418,8 @@ class PrefixCache:
         return 0
 
     def _take_place(self, sequence: int, parts: _Parts, place: _Part) -> bool:
-        """Removes the cells after a place, and restores the window and the state there. Returns False if one of these
-        is damaged, or the cells are not there."""
+        """Removes the cells of a sequence after `place`, and restores the window and the state at the end of `place`.
+        Returns False if the window or the state is damaged, or if the cells before the end of `place` are missing."""
         end = int(place.positions[-1])
         if self._has_cells:
             if self._memory.end(CELLS, sequence) < end:
@@ -501,8 +509,8 @@ class PrefixCache:
             memory.remove(kind, SCRATCH)
 
     def _keep_block(self, kind: int, sequence: int, part: _Part) -> bool:
-        """Queues all cells of a sequence to be written as this part. Returns False if llama.cpp cannot write them, or
-        if too many bytes wait already."""
+        """Queues all cells of a sequence to be written as the block of `part`. Returns False if llama.cpp cannot write
+        the cells, or if too many bytes already wait to be written."""
         n_bytes = self._memory.state_bytes(kind, sequence)
         if not self._has_queue_for(n_bytes):
             self.behind.add(sequence)
@@ -544,7 +552,8 @@ class PrefixCache:
         last = self._state_ends.get(sequence, 0)
         n_since = place.end - last if last <= place.end else place.end
         n_bytes = self._memory.state_bytes(self._state, sequence)
-        is_there = self._memory.end(self._state, sequence) == place.positions[-1]  # not if drafts follow
+        # False if drafted tokens follow in the sequence
+        is_there = self._memory.end(self._state, sequence) == place.positions[-1]
         if not is_there or n_since < (2 if is_end else self._state_cost.step(n_bytes, place.end)):
             return None
         if self._is_kept(_state_name(place)):
@@ -569,7 +578,7 @@ class PrefixCache:
 
 
 class StateCost:
-    """Measures what it costs to keep states, in comparison with computing tokens again."""
+    """Compares the time of keeping a state with the time of computing its tokens again."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -580,7 +589,7 @@ class StateCost:
 
     def note_pass(self, eval_s: float, n_new: int) -> None:
         """Counts the `n_new` tokens of a sequence in a pass. eval_s: seconds that the context has computed so far."""
-        if eval_s != self._eval_s:  # another pass was computed, so the counted one is complete
+        if eval_s != self._eval_s:  # another pass was computed, so all tokens of the previous one are counted
             if self._n_pass >= BLOCK_TOKENS // 2:
                 self._token_s = self._pass_s / self._n_pass
             self._pass_s = eval_s - self._eval_s
@@ -611,8 +620,8 @@ def _state_name(place: _Part) -> str:
 
 
 def store_limit(given: str | int | None) -> int | None:
-    """Returns the limit in bytes of an option, or of the environment if the option is None. None: `KvBlockStore`
-    chooses the limit. Raises OptionError."""
+    """Returns the limit in bytes from the option `context_store`, or from the environment if the option is None. The
+    result None means that `KvBlockStore` chooses the limit. Raises OptionError."""
     try:
         return parse_store_size(read_load_keywords().get("context_store", "auto") if given is None else given)
     except ValueError as error:
@@ -636,7 +645,7 @@ def open_prefix_cache(
 
 
 def _has_cells_of(block: Buffer, part: _Part) -> bool:
-    """Returns True if a state of one sequence has the cells of the part's tokens, each once and in any order."""
+    """Returns True if `block`, the state of one sequence, has exactly the cells of the part's tokens, in any order."""
     n_tokens = part.end - part.begin
     if len(block) < _STATE.size or _STATE.unpack_from(block) != (1, n_tokens):
         return False

@@ -1,4 +1,5 @@
-"""The projector of a vision model (an mmproj file), through libmtmd: makes tokens and embeddings of texts and images.
+"""The projector of a vision model (an mmproj file), through libmtmd: makes tokens from texts, and embeddings from
+images.
 
 An image becomes one span of tokens, or several spans (tiles) with texts between them. In a list of tokens, an image's
 tokens are PLACEHOLDERs. A span has a cell of the KV cache for each of its tokens. It has fewer positions in models with
@@ -30,7 +31,7 @@ PLACEHOLDER = -1  # equals no token of any model
 STEP_BYTES = 64 << 10
 MAX_JPEG_SEGMENTS = 4096  # most segments before the first frame
 JPEG_FRAMES = (0xC0, 0xC1, 0xC2)  # kinds of frames that are decoded; the last is progressive
-_JPEG_TABLES = (*range(0xE0, 0xF0), 0xC4, 0xDB, 0xDD, 0xFE)  # markers of tables and comments
+_JPEG_TABLES = (*range(0xE0, 0xF0), 0xC4, 0xDB, 0xDD, 0xFE)  # markers of application data, tables and comments
 _END_OF_IMAGE = b"\xff\xd9"  # end mark, which no scan contains
 _GIF_IMAGE, _GIF_EXTENSION, _GIF_TRAILER = 0x2C, 0x21, 0x3B
 _MARKER = re.compile(rb"\xff[^\xff]", re.DOTALL)
@@ -47,8 +48,8 @@ class Image:
 
 @dataclass(frozen=True)
 class ImageSpan:
-    """The tokens of an image: `n_tokens` of them, from index `begin` on. Spans with the same `key` have the same
-    embeddings.
+    """The tokens of an image, or of one tile of an image: `n_tokens` tokens from index `begin` on. Spans with the same
+    `key` have the same embeddings.
 
     image: the image's index in the prompt. chunk: libmtmd's index for this part of the image.
     """
@@ -62,14 +63,14 @@ class ImageSpan:
 
     @property
     def end(self) -> int:
-        """The index of the first token after the image."""
+        """The index of the first token after the span."""
         return self.begin + self.n_tokens
 
 
 @dataclass(frozen=True, eq=False)
 class ImagePrompt:
-    """A prompt of texts with an image between each two of them. `tokens` has the tokens of both; an image's tokens are
-    PLACEHOLDERs, at the places in `spans`."""
+    """A prompt in which texts and images alternate, beginning and ending with a text. `tokens` has the tokens of texts
+    and images; `spans` has the places of the images' tokens, which are PLACEHOLDERs."""
 
     texts: tuple[str, ...]
     images: tuple[Image, ...]
@@ -110,8 +111,8 @@ class Projector:
             raise ModelFormatError(f"{os.fspath(path)} is not for images; give the mmproj file of a vision model.")
 
     def tokenize(self, texts: Sequence[str], images: Sequence[Image]) -> ImagePrompt:
-        """Returns the prompt of `texts` with `images` between them (one less than texts). Decodes no image. Raises
-        OptionError."""
+        """Returns the prompt of `texts` with one of `images` between each pair of neighbouring texts, so there is one
+        image fewer than texts. Decodes no image. Raises OptionError."""
         chunks = self._tokenized(texts, images)
         try:
             tokens, spans = self._read_chunks(chunks, images)
@@ -164,7 +165,7 @@ class Projector:
                 raise RuntimeError(f"llama_decode returned {code}")
             goes_on = any(other.image == span.image and other.begin > span.begin for other in prompt.spans)
         finally:
-            if not goes_on:  # also after KeyboardInterrupt, and if no further part of the image follows
+            if not goes_on:  # True after the image's last span, and after any exception
                 self.release()
 
     def _decoded(self, prompt: ImagePrompt, image: int) -> int:
@@ -178,7 +179,8 @@ class Projector:
         return self._held[2]
 
     def _tokenized(self, texts: Sequence[str], images: Sequence[Image], decoded: int | None = None) -> int:
-        """Returns libmtmd's chunks, with the pixels of image number `decoded` only. The caller must free them."""
+        """Returns libmtmd's chunks for these texts and images. Only image number `decoded` has pixels; None: no image
+        has. The caller must free the chunks."""
         mtmd, bitmaps = self._mtmd, list[int]()
         self._log.forget()
         try:
@@ -218,7 +220,7 @@ class Projector:
             self._held = None
 
     def close(self) -> None:
-        """Frees the projector. Twice is harmless."""
+        """Frees the projector. A second call does nothing."""
         self.release()
         if self._context:
             self._mtmd.mtmd_free(self._context)
@@ -240,8 +242,8 @@ class ContextImages:
         return n_tokens - sum(span.n_tokens - span.n_positions for span in self.spans if span.end <= n_tokens)
 
     def common_prefix(self, n_tokens: int, spans: Sequence[ImageSpan]) -> int:
-        """Returns how many of the first `n_tokens` tokens stay equal if images are compared, too. spans: a prompt's
-        images.
+        """Compares the images of this context with `spans`, the images of a prompt whose first `n_tokens` tokens equal
+        the context's. Returns how many of these tokens stay equal.
 
         The equal tokens end before the first image that differs, or that is not complete.
         """
@@ -255,7 +257,8 @@ class ContextImages:
 
 
 def has_end(data: bytes) -> bool:
-    """Returns True if a JPEG or GIF file is complete up to its end mark: stb_image would make up a missing end.
+    """Returns True if a JPEG or GIF file has its end mark. stb_image does not report a missing end, and invents the
+    missing pixels.
 
     Returns True for a file of another kind.
     """
@@ -269,9 +272,10 @@ def has_end(data: bytes) -> bool:
 
 
 def jpeg_frame(data: bytes) -> int:
-    """Returns the index of the byte with the kind of a JPEG file's first frame, after its thumbnails.
+    """Returns the index of the marker byte (one of JPEG_FRAMES) of a JPEG file's first frame. Frames of thumbnails are
+    skipped.
 
-    Returns -1 if there is none, or if a marker before it belongs neither to a table nor to a comment.
+    Returns -1 if there is no such frame, or if a marker before it is not in _JPEG_TABLES.
     """
     at = 2
     for _ in range(MAX_JPEG_SEGMENTS):
@@ -285,8 +289,8 @@ def jpeg_frame(data: bytes) -> int:
 
 
 def _gif_has_end(data: bytes) -> bool:
-    """Returns True when it has stepped over all blocks of a GIF file to the end mark. Bytes between two blocks are
-    skipped, as other decoders do. Raises IndexError if the mark is missing."""
+    """Reads all blocks of a GIF file up to the end mark, and returns True. Bytes between two blocks are skipped, as
+    other decoders do. Raises IndexError if the mark is missing."""
     at = 13 + _table_bytes(data[10])
     while (kind := data[at]) != _GIF_TRAILER:
         at += 1

@@ -1,4 +1,4 @@
-"""Keeps the experts that the last token of a model's latest prompt used, in the folder of its contexts.
+"""Keeps the ids of the experts that the last token of a model's latest prompt used, in the folder of computed contexts.
 
 These experts are fetched while the model is loaded again, so that a continued conversation waits for few experts.
 """
@@ -31,7 +31,7 @@ class RecentExperts(RoutingListener):
             session.store.prefetch(*np.frombuffer(found, np.int32).reshape(2, -1))
 
     def begin(self) -> None:
-        """Starts to note experts, because a prompt is computed next. Twice is harmless."""
+        """Starts to note experts, because a prompt is computed next. A second call changes nothing."""
         self._session.listeners.remove(self)
         self._session.listeners.add(self)
 

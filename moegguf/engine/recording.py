@@ -62,7 +62,7 @@ class Recording(Recorder):
         super().discard()
 
     def close(self, **settings: Setting) -> None:
-        """Completes the file. Raises TraceError if something could not be written. Twice is harmless."""
+        """Completes the file. Raises TraceError if something could not be written. A second call does nothing."""
         self._end()
         if not self._closed:
             counters = self._session.store.counters()

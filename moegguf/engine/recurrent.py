@@ -28,7 +28,7 @@ ROLLBACK_ARCHS = frozenset((
     "kimi-k3", "qwen35", "qwen35moe", "qwen4exp", DEEPSEEK4, "glm5-next", "nemotron_h", "nemotron_h_moe", "lfm2",
     "lfm2moe", "bailingmoe3",
 ))  # fmt: skip
-"""llama.cpp's llm_arch_supports_rs_rollback."""
+"""Architectures for which llama.cpp's llm_arch_supports_rs_rollback returns true."""
 FLOAT_BYTES = 4
 STEP_TOKENS = 256  # a KV cache has a multiple of this number of cells
 COMPRESSED = 4  # tokens per compressed key of DeepSeek V4, if an indexer chooses among these keys
@@ -47,8 +47,8 @@ def number(layout: ExpertLayout, name: str, default: int = 0) -> int:
 
 
 def row_bytes(ggml_type: int, n: int) -> int:
-    """Returns the bytes of a row of `n` numbers of this type. A block that the row does not fill counts as a
-    whole one."""
+    """Returns the bytes of a row of `n` numbers of this type. The last block counts in full even if the row fills only
+    a part of it."""
     _, block, block_bytes = GGML_TYPES[ggml_type]
     return -(-n // block) * block_bytes
 

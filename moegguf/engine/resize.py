@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from moegguf.engine.session import Session
     from moegguf.engine.upstream import UpstreamLlama
 
-Slots = tuple[Tier, int | None]  # a tier, and the number of a device if only its slots are meant
+Slots = tuple[Tier, int | None]  # a tier, and the index of a device; None: all devices of the tier
 EVERY_DEVICE: Slots = Tier.COMPUTE, None  # slots in VRAM, or slots in RAM if the CPU computes every layer
 
 
@@ -47,7 +47,8 @@ def set_budget(
         try:
             if on_device:
                 library.llama_cpp().llama_synchronize(llm.ctx)
-            for (tier, device), n_slots in reversed(wanted.items()):  # no pass is computed under this lock
+            # no pass runs while this thread holds the context's lock
+            for (tier, device), n_slots in reversed(wanted.items()):
                 store.resize(n_slots, tier, device)
         finally:
             if wanted.get(EVERY_DEVICE, plan.device_slots) < plan.device_slots:
@@ -57,8 +58,8 @@ def set_budget(
 
 
 def _shorten_passes(llm: UpstreamLlama, plan: Plan) -> None:
-    """Shortens passes to the tokens for which slots give exact results. Does so only if a device had a slot for every
-    expert and has no staging tensors."""
+    """Limits passes to the number of tokens for which a device computes the same bits from slots as with every expert
+    in memory. Does nothing if no device has slots, if there are staging tensors, or if passes are short enough."""
     most = plan.slot_tokens
     if plan.device is None or plan.n_staging or min(llm.n_batch, plan.n_ubatch) <= most:
         return
@@ -85,7 +86,8 @@ def _in_vram(session: Session, vram_cache: Budget) -> int:
             f"vram_cache={vram_cache!r}: the CPU computes this model, so it has no experts in VRAM; load it with"
             " vram_cache (--vram-cache) to use a GPU."
         )
-    beside = store.options.staging is not None  # a given number of staging tensors lies beside the budget
+    # staging tensors whose number the user has set are not part of the budget
+    beside = store.options.staging is not None
     staged = 0 if beside or cache.mode == "auto" else plan.staging_slots_bytes // plan.slot_bytes
     least = sum(device.pass_slots for device in store.devices if device.name is not None)
     n_slots = _budget_slots(session, cache, plan.device_slots + staged) - staged
@@ -123,7 +125,7 @@ def _in_ram(session: Session, cache: ExpertCache) -> dict[Slots, int]:
 
 
 def _budget_slots(session: Session, cache: ExpertCache, most: int) -> int:
-    """Returns the number of slots that a budget holds, but at most `most`; "auto": `most`."""
+    """Returns the number of slots that a budget holds, but at most `most`. For "auto", returns `most`."""
     return most if cache.mode == "auto" else min(most, budget_slots(cache, session.layout, session.plan.slot_bytes))
 
 

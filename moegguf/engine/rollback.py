@@ -27,8 +27,8 @@ class Rollback:
         )  # sequences that were rolled back: until their next pass their state is a snapshot
 
     def most_lost(self, sequences: Sequence[int]) -> int:
-        """Returns how many tokens each of these sequences can lose after a pass. The pass has other sequences with one
-        token each, and then these sequences, in this order and with equal lengths."""
+        """Returns how many tokens each of these sequences can lose after a pass. In the pass, these sequences come
+        last, in this order and with equally many tokens; all sequences before them have one token each."""
         first = sequences[0]
         if self._own_cells and [*sequences] != [*range(first, first + len(sequences))]:
             return 0

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 MAX_SEQUENCES = 256  # llama.cpp's LLAMA_MAX_SEQ
 
-CACHE_TYPES = tuple(map(ggml_type, ("f32", "f16", "q8_0")))  # types that the attention kernels read
+CACHE_TYPES = tuple(map(ggml_type, ("f32", "f16", "q8_0")))  # types of the KV cache that the attention kernels can read
 HEAD_STEP = 16  # the attention kernels need rows whose length is a multiple of this
 _FLASH_OFF = 0  # value of enum llama_flash_attn_type
 # Architectures with a recurrent state whose whole graph was checked (tests/live/test_hybrid_width.py).
@@ -62,7 +62,7 @@ class SequenceTokens:
 
 
 def common_tokens(a: Tokens, b: Tokens) -> int:
-    """Returns how many tokens at the beginning of both are equal."""
+    """Returns how many tokens at the beginning of `a` and `b` are equal."""
     n = min(len(a), len(b))
     differ = np.flatnonzero(np.asarray(a[:n], np.intc) != np.asarray(b[:n], np.intc))
     return int(differ[0]) if differ.size else n
@@ -91,8 +91,8 @@ class PassBatch:
     def fill(
         self, chunks: Sequence[SequenceTokens], position: Callable[[int], int] = int, all_logits: bool = False
     ) -> list[int]:
-        """Sets the tokens of the batch. Returns the row of logits of each chunk's last token; the rows of its draft
-        follow.
+        """Sets the tokens of the batch. Returns the index of the logits row of each chunk's last token. The rows of the
+        chunk's draft tokens follow directly.
 
         position: returns the position of the token after the first n.
 
@@ -129,7 +129,7 @@ def is_batch_invariant(llm: UpstreamLlama, layout: ExpertLayout, plan: Plan) -> 
     return (
         has_kernels(read_processor(), read_environment().kernels)
         and not plan.on_device
-        and not gpus()  # GPUs would compute long prompts
+        and not gpus()  # if there is a GPU, llama.cpp may compute long prompts on it
         and (not llm._is_stateful or arch in STATEFUL_ARCHS)
         and params.flash_attn_type != _FLASH_OFF
         and arch != "grok"  # llama.cpp computes grok without flash attention

@@ -42,7 +42,7 @@ def open_store(
     mirror that differs.
     """
     used = [part for part in plan.memories if part.n_slots]
-    if plan.tensor_split is None:  # one memory has all slots, and the user may have named its device
+    if plan.tensor_split is None:  # one memory has all slots, and the store's options may name its device
         name = used[0].name or options.device
         used = [replace(used[0], name=name, layers=tuple(range(layout.n_layer)))]
     layout = padded(layout, [part.name for part in used])
@@ -92,21 +92,21 @@ def open_store(
 
 
 def staging_of_pool(n_staging: int, n_pools: int) -> int:
-    """Returns how many staging tensors each pool of a device has, if the device has `n_staging`: at least one,
-    if any."""
+    """Returns the number of staging tensors in each of the `n_pools` pools of a device that is planned with
+    `n_staging`. The number is at least 1, or 0 if `n_staging` is 0."""
     return max(1, n_staging // n_pools) if n_staging else 0
 
 
 def pools_of(layout: ExpertLayout, part: MemoryPlan, needed: int, n_staging: int = 0) -> list[MemoryPlan]:
     """Returns a device's part as one pool, or as several pools, each for some of its layers.
 
-    There are several if one would be larger than the device's buffers or kernels allow. If several would have too few
-    slots for a pass, there is one pool with fewer slots instead, and a warning.
+    There are several pools if one pool would be larger than the device's buffers or kernels allow. If several pools
+    would have too few slots for a pass, there is one pool with fewer slots instead, and a warning.
 
-    needed: slots that a pass uses in a layer.
+    needed: number of slots that a pass uses in a layer.
 
-    n_staging: staging tensors of the device. If there are fewer of them than pools, the missing ones take memory of
-    slots.
+    n_staging: staging tensors that are planned for the device. Every pool needs one. If the plan has fewer than pools,
+    the additional tensors take the memory of some slots.
     """
     most = most_slots(layout, part.name, part.n_slots)
     if most >= part.n_slots:
@@ -141,7 +141,7 @@ class Place(enum.IntEnum):
     VRAM = 3
 
 
-# Figures of `moegguf_tier_info` that are sums over the devices of a tier.
+# Names of figures in `moegguf_tier_info` that are sums over the devices of a tier.
 _TIER_SUMS = (
     "lookups", "hits_ready", "hits_late", "misses", "evictions", "bytes_missed", "bytes_prefetched", "stall_ns",
     "stream_waits", "copy_ns", "slots_used", "slots_pinned", "pool_bytes", "n_slots", "n_slots_usable",
@@ -149,7 +149,8 @@ _TIER_SUMS = (
 
 
 class RoutingListener(Protocol):
-    """An object that receives routing events, and announcements unless it ignores them, on the store's event thread."""
+    """An object whose methods the store's event thread calls for routing events and announcements. By default
+    announcements are ignored."""
 
     @property
     def listen_options(self) -> ListenOptions:
@@ -206,7 +207,7 @@ class RoutingListeners:
             for listener in self._listeners:
                 listener.observe(event)
         except BaseException:
-            self._listeners = ()  # no listener is called again, even if another one is added
+            self._listeners = ()  # none of these listeners is called again, even if another listener is added later
             raise
 
 
@@ -229,7 +230,7 @@ class Session:
         self._pid = os.getpid()
         self.store = open_store(layout, plan, options, mirrors)
         self._has_mirrors = bool(mirrors)
-        self._dropped = set[int]()  # copies for which a warning was given
+        self._dropped = set[int]()  # indices of the copies for which a warning was given
         self._warn_of_dropped()
         self.listeners = RoutingListeners(self.store)
         layers = "|".join(str(layer.il) for layer in layout.layers)
@@ -256,11 +257,12 @@ class Session:
         params.op_offload = False
 
     def give_slots_back(self, unload: Callable[[], object]) -> bool:
-        """Frees half of the slots on devices, because something else did not fit into a device's memory.
+        """Frees about half of the slots from which layers compute, because weights or a context did not fit into a
+        device's memory.
 
         Returns False if no slots can be freed.
 
-        unload: called first, to free the parts that did fit.
+        unload: called before slots are freed, to free the parts of the model that were already loaded.
         """
         least = sum(device.pass_slots for device in self.store.devices)
         n_slots = self.store.info()["n_slots_usable"]
@@ -291,7 +293,7 @@ class Session:
         self.store.raise_callback_error()
 
     def _warn_of_dropped(self) -> None:
-        """Warns once for each copy of the model's files that is not read any more."""
+        """Warns once for each copy of the model's files that is no longer read, because reading it has failed."""
         for index, drive in enumerate(self.store.drives() if self._has_mirrors else ()):
             if drive["dropped"] and index not in self._dropped:
                 self._dropped.add(index)
@@ -344,8 +346,8 @@ class Session:
         )
 
     def places(self) -> npt.NDArray[np.uint8]:
-        """Returns the `Place` of each expert, shape (n_layer, n_expert). An expert in several tiers is in the first of
-        them."""
+        """Returns the `Place` of each expert, shape (n_layer, n_expert). If an expert is in slots of several tiers,
+        VRAM has priority over RAM."""
         places = np.zeros(self.store.shape, np.uint8)
         for tier in reversed(self.store.tiers):
             there = self.store.residency(tier)
@@ -361,8 +363,8 @@ class Session:
         """Returns every figure of each tier, with times in ns. The tier from which layers compute comes first.
 
         The tiers are "VRAM" and "RAM", or "RAM" alone. "CPU" follows if a device leaves layers to the CPU, which
-        computes them from separate slots in RAM. VRAM counts the look-ups of its layers, RAM the look-ups that VRAM
-        missed.
+        computes them from separate slots in RAM. "VRAM" counts the look-ups of the layers that devices compute. "RAM"
+        below it counts the look-ups that missed in VRAM.
         """
         names = (VRAM, RAM) if self._on_device else (RAM,)
         found = {name: self.store.tier(tier) for name, tier in zip(names, self.store.tiers, strict=False)}
@@ -385,5 +387,6 @@ class Session:
         return [device for device in self.store.devices if self._on_device and device.name in (None, CPU)]
 
     def close(self) -> None:
-        """Frees the store. Call it after llama.cpp's context and model are freed. Twice is harmless."""
+        """Frees the store. Call this method after llama.cpp's context and model are freed. A second call does
+        nothing."""
         self.store.close()

@@ -20,9 +20,9 @@ _ENOUGH_BYTES = 1 << 60
 def simulated_budgets(
     shape: MoeShape, shares: Sequence[float], tensor_split: Sequence[float], device_links: Sequence[str]
 ) -> dict[float, tuple[DeviceSlots, ...]]:
-    """Returns {share of the experts in VRAM: devices}. Without a tensor_split, each share has one device. With one, the
-    shares together are one budget for several devices. device_links: links as texts. Raises what `devices_of` raises.
-    """
+    """Returns {share of the experts in VRAM: devices}. Without a tensor_split, each of `shares` is a separate budget
+    for one device. With a tensor_split, there is one budget for several devices: the sum of `shares`. device_links:
+    links as the user writes them. Raises what `devices_of` raises."""
     links = [parse_link(text) for text in device_links]
     if not tensor_split:
         if len(links) > 1:

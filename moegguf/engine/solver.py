@@ -1,14 +1,13 @@
 """The solver decides which memory has which experts, context and buffers, within the budgets of a load.
 
 `make_plan` plans each placement that is allowed and fits, and takes the fastest (`_choose`). A placement is a plan of
-one kind:
-- The CPU computes everything (`_plan_cpu`).
-- A device computes everything except the experts of some layers (`plan_layers`).
-- Devices compute from slots (`plan_slots`), with slots of RAM below and layers left to the CPU.
+one kind: - The CPU computes everything (`_plan_cpu`). - A device computes everything except the experts of some layers
+(`plan_layers`). - Devices compute from slots (`plan_slots`). More slots in RAM may lie below these, and the CPU may
+compute some layers.
 
 `Pool` decides for each memory how many slots it has, and how many tokens a pass has, in addition to everything else
-that lies there. Buffers of a pass grow with its tokens. Fewer tokens leave room for more slots, which saves reads of
-answers. But every pass of a prompt fetches most experts again.
+that lies there. Buffers of a pass grow with its tokens. Fewer tokens in a pass leave room for more slots, so that
+answers read fewer experts. But a prompt then has more passes, and every pass fetches most experts again.
 
 The solver reads no weights, measures nothing and allocates nothing: equal arguments lead to equal plans.
 """
@@ -241,7 +240,8 @@ def best_fit(layout: ExpertLayout, found: Iterable[Fit], n_ctx: int = PROMPT_TOK
 
 
 def budget_slots(cache: ExpertCache, layout: ExpertLayout, slot_bytes: int, free_bytes: int = 0) -> int:
-    """Returns how many slots a budget holds, maybe more than there are experts; "auto": slots in the free bytes."""
+    """Returns how many slots a budget holds, which may be more than there are experts. "auto": the slots that fit into
+    `free_bytes`."""
     if cache.mode == "fraction":
         return math.floor(cache.fraction * layout.n_expert_total + 1e-9)
     n_bytes = cache.n_bytes if cache.mode == "bytes" else min(free_bytes, cache.n_bytes or free_bytes)
@@ -289,7 +289,8 @@ class Pool:
         return fit
 
     def _auto_fit(self) -> Fit:
-        """Returns the slots and the tokens of a pass that fit into the memory after everything else and the margin."""
+        """Returns the number of slots and the tokens of a pass for the memory that everything else and the margin
+        leave."""
         layout, sizes, memory, size = self.layout, self.sizes, self.memory, self.slot_bytes
         most, found = layout.n_expert_total, list[Fit]()
         if self.cache.n_bytes:
@@ -321,8 +322,8 @@ class Pool:
         return fit
 
     def _given_fit(self) -> Fit:
-        """Returns the slots of a given budget, and the best tokens of a pass that fit into the free memory
-        beside them."""
+        """Returns the number of slots in a given budget, and the best number of tokens in a pass whose buffers fit into
+        the free memory in addition to these slots."""
         layout, sizes, size, budget = self.layout, self.sizes, self.slot_bytes, f"{self.option}={str(self.cache)!r}"
         n_total, n_staged = layout.n_expert_total, self._staging_slots()
         n_held = budget_slots(self.cache, layout, size) - n_staged
@@ -349,10 +350,10 @@ class Pool:
         return best_fit(self.layout, found, self.sizes.n_ctx or PROMPT_TOKENS)
 
     def _given_fits(self, n_slots: int, most: int) -> list[Fit]:
-        """Returns the fits with a given number of slots from which to choose, for passes of at most `most` tokens.
+        """Returns the pairs of `n_slots` and a number of tokens in a pass, at most `most`, from which to choose.
 
-        A given number of tokens is kept, even if the memory is too small for it. A pass that is longer than usual must
-        leave the margin of the memory free.
+        If the user has set the number of tokens, there is only this choice, even if the memory is too small for it. A
+        pass that is longer than usual must leave the margin of the memory free.
         """
         sizes, layout, memory = self.sizes, self.layout, self.memory
         ubatches = self._ubatches(most)
@@ -363,7 +364,7 @@ class Pool:
         for n_ubatch in ubatches:
             is_longer = n_ubatch > sizes.usual_ubatch
             if is_longer and n_slots == layout.n_expert_total:
-                continue  # it would save nothing
+                continue  # every expert has a slot, so a longer pass would save nothing
             free_bytes = memory.usable_bytes if is_longer else memory.available_bytes
             if sizes.needs(layout, n_ubatch).total_bytes(n_slots) + beside <= free_bytes:
                 found.append((n_slots, n_ubatch))
@@ -391,7 +392,8 @@ class Pool:
     def _explain(self, fit: Fit, found: Sequence[Fit], why: str) -> None:
         """Sets the reason for the tokens of a pass, which were chosen among `found`.
 
-        why: the reason for fewer tokens than usual, if the pool is not too small for the usual number.
+        why: the reason to report if a pass has fewer tokens than usual, and neither the device nor the number of slots
+        is the cause.
         """
         (n_slots, n_ubatch), wanted, layout = fit, self.sizes.usual_ubatch, self.layout
         if n_ubatch == wanted:
@@ -422,7 +424,8 @@ class Pool:
 
 
 def pass_reason(n_ubatch: int, why: str, wanted: int | None = None) -> str:
-    """Returns a sentence about the tokens of a pass. wanted: the usual number, if it differs."""
+    """Returns a sentence about the tokens of a pass. wanted: the usual number of tokens, if `n_ubatch` differs from
+    it."""
     instead = f" instead of {wanted}" if wanted else ""
     return f"a prompt is read {n_ubatch} token{'s' * (n_ubatch > 1)} at a time{instead}: {why}"
 
@@ -494,12 +497,12 @@ def short_of(n_bytes: int, memory: Memory, where: str = "") -> Iterator[str]:
         )
 
 
-# RAM beside devices.
+# RAM while devices compute.
 
 
 def host_bytes(layout: ExpertLayout, n_ubatch: int) -> int:
-    """Returns the bytes of RAM that a model takes if a device computes all layers: token embeddings, pages of tables,
-    logits, and what is fixed."""
+    """Returns the bytes of RAM that a model takes if a device computes all layers: token embeddings, pages of row
+    tables, logits, and `fixed_bytes`."""
     rows = layout.embedding_bytes + row_pages_bytes(layout)
     return rows + 4 * n_ubatch * layout.n_vocab + fixed_bytes(layout)
 
@@ -519,8 +522,8 @@ def ram_slots(layout: ExpertLayout, cache: ExpertCache, ram: Memory, slot_bytes:
 def divide_ram_slots(total: int, n_on_cpu: int, n_below: int, least_on_cpu: int) -> tuple[int, int]:
     """Divides `total` slots in RAM. Returns (slots of layers that the CPU computes, slots that fill slots of devices).
 
-    They are in proportion to `n_on_cpu` and `n_below`, and never more than these. The CPU has at least `least_on_cpu`,
-    and devices have at least one unless `n_below` is 0.
+    Both numbers are in proportion to `n_on_cpu` and `n_below`, and never larger than these. The CPU has at least
+    `least_on_cpu` slots. At least one slot fills slots of devices unless `n_below` is 0.
     """
     n_cpu = max(least_on_cpu, round(total * n_on_cpu / (n_on_cpu + n_below)))
     n_cpu = min(n_on_cpu, n_cpu, total - min(1, n_below))
@@ -531,15 +534,16 @@ def divide_ram_slots(total: int, n_on_cpu: int, n_below: int, least_on_cpu: int)
 
 
 def _expert_room(task: Task, device: Device) -> tuple[Sizes, int]:
-    """Returns the sizes for a device that computes every layer, and its bytes for experts within its budget. They are
-    negative if not even everything else fits."""
+    """Returns the sizes for a device that computes every layer, and the bytes that the device has for experts within
+    its budget. The bytes are negative if the device cannot even hold everything else."""
     budget, layout = task.spec.vram_cache[0], task.layout
     sizes = choose_context(layout, task.device_sizes, device.free_bytes, budget)
     if budget.mode == "auto":
         free = device.free_bytes - sizes.needs(layout, sizes.usual_ubatch).total_bytes(0) - device.margin
         return sizes, min(free, budget.n_bytes or free)
     if budget.mode == "fraction" and budget.fraction >= 1:
-        return sizes, layout.n_expert_total * slot_bytes(layout)  # more than the experts' bytes if types differ
+        # slots fit the largest expert, so this may be more than `expert_bytes`
+        return sizes, layout.n_expert_total * slot_bytes(layout)
     return sizes, budget.n_bytes or round(budget.fraction * layout.expert_bytes)
 
 
@@ -636,8 +640,8 @@ def count_layers(layout: ExpertLayout) -> int:
 def share_out(total: int, shares: Sequence[int], most: Sequence[int], least: int) -> list[int]:
     """Divides `total` slots among several devices in proportion to `shares`.
 
-    No device gets more than its `most`; the other devices get the rest. No device gets fewer than `least`, if it can
-    have this number and there are enough slots.
+    No device gets more than its number in `most`; the other devices get the slots that are left. If there are enough
+    slots, each device gets at least `least`, or its `most` if that is smaller.
     """
     least = min(least, total // max(1, sum(of > 0 for of in most)))
     given = [min(of, least) for of in most]
@@ -655,10 +659,10 @@ def plan_slots(task: Task) -> Plan:
     """Returns the plan with slots on the machine's devices, and more slots below them in RAM.
 
     Devices also have the weights that every token uses, the context, the buffers of a pass and staging tensors. Each
-    device has the largest number of staging tensors (STAGING_TENSORS, 1 or none) that fits and pays (`_pays`), and none
-    if every expert has a slot. If the store's options set a number, these staging tensors lie beside the budget in
-    VRAM. Raises BudgetError, with the minimum, if a budget is too small. Raises OptionError for an impossible split or
-    number.
+    device has the largest number of staging tensors (STAGING_TENSORS, 1 or none) that fits and saves time (`_pays`).
+    There are none if every expert has a slot. If the store's options set the number of staging tensors, their bytes are
+    not part of the budget vram_cache. Raises BudgetError, with the minimum, if a budget is too small. Raises
+    OptionError for an impossible split or number.
     """
     wanted = task.spec.store.staging
     if wanted is not None and not 0 <= wanted <= STAGING_TENSORS:
@@ -668,7 +672,8 @@ def plan_slots(task: Task) -> Plan:
     refused: BudgetError | None = None
     try:
         without = _SlotsPlanner(task, 0).plan()
-    except BudgetError as error:  # also raised if an image needs a longer pass than slots allow
+    # also raised if an image needs a longer pass than the slots allow, which staging may solve
+    except BudgetError as error:
         refused = error
     tensors = range(STAGING_TENSORS, 0, -1) if wanted is None else [wanted] * (wanted > 0)
     for n in tensors if without is None or without.n_ram_slots else ():  # only if some expert has no slot on a device
@@ -692,8 +697,8 @@ def _pays(layout: ExpertLayout, n: int, staged: Plan, without: Plan | None) -> b
     """Returns True if it pays to stage prompts in `n` tensors.
 
     Several tensors pay if they take at most STAGING_SHARE of the memory for experts. One tensor pays if a typical
-    request then moves fewer bytes than with prompts in short passes, for which slots are exact. If slots hold one
-    token's experts in all layers without staging, they must also hold them with staging.
+    request then moves fewer bytes than without staging, where prompts are read in short passes so that slots give exact
+    results. If slots hold one token's experts in all layers without staging, they must also hold them with staging.
     """
     if staged.total_bytes > staged.available_bytes:
         return False
@@ -727,7 +732,7 @@ class _SlotsPlanner:
         self._split = None if self._is_alone else task.spec.tensor_split
         self._check_numbers()
         self._is_shared = len(self._vram) == 1 and self._vram[0].mode != "auto"  # one budget for all devices together
-        self._staging_bytes = staging_bytes(self._layout, n_staging)  # bytes on each device
+        self._staging_bytes = staging_bytes(self._layout, n_staging)  # bytes of the staging tensors on each device
         self._slot_tokens = min(slot_tokens(device.name) for device in self._devices)
         total, free = (sum(getattr(d, name) for d in self._devices) for name in ("total_bytes", "free_bytes"))
         where = f"the device{'s' * (n_devices > 1)} {self._names}"
@@ -827,8 +832,8 @@ class _SlotsPlanner:
         )  # fmt: skip
 
     def _device_of_layers(self) -> tuple[tuple[float, ...], list[int]]:
-        """Returns the tensor_split for llama.cpp, and the device of each layer. Unless it is given, the split follows
-        the memory that devices have for layers."""
+        """Returns the tensor_split for llama.cpp, and the device of each layer. Unless the user has set tensor_split,
+        the split is in proportion to the memory that devices have for layers."""
         n_gpu_layers, rooms = self._task.n_gpu_layers, list[int]()
         beside = self._needs.compute_bytes + self._staging_bytes
         for d, device in enumerate(self._devices):
@@ -882,8 +887,8 @@ class _SlotsPlanner:
         """Yields the most tokens of a pass that each memory allows, with its slots and the experts (`counts`) of its
         layers.
 
-        A memory with a slot for each of these experts sets no limit. Raises BudgetError for fewer slots than a token
-        needs.
+        A memory with a slot for each expert of its layers yields nothing, because it sets no limit. Raises BudgetError
+        for fewer slots than a token needs.
         """
         least = self._layout.n_expert_used
         names = [*(device.name for device in self._devices), None]

@@ -33,20 +33,21 @@ from moegguf.native.slot_sizes import matrices_of, pad, slot_sizes
 from moegguf.native.store import StoreOptions
 from moegguf.quantities import MIB, Link, parse_size
 
-SECONDS = 0.06  # seconds for each figure, in all turns together
-TURNS = 3  # spread over the measurement: other work on the machine comes in bursts, and only makes figures worse
+SECONDS = 0.06  # seconds to measure each figure, in all turns together
+TURNS = 3  # measurements of each figure, spread over time: other programs work in bursts, and only make figures worse
 DENSE_BYTES = 4 * MIB  # bytes of the matrix that stands for all weights outside of experts
 LEAST_SHARE = 0.05  # types with a smaller share of the weights outside of experts are not measured
-POOL_BYTES = 96 * MIB  # bytes of slots in each memory, used in turn: more than the caches of devices
-CACHES = 4  # the CPU's slots have at least this many times the bytes of its last cache
+POOL_BYTES = 96 * MIB  # bytes of slots in each memory, used in turn, so that devices cannot compute from their caches
+CACHES = 4  # the CPU's slots have at least this many times the bytes of its last-level cache, if enough memory is free
 MOST_SLOTS = 1024
 LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")  # a text like "32768K"
-GRAPH_SHARE = 0.85  # a model's kernels together reach this share of the speed of the experts' kernels
+GRAPH_SHARE = 0.85  # all kernels of a model together reach this share of the speed of the experts' kernels
 DISK_S = 0.15
 MEASURING_S = 120  # most seconds of the measuring process
 MOST_BLOCK_BYTES = 8 << 20
 SUPPOSED_LINK = Link(12e9)  # assumed for a device that could not be measured: half of PCIe 4 x16
-SUPPOSED_MEMORY_BYTES_PER_S = 270e9  # assumed for such a device: the slowest published card
+# assumed for a device that could not be measured: the slowest card with published figures
+SUPPOSED_MEMORY_BYTES_PER_S = 270e9
 MOST_READ_THREADS = 16  # most threads that read memory to estimate a speed
 BLOCK_BYTES = 512  # bytes in the unit of st_blocks
 DAMAGED = (KeyError, TypeError, ValueError, AttributeError, OSError, OptionError)
@@ -143,16 +144,18 @@ def expert_read_speed(
 
 
 def _speeds_of(facts: dict[str, Any]) -> Speeds:
-    """Makes speeds from a dictionary that `asdict` has returned. Raises one of DAMAGED."""
+    """Makes speeds from a dictionary that `asdict` has returned. Raises one of the exceptions in DAMAGED if the facts
+    are damaged."""
     return Speeds(**facts | {"copies": Link(**facts["copies"])})
 
 
 def measure_speeds(layout: ExpertLayout, device: str, n_threads: int, repack: bool, disk_bytes_per_s: float) -> Speeds:
     """Measures the speeds with copies of an expert of the model's largest layer. device: ggml's name.
 
-    Each figure is measured in TURNS turns, and the best one counts. The measurement takes a few seconds, and POOL_BYTES
-    on the device. In RAM it takes the largest of POOL_BYTES, CACHES times the CPU's last cache, and a token's experts
-    of one layer. Raises AllocationError, ExpertIOError, and OptionError if the device has no kernel for these experts.
+    Each figure is measured in TURNS turns, and the best one counts. The measurement takes a few seconds, and about
+    POOL_BYTES of memory on the device. In RAM it takes at least POOL_BYTES, and at least CACHES times the CPU's
+    last-level cache, but at most a quarter of the usable memory. Raises AllocationError, ExpertIOError, and OptionError
+    if the device has no kernel for these experts.
     """
     layer = max(layout.layers, key=lambda layer: layer.expert_bytes)
     of_layer, dense, seconds = layout.only([layer.il]), dense_types(layout), SECONDS / TURNS
@@ -173,11 +176,13 @@ def measure_speeds(layout: ExpertLayout, device: str, n_threads: int, repack: bo
         for number in dense:
             _, block, block_bytes = GGML_TYPES[number]
             n_blocks, is_whole = layout.hparams.n_embd // block, layout.hparams.n_embd % block == 0
-            if is_whole:  # rows of this type can be as wide as the model
+            if is_whole:  # a row of n_embd values is a whole number of blocks of this type
                 n_rows = max(64, DENSE_BYTES // (n_blocks * block_bytes))
                 shape = (1 << 10, n_blocks * block, n_rows, 0, 0, 0, n_rows * n_blocks * block_bytes)
                 matrix = (abi.Matrix * 1)(abi.Matrix(b"dense", 0, abi.DOWN, number, *shape))
-                with suppress(OptionError):  # the type may have no kernel for experts, but is not used for experts
+                # the device may lack a kernel for experts of this type, which no expert uses; the type is then not
+                # measured
+                with suppress(OptionError):
                     slots = max(2, POOL_BYTES // shape[-1]), max(2, min(MOST_SLOTS, ram_bytes // shape[-1]))
                     found = _measure(matrix, [], 0, 1, slots, *how, seconds / 2)
                     dense_turns.setdefault(number, []).append(found)
@@ -204,7 +209,7 @@ def measure_speeds(layout: ExpertLayout, device: str, n_threads: int, repack: bo
 
 
 def cpu_pool_bytes(usable_bytes: int) -> int:
-    """Returns the bytes of the slots with which the CPU is measured: more than its last cache holds, but at most a
+    """Returns the bytes of the slots with which the CPU is measured: several times its last-level cache, but at most a
     quarter of the usable bytes."""
     wanted = POOL_BYTES
     with suppress(OSError, ValueError):
@@ -242,7 +247,7 @@ def _measure(
     matrices: Any, paths: list[bytes], il: int, n_used: int, slots: tuple[int, int], device: str, n_threads: int,
     repack: bool, seconds: float,
 ) -> Any:  # fmt: skip
-    """Returns a struct moegguf_speeds. slots: number of slots on the device, and of the CPU."""
+    """Returns a struct moegguf_speeds. slots: the number of slots on the device, and the number of slots in RAM."""
     pad(matrices, [device])
     used = (c.c_int32 * (il + 1))()
     used[il] = n_used

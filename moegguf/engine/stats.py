@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 PRESENT_VALUES = frozenset({
     "n_slots", "n_experts", "slots_used", "pool_bytes", "staging_bytes", "n_threads", "bytes_per_s", "is_dropped",
 })  # fmt: skip
-PARTS = ("tiers", "drives")  # fields of `Stats` with several sets of figures
+PARTS = ("tiers", "drives")  # fields of `Stats` that are tuples of figures
 VRAM, RAM, CPU = "VRAM", "RAM", "CPU"  # names of tiers
 
 
@@ -66,9 +66,9 @@ class Lookups:
 class TierStats(Lookups):
     """Figures of one tier. `name` is "VRAM" for slots of a device and "RAM" for slots of the host.
 
-    "CPU" has the slots from which the CPU computes the layers that a device leaves to it. `device` is ggml's name of
-    the device that computes from the slots, or copies from them. A tier below another one counts the look-ups that
-    missed in that one. Its `stall_s` is the time in which a needed matrix was still being read from the file.
+    "CPU" has the slots from which the CPU computes the layers that a device leaves to it. `device` is ggml's name for
+    the device that computes from the slots, or copies from them. The tier "RAM" below "VRAM" counts only the look-ups
+    that missed in VRAM. Its `stall_s` is the time in which a needed matrix was still being read from the file.
     """
 
     name: str
@@ -76,15 +76,15 @@ class TierStats(Lookups):
 
     @property
     def key(self) -> tuple[str, str]:
-        """The name and the device, which identify a tier in figures of different times."""
+        """The name and the device, by which the same tier is found in an earlier `Stats`."""
         return self.name, self.device
 
 
 @dataclass(frozen=True)
 class DriveStats:
-    """Figures of one copy of the model's files: the file itself (`name` "file"), or a mirror ("mirror 1"). Two of them
-    are present values: `bytes_per_s`, the measured speed, and `is_dropped`, which is True after a failure of the copy.
-    """
+    """Figures of one copy of the model's files: the file itself (`name` "file"), or a mirror ("mirror 1"). Two fields
+    are present values and not counters: `bytes_per_s`, the measured speed, and `is_dropped`, which is True after a
+    failure of the copy."""
 
     name: str
     reads: int = 0
@@ -94,7 +94,7 @@ class DriveStats:
 
     @property
     def key(self) -> str:
-        """The name, which identifies a copy in figures of different times."""
+        """The name, by which the same copy is found in an earlier `Stats`."""
         return self.name
 
 
@@ -211,7 +211,7 @@ class Stats(Lookups):
 
     @property
     def tokens_per_draft_pass(self) -> float:
-        """Average number of tokens that an answer gains from a pass with a draft."""
+        """Average number of tokens that a pass with a draft adds to an answer: the accepted tokens and one more."""
         return 1 + _ratio(self.accepted_tokens, self.draft_passes)
 
     @property
@@ -231,14 +231,17 @@ class Stats(Lookups):
 
     @property
     def staging_overlap(self) -> float:
-        """Share of the time of staging copies in which no layer waited for them, or for the reads before them."""
+        """The part of the time of staging copies in which no layer waited, as a share. Layers wait for these copies,
+        and for the reads before them."""
         return max(0.0, 1 - _ratio(self.staging_stall_s, self.staging_copy_s)) if self.staging_copy_s else 0.0
 
     def link_bound_share(self, link_bytes_per_s: float) -> float:
-        """Returns the time that computing and the missed bytes need at this link speed, as a share of the time taken.
+        """Returns the time that computing and copying the missed bytes would need one after the other at this link
+        speed, as a share of the measured time.
 
-        1: only the processor and the link limit the speed. More than 1: computing went on while bytes came. Computing
-        is evaluation time without stall; the share is (compute + bytes missed / link_bytes_per_s) / evaluation time.
+        1: only the processor and the link limit the speed. More than 1: some bytes were copied while layers were
+        computed. The time of computing is the evaluation time without stalls; the share is (compute + bytes missed /
+        link_bytes_per_s) / evaluation time.
         """
         least_s = self.eval_s - self.stall_s + _ratio(self.bytes_missed, link_bytes_per_s)
         return _ratio(least_s, self.eval_s)
@@ -258,8 +261,8 @@ Figures = TypeVar("Figures", "Stats", "TierStats", "DriveStats")
 
 
 def _combined(now: Figures, before: Figures, operator: Callable[[Any, Any], Any]) -> Figures:
-    """Returns `now`, in which each counter is combined with the counter of `before`. Counters of a tier or a copy of
-    the files are combined if both have this tier or copy."""
+    """Returns `now`, in which `operator` has combined each counter with the same counter of `before`. Counters of a
+    tier or of a copy of the files are combined only if `before` has this tier or copy, too."""
     pairs = {each.name: (getattr(now, each.name), getattr(before, each.name)) for each in fields(now)}
     fixed = PRESENT_VALUES | {"name", "device", *PARTS}
     changed = {name: operator(*pair) for name, pair in pairs.items() if name not in fixed}

@@ -1,9 +1,9 @@
 """The compute threads of one context: a ggml thread pool, and the choice of how many of its threads compute.
 
-A build without OpenMP would create and destroy a thread pool for every part of a graph. The hook splits the graph of
-each layer, so that a tiny model would run at a tenth of its speed. OpenMP keeps its threads itself. The pool then only
-has the number of threads by which sums are divided (patches/fixed-partitions.patch), so that fewer threads change no
-bit.
+Without this pool, a build without OpenMP would create and destroy threads for every part of a graph. The expert hook
+splits the graph at every layer, so a tiny model would run at a tenth of its speed. OpenMP keeps its own threads between
+parts. With OpenMP the pool only fixes the number of parts into which sums are divided (patches/fixed-partitions.patch).
+So results have the same bits when fewer threads compute.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ from moegguf.native import library
 
 PARAMS_BYTES = 1024  # room for a struct ggml_threadpool_params (ggml.h), which only ggml reads: 528 bytes, or more
 PERIOD_S = 0.25  # seconds between decisions; the system counts processor time in steps of 0.01 s
-IDLE_S = 0.25  # seconds without a pass, after which earlier measurements of other processes do not count
-MEMORY_S = 10.0  # seconds for which a measured time per token is compared, before it is measured again
-GAIN = 0.95  # another number of threads must be faster by this factor than the number of free processors
-LOWER_AT, RAISE_AT = (0.4, 0.25)  # share of a processor in use by others: one thread less above, one more below
+IDLE_S = 0.25  # seconds without a pass, after which the measured use of processors is ignored
+MEMORY_S = 10.0  # seconds for which a measured time per token is valid
+# another number of threads is used if its time per token is below this share of the time with as many threads as free
+# processors
+GAIN = 0.95
+# use of a processor by other processes, as a share: above 0.4 it loses its compute thread, below 0.25 it gets one again
+LOWER_AT, RAISE_AT = (0.4, 0.25)
 
 
 class Threadpool:
-    """The threads of one context, for single tokens and for batches. The constructor attaches them; close this object
-    after the context.
+    """The compute threads of one context, for single tokens and for batches. The constructor attaches the threads to
+    the context. Close this object after the context.
 
     Raises AllocationError if the threads cannot be created.
     """
@@ -56,7 +59,7 @@ class Threadpool:
         return pool
 
     def close(self) -> None:
-        """Ends the threads. Twice is harmless."""
+        """Ends the threads. A second call does nothing."""
         while self._pools:
             self._free(self._pools.pop())
 
@@ -70,13 +73,14 @@ class ThreadGovernor:
     Compute threads wait for each other after every operation. If one of them shares a processor with another process,
     all wait for slices of the scheduler, hundreds of times a token. Fewer threads are then faster, up to a hundred
     times for a small model. Counts of involuntary context switches do not show this, because a thread that waits for a
-    descheduled one sleeps voluntarily. The processor time of other processes shows it for any number of own threads.
+    descheduled one sleeps voluntarily. The processor time that other processes use shows the conflict for any number of
+    own threads.
     """
 
     def __init__(self, n_cpu: int, n_max: int) -> None:
         self._n_cpu = n_cpu
         self._n_max = n_max
-        self._n_free = n_max  # number of threads that the free processors suggest
+        self._n_free = n_max  # number of threads that follows from the number of free processors
         self._token_s: dict[int, tuple[float, float]] = {}  # number of threads: (seconds per token, time of measuring)
         self.n_threads = n_max
 
@@ -91,12 +95,12 @@ class ThreadGovernor:
         n_free = max(1, min(max(self._n_free, at_least), at_most, self._n_max))
         if n_free != self._n_free:
             self._n_free = n_free
-            self._token_s.clear()  # measured under another load
+            self._token_s.clear()  # the known times were measured under another load
         if token_s is not None:
             self._token_s[self.n_threads] = token_s, now_s
         known = self._token_s = {n: found for n, found in self._token_s.items() if now_s - found[1] < MEMORY_S}
         self.n_threads = self._n_free
-        if self._n_free in known:  # another number may be known to be faster under this load
+        if self._n_free in known:  # another number of threads may have been measured to be faster under this load
             best = min(known, key=lambda n: known[n])
             if known[best][0] < GAIN * known[self._n_free][0]:
                 self.n_threads = best
@@ -104,7 +108,7 @@ class ThreadGovernor:
 
 
 class GovernedThreads:
-    """Changes the number of threads with which a context computes, as other processes come and go.
+    """Adapts the number of threads with which a context computes to the processors that other processes leave free.
 
     stall_s: returns the seconds that the context has waited for experts so far.
     """
@@ -125,13 +129,14 @@ class GovernedThreads:
         return self._governor.n_threads
 
     def before_pass(self) -> None:
-        """Decides again if the last decision is old enough. After idle time, only begins a new measurement."""
+        """Chooses the number of threads again if the last choice is at least PERIOD_S old. After an idle time, only
+        starts a new measurement of other processes."""
         now_s = time.perf_counter()
         if now_s - self._begun_s < PERIOD_S:
             return
         stalled_s, others, before = self._stall_s(), self._use.others(), self.n_threads
         if now_s - self._ended_s < IDLE_S:
-            token_s = None  # computing time of a token; None unless only single tokens were computed
+            token_s = None  # seconds of computing per token; None if a pass had several tokens, or if there was no pass
             if self._decoded:
                 token_s = max(sum(self._decoded) - (stalled_s - self._stalled_s), 0.0) / len(self._decoded)
             n_threads = self._governor.decide(now_s, others, token_s)

@@ -1,9 +1,9 @@
-"""Tries a model in a separate process the first time that its file is loaded: if llama.cpp aborts, only this process
-ends.
+"""Tries a model in a separate process the first time that its file is loaded. If llama.cpp aborts, only the separate
+process ends.
 
-With a projector it also reads an image. The verdict is kept (`known_facts`) for the bytes of the headers, and for the
-options that change what is computed. The trial ends before the load begins, so that memory is never taken twice.
-MOEGGUF_TRIAL_LOAD=0 skips the trial; "again" repeats it.
+With a projector the trial also reads an image. The verdict is kept (`known_facts`). It is valid for the same header
+bytes, and for the same values of options that change results. The trial ends before the load begins, so that memory is
+never taken twice. MOEGGUF_TRIAL_LOAD=0 skips the trial; "again" repeats it.
 """
 
 from __future__ import annotations
@@ -39,14 +39,17 @@ OPTIONS = frozenset(
      "tensor_split", "type_k", "type_v", "vocab_only", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow",
      "yarn_ext_factor", "yarn_orig_ctx"}
 )  # fmt: skip
-N_CTX, N_BATCH, N_PASS_EXPERTS = (256, 8, 4)  # tokens: of the context, of a batch, and with slots for their experts
-N_IMAGE_TOKENS = 1024  # tokens of context for an image; the text model does not read a larger one
+# tokens of the context, tokens of a batch, and tokens whose experts have slots
+N_CTX, N_BATCH, N_PASS_EXPERTS = (256, 8, 4)
+N_IMAGE_TOKENS = 1024  # tokens of context for the trial's image; an image with more tokens is not evaluated
 MAX_IMAGE_THREADS = 4
 CPU_S, CPU_BYTES_PER_S = (20, 50 << 20)  # limit of computing time: CPU_S, and a second for each 50 MiB of dense weights
-MAX_PATCHES, CPU_PATCH_BYTES_PER_S = 4096, 4 << 30  # more time for an image: each patch passes the projector
-WALL_S, DISK_BYTES_PER_S = 90, 5 << 20  # limit of all time, with waiting for the disk
-SPARE_BYTES = 1 << 30  # the limit of memory is twice the need, plus these bytes
-COMPILE_S = 600  # more seconds with a GPU: its driver may compile kernels at their first use, and then keeps them
+# the limit is longer for an image: the projector's weights are multiplied with each patch, at most MAX_PATCHES times
+MAX_PATCHES, CPU_PATCH_BYTES_PER_S = 4096, 4 << 30
+# limit of the whole time, which includes waiting for the disk: WALL_S, and a second for each 5 MiB of dense weights
+WALL_S, DISK_BYTES_PER_S = 90, 5 << 20
+SPARE_BYTES = 1 << 30  # the memory limit is twice the bytes that the trial needs, plus these bytes
+COMPILE_S = 600  # seconds to add to the limits if there is a GPU: its driver may compile kernels at their first use
 POLL_S = 0.1
 # Signals that the file does not cause: the system ends a process for lack of memory, or a user ends it.
 OUTSIDE_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
@@ -72,9 +75,9 @@ class Request:
 
 
 Outcome = tuple[str, bool]
-"""Why a process ended, "" when the model passed, and whether it would end so again."""
+"""(reason why the trial failed, or "" if the model passed; True if another trial would have the same result)."""
 
-NO_VERDICT: Outcome = "", False  # only the load itself can show the result
+NO_VERDICT: Outcome = "", False  # the trial has no result: only the load itself can show if the model works
 
 
 def try_first(
@@ -109,7 +112,8 @@ def try_first(
 
 
 def _tried(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options that matter for a trial, without values that JSON cannot express."""
+    """Returns the options in OPTIONS, which can change the result of a trial, without values that JSON cannot
+    express."""
     chosen = dict[str, Any]()
     for name, value in sorted(options.items()):
         if name in OPTIONS and (value is not None or name == "flash_attn"):
@@ -134,7 +138,8 @@ def _request(layout: ExpertLayout, options: dict[str, Any], projector: Projector
     n_slots = min(N_PASS_EXPERTS * layout.n_expert_used, max(layout.n_expert, layout.n_expert_used))
     n_slots = max(n_slots, layer_slots(layout, n_image))
     pool_bytes = n_slots * slot_bytes(layout) if layout.is_moe else 0
-    # One thread: several would spend the limited computing time on waiting for each other. An image takes seconds.
+    # Texts are computed with one thread: several threads would spend the limited computing time on waiting for each
+    # other. An image takes seconds of computing, so up to MAX_IMAGE_THREADS threads read it.
     n_threads_batch = min(count_cpus(), MAX_IMAGE_THREADS) if projector is not None else 1
     size: dict[str, Any] = {
         "n_ctx": n_ctx, "n_batch": N_BATCH, "expert_cache": pool_bytes or "auto", "vram_cache": "", "context_store": 0,
@@ -142,7 +147,8 @@ def _request(layout: ExpertLayout, options: dict[str, Any], projector: Projector
         "mmproj": str(projector.path.absolute()) if projector is not None else None,
     }  # fmt: skip
     needs = Sizes(n_ctx, projector=projector).needs(layout, max(N_BATCH, n_image)).total_bytes(n_slots) + beside
-    on_device = bool(options.get("n_gpu_layers"))  # drivers map far more memory than they use
+    # there is no memory limit then, because drivers map far more memory than they use
+    on_device = bool(options.get("n_gpu_layers"))
     return Request(
         path=str(layout.shards[0].path.absolute()),
         options=size | options,
@@ -161,9 +167,11 @@ def _verdict(layout: ExpertLayout, options: Mapping[str, Any], projector: Projec
 
 
 def _run(request: Request, waiting: Callable[[], object]) -> Outcome:
-    """Starts the trial process and waits for its end. The process also ends if this process ends: it watches its stdin.
+    """Starts the trial process and waits for its end. The trial process also ends if this process ends, because its
+    stdin is then closed.
 
-    Raises AllocationError if it took far more memory than it should, ExpertIOError if the file could not be read.
+    Raises AllocationError if the trial took far more memory than it should, and ExpertIOError if the file could not be
+    read.
     """
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GGML_NO_BACKTRACE"), "1")
     try:
@@ -172,7 +180,8 @@ def _run(request: Request, waiting: Callable[[], object]) -> Outcome:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # The trial has the store even if the load goes without it: a load without it may take all of the memory.
+            # The trial uses the expert store even if the load will not: without the store, the trial could take all
+            # memory.
             env=child_environment(MOEGGUF_TRIAL_LOAD="0", MOEGGUF_HOOKS="1", **threads),
             start_new_session=True,
         )
@@ -203,13 +212,14 @@ def _outcome(code: int, answer: bytes, log: str, cpu_s: int) -> Outcome:
             found = json.loads(answer)
             reason, kind = str(found["reason"]), str(found["kind"])
         except (ValueError, KeyError, TypeError):
-            return NO_VERDICT  # the output may be another program's
+            return NO_VERDICT  # the output may come from a program that is not the trial process
         if kind == "memory":
             raise AllocationError(f"a trial load took more memory than planned ({reason}); free memory")
         if kind == "known":
             return NO_VERDICT  # the load itself raises this error
         return f"a trial load failed ({reason})" if reason else "", True
-    if code > 0:  # llama.cpp never exits with a code: another program than Python ran, or it did not find this package
+    # llama.cpp never exits with such a code: the program was not Python, or Python did not find this package
+    if code > 0:
         return NO_VERDICT
     if code == -signal.SIGXCPU:
         return f"{TOO_LONG} {cpu_s} s of computing", not has_gpu()
@@ -228,5 +238,6 @@ def describe(error: BaseException) -> dict[str, str]:
     text = f"{type(error).__name__}: {error}"[:300]
     if isinstance(error, MemoryError):
         return {"kind": "memory", "reason": text}
-    known = isinstance(error, MoeggufError | OSError | ImportError)  # not the file's fault, or raised again by the load
+    # known errors are not the file's fault, or the load itself raises them again
+    known = isinstance(error, MoeggufError | OSError | ImportError)
     return {"kind": "known" if known else "bare", "reason": text}

@@ -1,7 +1,7 @@
 """The process of a trial load: `python -m moegguf.engine.trial_process REQUEST`, a trial.Request in JSON.
 
-Does briefly with a model what users do: loads it with room for a few experts, tokenizes, reads a prompt, generates.
-Writes a line of JSON to stdout, and ends when its stdin closes.
+Uses a model briefly as users do: loads it with slots for a few experts, tokenizes texts, evaluates a prompt, and
+generates some tokens. Writes a line of JSON to stdout, and ends when its stdin closes.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ TEXTS = (
     "\x00\x7f  x" * 9,
 )
 N_NEW = 3
-IMAGE_WIDTH, IMAGE_HEIGHT = 100, 60  # not a square, and no whole number of patches
+IMAGE_WIDTH, IMAGE_HEIGHT = 100, 60  # the trial's image is not a square, and its sides are no whole number of patches
 
 
 def _limit(memory_bytes: int, cpu_s: int) -> None:
-    """Limits the memory and the computing time of this process, and makes it the first that the system ends without
-    memory."""
+    """Limits the memory and the computing time of this process. If the machine runs out of memory, the system ends this
+    process first."""
     limits = [(resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, cpu_s)]
     if memory_bytes:
         limits.append((resource.RLIMIT_DATA, memory_bytes))
@@ -67,12 +67,13 @@ def _try(request: dict[str, Any]) -> None:
         llm.eval([0] * (N_BATCH + 1))
         llm.create_completion([0], max_tokens=N_NEW)
         if llm.reads_images:
-            with suppress(MoeggufError):  # the user's first image raises this, too; texts still work
+            with suppress(MoeggufError):  # the user's first image will raise this error, too; texts still work
                 read_an_image(llm)
 
 
 def read_an_image(llm: Llama) -> None:
-    """Reads a small image between two texts, as far as they fit into the context. Raises what the projector raises."""
+    """Evaluates a small image between two texts. Stops before an image that does not fit into the context. Raises what
+    the projector raises."""
     from moegguf.engine.projector import Image
 
     reader, at = llm.context.open_projector(), 0
@@ -100,7 +101,7 @@ def main() -> None:
     answer = {"kind": "passed", "reason": ""}
     try:
         _try(request)
-    except BaseException as error:  # the process ends right after its answer
+    except BaseException as error:  # every exception, because the process only reports it and ends
         answer = describe(error)
     os.write(1, json.dumps(answer).encode())
     os._exit(0)  # the end of the process frees everything

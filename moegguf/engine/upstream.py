@@ -23,12 +23,12 @@ _bindings = library.llama_cpp()
 _bindings.llama_adapter_lora_init.errcheck = lambda adapter, *_: adapter or None
 
 Floats = npt.NDArray[np.float32]
-ADDED_TOKENS = 8  # room for BOS, EOS and a leading space, beside one token per byte
+ADDED_TOKENS = 8  # room for BOS, EOS and a leading space, in addition to one token per byte
 
 
 class BoundedTokenizer(_bindings.LlamaTokenizer):  # type: ignore[name-defined]  # found at run time
-    """llama-cpp-python's tokenizer, with memory for the text's length instead of the context length that the file
-    claims."""
+    """llama-cpp-python's tokenizer, but with a buffer for as many tokens as the text has bytes. llama-cpp-python's
+    buffer has the context length that the file claims."""
 
     def tokenize(self, text: bytes, add_bos: bool = True, special: bool = True) -> list[int]:
         """Returns the tokens of a text. Raises OptionError for a text that llama.cpp cannot tokenize."""
@@ -92,7 +92,8 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
     n_tokens: int
     input_ids: npt.NDArray[np.intc]
     _batch: Any
-    _requires_eval: bool  # True: the last row of logits belongs to other tokens than the context, or to another request
+    # True: the last row of logits does not belong to the context's present tokens, or belongs to another request
+    _requires_eval: bool
     _grammar: GrammarMask | None = None  # grammar of the request that samples now
     tokenizer_: Any
 
@@ -134,7 +135,8 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
 
     @metadata.setter
     def metadata(self, _: Mapping[str, str]) -> None:
-        # llama-cpp-python returns no metadata if one text is not UTF-8, or if llama.cpp cuts a character of one.
+        # llama-cpp-python returns no metadata at all if one text is not UTF-8, or if llama.cpp cuts a text within a
+        # character.
         self._metadata = _metadata(self._model.model)
 
     @classmethod
@@ -175,8 +177,8 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
     def generate(
         self, *arguments: Any, stopping_criteria: Sequence[Any] | None = None, **options: Any
     ) -> Generator[int, Sequence[int] | None, None]:
-        """Yields tokens as in llama-cpp-python. Also ends if a grammar allows no further token, without an end-of-text
-        token. Raises OptionError if there is no token to begin with."""
+        """Yields tokens as in llama-cpp-python. Also ends if a grammar allows no further token; no end-of-text token is
+        yielded then. Raises OptionError if there is no token to begin with."""
         tokens = arguments[0] if arguments else options.get("tokens", ())
         if not len(tokens) and (options.get("reset", True) or not self.n_tokens):
             raise OptionError("there is nothing to continue: the prompt has no tokens of this model's vocabulary.")
@@ -203,7 +205,8 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
         **options: Any,
     ) -> Iterator[Any]:
         stopping_criteria = self._with_grammar_end(stopping_criteria, options)
-        if logits_processor is not None and logit_bias:  # the base class would lose both: list.extend() is None
+        # the base class would lose both, because it uses the result of list.extend(), which is None
+        if logits_processor is not None and logit_bias:
             logits_processor = _bindings.LogitsProcessorList([*logits_processor, _bias(logit_bias)])
             logit_bias = None
         return super()._create_completion(

@@ -27,7 +27,8 @@ class Vocabulary:
     def piece(self, token: int, *, special: bool = False) -> bytes:
         """Returns the bytes that a token adds to the text. Control tokens (<|im_start|>) add bytes only with `special`.
 
-        A code point may be spread over several tokens. llama-cpp-python's detokenize() cuts tokens above 32 bytes.
+        A code point may be spread over several tokens. llama-cpp-python's detokenize() would cut tokens that are longer
+        than 32 bytes.
         """
         size = 64
         while True:
@@ -38,7 +39,8 @@ class Vocabulary:
             size = -n
 
     def all_pieces(self) -> list[bytes]:
-        """Returns the pieces of all tokens, shape [n_tokens], with control tokens. Reads them at each call."""
+        """Returns the pieces of all tokens, shape [n_tokens], with control tokens. The list is made anew by each
+        call."""
         return [self.piece(token, special=True) for token in range(self.n_tokens)]
 
     def is_end(self, token: int) -> bool:
@@ -62,7 +64,7 @@ class Vocabulary:
         return tokens[0] if len(tokens) == 1 else None
 
     def check(self, tokens: Iterable[int]) -> None:
-        """Raises OptionError for a number that is no token of this model."""
+        """Raises OptionError if one of these numbers is not a token of this model."""
         bad = next((token for token in tokens if not 0 <= token < self.n_tokens), None)
         if bad is not None:
             raise OptionError(f"{bad} is no token of this model, which has 0 to {self.n_tokens - 1}.")

@@ -1,8 +1,8 @@
-"""Warm start: fetches the experts that earlier runs of a model used most at its load, so that its first tokens hit,
-too.
+"""Warm start: when a model is loaded, fetches the experts that its earlier runs used most, so that the first tokens
+hit, too.
 
-These experts only take free slots, and every read for which a layer waits comes first. The most used ones go into the
-tier from which layers compute, and the next ones into RAM below.
+These experts only take free slots. Reads for which a layer waits come before the reads of a warm start. The most used
+ones go into the tier from which layers compute, and the next ones into RAM below.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ HALF_LIFE_PASSES = 4096  # passes of a run after which the uses of earlier runs 
 
 
 def start_warm(session: Session, artifacts: Artifacts) -> None:
-    """Requests the most used experts, as many as the tiers have slots. A pool with a slot for every expert fills
-    itself."""
+    """Requests as many of the most used experts as all tiers together have slots. A pool with a slot for every expert
+    fills itself."""
     store = session.store
     uses = None if store.info()["resident"] else artifacts.uses(MoeShape.of(session.layout))
     if uses is not None:

@@ -17,7 +17,7 @@ class AdapterHeader:
     """Facts about an adapter file."""
 
     shard: Shard
-    n_bytes: int  # bytes of its matrices, which stay in memory in addition to the model
+    n_bytes: int  # bytes of the adapter's matrices, which stay in memory in addition to the model
 
 
 def read_adapter(path: str | os.PathLike[str], arch: str | None = None) -> AdapterHeader:

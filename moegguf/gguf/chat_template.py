@@ -17,14 +17,15 @@ class ThinkMarks:
     sign: str = ""  # text by which a template with these marks is recognized; "": `close`
 
     def begun_by(self, prompt_end: str) -> bool:
-        """Returns whether a prompt with this end has opened the thinking: only white space follows the last opening
+        """Returns True if a prompt with this end has opened the thinking: only white space follows the last opening
         mark."""
         _, mark, after = prompt_end.rpartition(self.open)
         return bool(mark) and not after.strip()
 
 
 HARMONY = "<|channel|>"
-"""Starts a channel of gpt-oss, which writes every part of an answer into one: analysis, commentary or final."""
+"""Starts a channel in an answer of gpt-oss, which writes every part of an answer into a channel: analysis, commentary
+or final."""
 
 CHATML = (
     "{%- for message in messages -%}\n"
@@ -37,7 +38,8 @@ CHATML = (
 """The chat template of models that have none, as in llama-server."""
 
 CHATML_END = "<|im_end|>"
-"""Ends a message in CHATML. It is text where the model's vocabulary has no token of this name."""
+"""Ends a message in CHATML. The tokenizer treats it as ordinary text if the model's vocabulary has no token of this
+name."""
 
 THINK_MARKS = (
     ThinkMarks("[THINK]", "[/THINK]"),  # Magistral, Ministral
@@ -57,7 +59,7 @@ _INSERT = re.compile(r"<\|fim_prefix\|>|<fim_prefix>|<\|fim▁begin\|>|<｜fim�
 
 
 def has_channels(template: str) -> bool:
-    """Returns whether a model with this template writes each part of an answer as a message with a header (a
+    """Returns True if a model with this template writes each part of an answer as a message with a header (a
     channel)."""
     return HARMONY in template or _SELF in template
 

@@ -31,8 +31,8 @@ HEADS_TENSOR = "nextn.eh_proj.weight"  # every multi-token-prediction head has t
 # Architectures whose multi-token-prediction heads may draft, because moegguf's tests cover them. For these heads
 # llama.cpp needs only a KV cache, and the models can take back drafted tokens.
 HEADS_ARCHS = ("glm4moe", "qwen35moe", "nemotron_h_moe", "deepseek4")
-# This tensor is read row by row from the file if llama.cpp runs one of these architectures (TENSOR_READ_LAZY in
-# src/models).
+# llama.cpp reads this tensor row by row from the file if the model has one of the architectures in ROW_TABLE_ARCHS
+# (TENSOR_READ_LAZY in src/models).
 ROW_TABLE = "per_layer_token_embd.weight"
 ROW_TABLE_ARCHS = ("qwen4exp", "gemma4")
 _SAMPLING: dict[str, tuple[str, type[int] | type[float]]] = {
@@ -58,7 +58,8 @@ class ExpertMatrix:
     shard: int  # index into ExpertLayout.shards
     offset: int  # position of expert 0, in bytes from the start of the shard
     expert_bytes: int
-    padding_bytes: int = 0  # bytes after each expert in a slot that kernels of devices may read; not in the file
+    # bytes after each expert in a slot, which kernels of devices may read; the file does not have them
+    padding_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -114,9 +115,10 @@ class ExpertLayout:
     routers: tuple[RouterTensor, ...] = ()
     looked_up_bytes: int = 0  # bytes of the embedding matrix if it is not also the output matrix, else 0
     layer_dense_bytes: Mapping[int, int] = field(default_factory=dict)  # {il: the layer's part of dense_bytes}
-    n_layer_nextn: int = 0  # multi-token-prediction layers at the end that can draft
-    loads_heads: bool = False  # multi-token-prediction layers are loaded, without slots (`with_heads`)
-    has_long_rope: bool = False  # the file has rotary factors for long contexts
+    n_layer_nextn: int = 0  # number of multi-token-prediction layers at the end of the model that can draft
+    # True: the multi-token-prediction layers are loaded, and their experts have no slots (`with_heads`)
+    loads_heads: bool = False
+    has_long_rope: bool = False  # True: the file has rotary factors for long contexts
     row_tables: tuple[RowTable, ...] = ()  # tables that stay in the file, from which single rows are read
 
     def check_unchanged(self) -> None:
@@ -208,7 +210,7 @@ class ExpertLayout:
     @property
     def chat_template(self) -> str | None:
         """The model's chat template (Jinja); None if the file has none. If the file has only a template for
-        conversations with tools, returns this one."""
+        conversations with tools, the value is that template."""
         value = self.metadata.get("tokenizer.chat_template")
         is_text = isinstance(value, str) and value not in ("", "chatml")
         return str(value) if is_text else self.tool_template
@@ -285,10 +287,11 @@ def _layout(path: Path, _versions: tuple[FileVersion | None, ...], vocab_only: b
     embedding_bytes = embedding.n_bytes if embedding else 0
     is_tied = "output.weight" not in tensors
     n_rows = embedding.shape[1:2] if embedding else ()
-    has_head = f"blk.{hparams.n_layer}.{HEADS_TENSOR}" in tensors  # llama.cpp computes only one such layer
+    # only one layer is checked, because llama.cpp computes only one multi-token-prediction layer
+    has_head = f"blk.{hparams.n_layer}.{HEADS_TENSOR}" in tensors
     can_draft = has_head and hparams.arch in HEADS_ARCHS and hparams.n_layer_all == hparams.n_layer + 1
     if files[0].metadata.get("deepseek4.attention.indexer.key_length") == hparams.key_length:
-        can_draft = False  # llama.cpp would divide by zero, the width of an empty cache
+        can_draft = False  # llama.cpp would divide by the width of an empty cache, which is zero
     return ExpertLayout(
         arch=hparams.arch,
         shards=tuple(file.shard for file in files),

@@ -1,5 +1,5 @@
-"""Computes digests that identify a trained model (by its routers), a file (by its header), or the bytes now on this
-disk.
+"""Computes digests that identify a trained model (by its routers), a file (by its header), or a file on this disk with
+its present bytes.
 
 What was learned from a model is used for every file with the same routers (`fingerprint`). Routers are small, and
 differ between trainings. They are rarely quantised. So the quantisations of one model usually share a fingerprint, and
@@ -54,9 +54,9 @@ def weights_digest(shards: tuple[Shard, ...]) -> str:
     """Returns 32 hex digits of a SHA-256 over the inodes, sizes and times of files as their headers were read, and
     over the page in the middle of each tensor. Raises ExpertIOError when a file cannot be read.
 
-    Every write changes a file's change time, except on file systems that do not keep it. On those, the pages
-    distinguish another training or quantisation, which changes every tensor. They miss a write that changes none of
-    these pages.
+    Every write changes a file's change time, except on file systems that keep no change time. On such file systems the
+    pages reveal another training or quantisation, because it changes every tensor. A write that changes none of the
+    pages is not detected there.
     """
     digest = hashlib.sha256()
     for shard in shards:

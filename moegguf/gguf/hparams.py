@@ -23,8 +23,8 @@ class Hparams:
     blocks."""
 
     arch: str
-    n_layer_all: int  # all blocks in the file
-    n_layer: int  # blocks, the multi-token-prediction blocks at the end left out
+    n_layer_all: int  # number of all blocks in the file
+    n_layer: int  # number of blocks without the multi-token-prediction blocks at the end
     n_ctx_train: int
     n_embd: int
     n_expert: int
@@ -35,14 +35,15 @@ class Hparams:
     n_ff_exp: tuple[int, ...]
     key_length: int
     value_length: int
-    is_mla: bool  # the model has multi-head latent attention
-    key_lengths: tuple[int, ...]  # a head's key length; then in sliding-window layers, if it differs there
+    is_mla: bool  # True: the model has multi-head latent attention
+    # key length of a head, and as a second item the key length in sliding-window layers if it is different
+    key_lengths: tuple[int, ...]
     value_lengths: tuple[int, ...]
 
 
 class Keys:
-    """Reads keys `ARCH.NAME` of one architecture, or of another prefix, and checks type and range. Every error is a
-    ModelFormatError that names the key."""
+    """Reads keys `ARCH.NAME`, where ARCH is an architecture or another prefix, and checks the type and range of each
+    value. Every error is a ModelFormatError that names the key."""
 
     def __init__(self, arch: str, file: GgufFile) -> None:
         self.arch = arch
@@ -127,7 +128,8 @@ def read_hparams(file: GgufFile) -> Hparams:
 def _read_expert_counts(keys: Keys, n_layer: int) -> tuple[int, tuple[int, ...]]:
     n_expert = keys.number("expert_count", high=MAX_EXPERTS)
     used = keys.per_layer("expert_used_count", n_layer, MAX_EXPERTS)
-    if n_expert <= 1 and keys.arch.startswith("hunyuan"):  # dense models of this family; llama.cpp accepts them
+    # dense models of the hunyuan family have these keys, and llama.cpp accepts them
+    if n_expert <= 1 and keys.arch.startswith("hunyuan"):
         return 0, (0,) * n_layer
     if max(used) > n_expert:
         raise keys.fail("expert_used_count", f"a token cannot use {max(used)} of {n_expert} experts")

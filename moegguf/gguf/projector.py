@@ -34,10 +34,10 @@ class ProjectorHeader:
 
     shard: Shard
     kind: str
-    weight_bytes: int  # bytes of its tensors
+    weight_bytes: int  # bytes of the projector's tensors
     n_embd: int
     n_ff: int
-    n_patches: int  # most patches of an image
+    n_patches: int  # largest number of patches in an image
     one_pass_tokens: int  # most image tokens that one pass must have together; 0: images may be split
 
     @property

@@ -56,7 +56,7 @@ class Cursor:
             self.fail(f"needs {n} bytes but the file ends at {self.size}; {FETCH_AGAIN}")
 
     def take(self, n: int) -> bytes:
-        """Reads the next `n` bytes. Callers ask for no more than a chunk."""
+        """Reads the next `n` bytes. `n` must not be larger than a chunk."""
         self._check_end(n)
         data = self.file.read(n)
         if len(data) < n:
@@ -106,7 +106,7 @@ class Cursor:
                 if n > self.size:
                     self.skip(n)
                 seek(n, os.SEEK_CUR)
-        except struct.error:  # end of the file: take() raises the error
+        except struct.error:  # the file ends here; take() raises the error
             self.take(8)
         self._check_end(0)
 
@@ -200,12 +200,12 @@ class FileVersion:
         return self.dev, self.ino, self.n_bytes, self.mtime_ns, self.ctime_ns
 
     def is_as_read(self, fd: int) -> bool:
-        """Returns whether the open file `fd` is the file of this version and unchanged."""
+        """Returns True if the open file `fd` is the file of this version, and is unchanged."""
         return FileVersion.of(self.path, os.fstat(fd)).identity == self.identity
 
     def is_changed(self) -> bool:
-        """Returns whether the file at this path was written to or replaced since. Returns False if there is no file
-        now."""
+        """Returns True if the file at this path was written to or replaced after this version was recorded. Returns
+        False if there is no file now."""
         now = FileVersion.now(self.path)
         return now is not None and now.identity != self.identity
 
@@ -384,13 +384,12 @@ def _read_tensors(cur: Cursor, n_tensors: int, alignment: int) -> tuple[int, tup
 
 
 def _open(path: str | os.PathLike[str]) -> BinaryIO:
-    """Opens the file for reading, without waiting for the writer of a FIFO. Raises OSError or ValueError."""
+    """Opens the file for reading. If the file is a FIFO, does not wait for a writer. Raises OSError or ValueError."""
     return open(path, "rb", CHUNK_BYTES, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
 
 
 def is_other_kind(path: str | os.PathLike[str]) -> bool:
-    """Returns whether the file at `path` can be opened but does not begin with "GGUF"; a pipe is also of another
-    kind."""
+    """Returns True if the file at `path` can be opened but does not begin with "GGUF". Also returns True for a pipe."""
     try:
         with _open(path) as file:
             return file.read(len(MAGIC)) != MAGIC

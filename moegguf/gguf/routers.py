@@ -77,7 +77,8 @@ def read_routers(layout: ExpertLayout) -> Routers:
         if f"blk.{layer.il}.ffn_gate_tid2eid.weight" not in tensors:
             routers[layer.il] = _read_router(layout, layer, tensors)
     n_group = max(1, _whole(layout, "expert_group_count", 1))
-    n_used = _whole(layout, "expert_group_used_count", 1) if n_group > 1 else 1  # may be 0 in files without groups
+    # files without groups may have the value 0
+    n_used = _whole(layout, "expert_group_used_count", 1) if n_group > 1 else 1
     return Routers(read_gating(layout), routers, n_group, n_used)
 
 

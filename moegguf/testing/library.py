@@ -1,4 +1,4 @@
-"""Loads libmoegguf-testing, with which operations of the store fail or its bookkeeping becomes wrong."""
+"""Loads libmoegguf-testing, which can make operations of the store fail, or the store's bookkeeping wrong."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@
 // - Binding a quantised tensor zeroes the padding after it. Kernels read rows up to the end of this padding, and return
 //   NaN if the padding has wrong bytes.
 // - Fresh memory is full of NaN, and so is memory that a copy under way writes. Freed memory can no longer be accessed.
-// - Copies are done in pieces, in any order, also from memory that is not pinned.
+// - Copies are done in two halves, the second half first, also from memory that is not pinned.
 // - These are faults: a launch with ids that do not exist, a launch that touches freed memory, and a copy whose source
 //   has changed before the copy ran. The device keeps the first fault, and computes nothing from then on.
 //
@@ -65,8 +65,8 @@ struct LinkDevice {
         });
     }
 
-    // Returns true if the device's side of a copy is still allocated; otherwise notes a fault. Only a strict device
-    // checks this.
+    // Returns true if the device's memory for a copy is still allocated; otherwise notes a fault. A device that is not
+    // strict always returns true.
     bool bears_copy(const void * there, size_t n) {
         const bool bears = !strict || allocated.contain(there, n);
         note(bears ? "" : "a copy reads or writes memory that is not there");
@@ -231,7 +231,7 @@ Backend & of(ggml_backend_t backend) { return *(Backend *)backend->context; }
 
 void synchronize(ggml_backend_t backend) { of(backend).queue.mark().wait(); }
 
-// Queues a copy, which goes on after the call.
+// Queues a copy in the backend's stream, and counts it. Does not wait for the copy.
 void push_copy(Backend & backend, std::function<void()> copy) {
     LinkDevice & device = backend.device;
     device.n_copies += 1;
@@ -255,7 +255,7 @@ void set_async(ggml_backend_t backend, ggml_tensor * t, const void * data, size_
     if (!device.strict) {
         push_copy(of(backend), [copy, data] { copy(data); });
         if (!device.pinned.contain(data, n)) { synchronize(backend); }
-    } else if (!device.pinned.contain(data, n)) { // the source is read before the call returns, and written later
+    } else if (!device.pinned.contain(data, n)) { // the source is read now, and the device's memory is written later
         std::vector<uint8_t> staged((const uint8_t *)data, (const uint8_t *)data + n);
         push_copy(of(backend), [copy, staged = std::move(staged)] { copy(staged.data()); });
     } else {
@@ -490,7 +490,7 @@ LinkDevice::LinkDevice(const moegguf_link & link, int index)
     host_memory.iface.is_host = [](ggml_backend_buffer_type_t) { return true; };
 }
 
-// Adds a device, and returns ggml's name of it: LINK0, LINK1, ... Throws Error(INVALID).
+// Adds a device, and returns ggml's name for the device: LINK0, LINK1, ... Throws Error(INVALID).
 const char * add_link_device(const moegguf_link & link) {
     if (!(link.bytes_per_ns > 0 && std::isfinite(link.bytes_per_ns) && link.latency_ns >= 0 &&
           std::isfinite(link.latency_ns))) {

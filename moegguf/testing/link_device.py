@@ -22,7 +22,8 @@ def add_link_device(
     n_threads: int = 0,
     strict_seed: int = 0,
 ) -> str:
-    """Adds a simulated device behind `link`, and returns ggml's name of it. The device stays until the process ends.
+    """Adds a simulated device behind `link`, and returns ggml's name for the device. The device stays until the process
+    ends.
 
     llama.cpp uses the device as a GPU for every model loaded later. The other arguments are fields of struct
     moegguf_link (testing.h). Raises OptionError for a link without bandwidth.

@@ -74,8 +74,8 @@ class Launch {
 };
 
 // The launches of one stream. A graph is identified by its first node. If the graph is launched twice without a change,
-// later launches repeat the second one until the graph changes. A graph has changed if its uid is new; if it has no
-// uid, if any node has changed.
+// later launches repeat the second one until the graph changes. A graph with a uid has changed if its uid is new. A
+// graph without a uid has changed if any node has changed.
 class Launches {
   public:
     // Returns the launch to compute for this graph; nullptr: the graph has the uid of a graph with another number of

@@ -17,7 +17,7 @@ class CommandQueue {
         std::deque<std::function<void()>> work;
         uint64_t n_pushed = 0;
         uint64_t n_done = 0;
-        uint64_t n_wanted = UINT64_MAX; // number of pieces of work that may be done
+        uint64_t n_wanted = UINT64_MAX; // number of pieces of work that may be done, counted from the first
     };
 
   public:
@@ -40,7 +40,8 @@ class CommandQueue {
         uint64_t n_ = 0;
     };
 
-    // late: no work is done before somebody waits for a point after it, or other work is pushed with at_once.
+    // late: true if work has to wait until a caller waits for a point after this work, or until later work is pushed
+    // with at_once.
     explicit CommandQueue(bool late = false) : queue_(std::make_shared<Queue>()) {
         queue_->n_wanted = late ? 0 : UINT64_MAX;
         thread_ = std::thread([this] { run(); });

@@ -11,7 +11,7 @@
 extern "C" {
 #endif
 
-// Returns why this thread's last call failed; empty if it succeeded.
+// Returns the reason why this thread's last call failed; empty if it succeeded.
 MOEGGUF_API const char * moegguf_testing_last_error(void);
 
 // The host memory of a simulated device. NOT: it is not pinned. OWN: it is pinned. FIRST: it is the host memory of the
@@ -29,16 +29,16 @@ struct moegguf_link {
     uint32_t strict_seed;       // not 0: a strict device (link_device.cpp), with random delays from this seed
 };
 
-// Adds a simulated device. ggml knows the device until the process ends, so models that are loaded later can use it.
-// Writes ggml's name of the device to `name`; the text stays valid. INVALID: a field of `link` is out of range.
+// Adds a simulated device. ggml lists the device until the process ends, so models that are loaded later can use it.
+// Writes ggml's name for the device to `name`; the text stays valid. INVALID: a field of `link` is out of range.
 MOEGGUF_API int moegguf_link_add(const struct moegguf_link * link, const char ** name);
 
 // Counts of a simulated device.
 struct moegguf_link_figures {
     uint64_t launches;               // number of launches of graphs
     uint64_t replays;                // launches that only repeated an earlier launch, like CUDA's graphs
-    uint64_t copies;                 // copies that went on after their call had returned
-    uint64_t launches_beside_copies; // launches while such a copy was under way
+    uint64_t copies;                 // copies that were queued in a stream
+    uint64_t launches_beside_copies; // launches while such a copy had not ended
     char fault[256];                 // first fault of a strict device; empty: there is none
 };
 
@@ -78,7 +78,7 @@ MOEGGUF_API int moegguf_drive_slow(const char * path, double bytes_per_ns, doubl
 enum moegguf_corruption {
     MOEGGUF_CORRUPT_FREE,   // a slot that holds an expert is marked as free
     MOEGGUF_CORRUPT_PINS,   // a slot has -1 pins
-    MOEGGUF_CORRUPT_MAP,    // a slot holds another expert than the map of experts says
+    MOEGGUF_CORRUPT_MAP,    // the map of experts names the wrong expert for a slot
     MOEGGUF_CORRUPT_SOURCE, // a slot from which another slot is filled is not pinned
 };
 
