@@ -266,7 +266,8 @@ class BatchLoop:
         if work.number >= 0:
             error = work.complete(self._stats_now(), error)
             self._n_ended_tokens += work.summary.answer_tokens
-            if not self._running and not work.request.begins_with_token:  # tokens of a client may be no real text
+            # Hits are not counted if the client sent the context as tokens, since these may not be real text.
+            if not self._running and not work.request.begins_with_token:
                 self._llm.context.run_hits.add(work.summary.answer_stats)
         work.events.on_end(work.summary, error)
 

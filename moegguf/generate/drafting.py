@@ -98,7 +98,7 @@ class PassTimes:
             self._undrafted_s.append(seconds)
             self._n_drafted = 0
             return 0.0
-        added_s = min(seconds - base_s, n_tokens * base_s)  # any more time has another cause than the drafted tokens
+        added_s = min(seconds - base_s, n_tokens * base_s)  # a longer delay has another cause than the drafted tokens
         if self.widest:  # the first pass with drafts is not counted: it allocates memory for wide passes
             self._tokens = MEMORY * self._tokens + n_tokens
             self._cost = MEMORY * self._cost + added_s / base_s

@@ -223,7 +223,8 @@ class MarkParser(AnswerParser):
             in_text = yield from self._read_thinking(self._think)
         if not in_text:
             yield from self._begin_text()
-        # A text that may be the end of the turn is held back as a whole: "\0" never occurs.
+        # `_write_until` holds back the beginnings of these texts. Because of the added "\0", which never occurs, it
+        # also holds back a complete ending.
         held = [*self._marks, *(f"{ending}\0" for ending in self._endings)]
         while match := (yield from self._write_until(self._opens, held)):
             if match[0] == self._form.text_close:
@@ -325,7 +326,8 @@ class MarkParser(AnswerParser):
         self._held, self._prompt_mark = self._held.removeprefix(mark), ""
 
     def _read_only_call(self, form: ToolFormat) -> Iterator[None]:
-        """Reads an answer that is only JSON. It is a call if its first key is a key of calls, otherwise text."""
+        """Reads an answer that is only JSON. It can be a call only if its first key is in _CALL_KEYS; otherwise it is
+        text."""
         while not self._ended:
             match = _MAYBE_CALL.match(self._held)
             assert match is not None
@@ -422,7 +424,7 @@ class Transcript:
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._stops = StopStrings(self.stops)
         self._held: deque[tuple[int, int, TokenLogprob | None]] = deque()  # (first character, token, logprob)
-        self._n_fed = self._n_passed = 0  # characters; counted only if deltas need tokens or logprobs
+        self._n_fed = self._n_passed = 0  # decoded characters, sent characters; only if deltas have tokens or logprobs
 
     @property
     def stop_string(self) -> str:

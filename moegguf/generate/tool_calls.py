@@ -146,7 +146,7 @@ class Parameter:
 
 
 Types = Mapping[tuple[str, str], Parameter]
-"""(tool, parameter) to its schema."""
+"""{(name of the tool, name of the parameter): the parameter with its schema}"""
 NO_TYPES: Types = {}
 
 
@@ -487,7 +487,7 @@ class RelaxedCalls(MarkedCalls):
         return (dict(pairs) if is_object else [value for _, value in pairs]), at + 1
 
 
-# Formats that models use whatever their template shows: Qwen3-Coder's, and GLM's within <tool_call>
+# Formats that models use even if their template renders another one: Qwen3-Coder's, and GLM's within <tool_call>
 FUNCTIONS = TaggedCalls(r"<function=", r">\n?", r"</function>", r"<parameter=", r">\n?", r"\n?</parameter>")
 _ARGUMENT_PAIRS = TaggedCalls("", "", "", r"<arg_key>", r"</arg_key>\s*<arg_value>", r"</arg_value>")
 
