@@ -126,8 +126,8 @@ class DraftGate:
         return [Acceptance(0.5, MEMORY, base) for base in self.acceptance]
 
     def is_due(self) -> bool:
-        """Returns True if the next pass may have drafts; `note_pass` must then follow. Must be called once before each
-        pass."""
+        """Returns True if the next pass may have drafts; `note_pass` must then follow. The caller must call this
+        method once before each pass."""
         self._n_resting -= 1
         return self._n_resting < 0
 

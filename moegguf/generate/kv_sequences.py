@@ -43,7 +43,7 @@ class Schedule(Protocol):
         returned, all sequences take part."""
 
     def ran(self, step: Step) -> None:
-        """Called after each step, with its sequences, tokens and time."""
+        """Receives the sequences, tokens and time of a step. The batch loop calls this after each step."""
 
 
 class KvSequences:

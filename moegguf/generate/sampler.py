@@ -161,7 +161,7 @@ class Matcher:
         return self._mask
 
     def allows(self, token: int) -> bool:
-        """Returns True if `token` may come next. Much cheaper than `mask`, with the same errors."""
+        """Returns True if `token` may come next. This is much cheaper than `mask` and raises the same errors."""
         if token in self._end_tokens:
             return self.finished
         with self._step():

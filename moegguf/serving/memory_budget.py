@@ -37,7 +37,8 @@ RAM = "RAM"
 Room = Mapping[str, int]
 """Bytes in RAM, and on devices by their names."""
 ListGpus = Callable[[], Sequence[Device] | None]
-"""The GPUs with what each has free for all models; None where all have failed."""
+"""A function that returns the GPUs, each with the bytes that are free for all models together. It returns None if all
+GPUs have failed."""
 
 
 @dataclass(frozen=True)
