@@ -64,8 +64,8 @@ TOOLS = tuple(
     for name in (NAME, OTHER_NAME)
 )
 
-MAX_RENDERED = 256 << 10  # the most characters that a template may render for a probe
-MAX_WRITTEN = 4 << 10  # the most characters of the probe's call; if a template renders more, its format is unknown
+MAX_RENDERED = 256 << 10  # maximum number of characters that a template may render for a probe
+MAX_WRITTEN = 4 << 10  # maximum characters of the probe's call; if a template renders more, its format is unknown
 
 _PIECE = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]|\s+|[^<\[\s]+|.", re.DOTALL)
 _TEXT_OPEN = re.compile(r"\w+\n|[^{}]*<[^<>\s]*>\s*")  # a word on its own line, or a text that ends with a mark
@@ -106,7 +106,7 @@ class ToolFormat:
     written: Written
 
     def calls(self, block: str, types: Types, *, final: bool = False) -> list[Call] | None:
-        """Returns the calls in a block, given with its marks; None if the block is no call. `final`: the answer has
+        """Returns the calls in a block, given with its marks; None if the block is not a call. `final`: the answer has
         ended, so the last marks may be missing."""
         body = self._body(block)
         found = (read(body, types, final=final) for read in self.readers)
@@ -595,7 +595,7 @@ class AnswerFormat:
 
     @functools.cached_property
     def endings(self) -> frozenset[str]:
-        """The texts that may follow an answer without belonging to it: marks of the end of a turn that are no end
+        """The texts that may follow an answer without belonging to it: marks of the end of a turn that are not end
         tokens."""
         return frozenset(itertools.chain.from_iterable(map(_endings, self._probe.behind_answers())))
 

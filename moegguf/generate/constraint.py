@@ -23,7 +23,7 @@ _TOOL_NAME = re.compile(r"[\w.:/-]{1,128}")
 @dataclass(frozen=True)
 class Constraint:
     """The required format of an answer. `lark`: a grammar in llguidance's Lark dialect with the start rule "start".
-    `begun`: the part of the answer that already stands in the message that the answer continues."""
+    `begun`: the part of the answer that is already in the message that the answer continues."""
 
     lark: str
     begun: str = ""

@@ -132,14 +132,14 @@ class DraftGate:
         return self._n_resting < 0
 
     def widths(self, answers: list[list[Acceptance]]) -> list[list[int]]:
-        """Returns the most tokens that may be drafted in the next pass, as [answer][source of drafts]."""
+        """Returns the maximum number of tokens to draft in the next pass, as [answer][source of drafts]."""
         times = self._times[len(answers)]
         base_s, cost = times.base_s, times.cost
         nothing = [[0] * len(of_answer) for of_answer in answers]
         if base_s is None or self._balance_s < 0:
             return nothing
         self._balance_s = min(self._balance_s, N_MAX / 2 * base_s)
-        self._allowance_s = min(self._allowance_s, TRIAL_TOKENS * base_s)  # the most that one trial can cost
+        self._allowance_s = min(self._allowance_s, TRIAL_TOKENS * base_s)  # a single trial cannot cost more
         worth = 1 / len(answers)  # value of an accepted token, as a fraction of a pass without drafts
         known = max(TRIAL_TOKENS, 2 * times.widest)  # limit, because the cost of much wider passes is still unknown
         most = min(N_MAX, known, int((self._balance_s / base_s + 1) / cost))

@@ -68,7 +68,7 @@ def rank(llm: Llama, query: str, documents: Sequence[str]) -> Embeddings:
     """Returns one vector for each document. The vector has one element, the reranker's score of the document for the
     query.
 
-    Raises CapabilityError if the model is no reranker. Raises ContextError for a document that is too long together
+    Raises CapabilityError if the model is not a reranker. Raises ContextError for a document that is too long together
     with the query.
     """
     if not ranks(llm):

@@ -77,8 +77,8 @@ class Numbers:
         return _common_multiple(step, Fraction(1)) if self.whole else step
 
     def expression(self) -> str | dict[str, Any]:
-        """Returns the expression of a terminal that matches the allowed numbers. For multiples of a number that is no
-        power of ten, returns a JSON schema for llguidance instead. Raises SchemaError for such multiples if a bound
+        """Returns the expression of a terminal that matches the allowed numbers. For multiples of a number that is not
+        a power of ten, returns a JSON schema for llguidance instead. Raises SchemaError for such multiples if a bound
         exceeds 2^53."""
         n_behind, zeros = self._n_behind(), 0
         if self.step is not None:

@@ -180,7 +180,7 @@ class ChannelParser(AnswerParser):
 Tools = Sequence[Mapping[str, Any]]
 
 _MAYBE_CALL = re.compile(r"[\[{\s]*(?:\"(?P<key>[^\"]*)(?P<whole>\")?)?")
-MAX_MARKS_IN_VALUES = 8  # the most closing marks that may be part of values within one call
+MAX_MARKS_IN_VALUES = 8  # maximum number of closing marks that may be part of values within one call
 _CALL_KEYS = frozenset({"name", "function", "type", "id", "parameters", "arguments", "tool_name", "tool_call_id"})
 
 
@@ -288,7 +288,7 @@ class MarkParser(AnswerParser):
         self._held = begun
 
     def _read_call(self, form: ToolFormat) -> Iterator[None]:
-        """Consumes a call with its marks. If it turns out to be no call, writes it as text."""
+        """Consumes a call with its marks. If it turns out not to be a call, writes it as text."""
         n_read, n_marks = len(form.open), 0  # searched characters; closing marks that are part of values
         while True:
             if not form.may_begin(self._held):
@@ -321,7 +321,7 @@ class MarkParser(AnswerParser):
             self._held = self._held.lstrip()
 
     def _write_mark(self, mark: str) -> None:
-        """Writes a mark that begins no call as text, unless it stands in the prompt."""
+        """Writes a mark that does not begin a call as text, unless the prompt contains this mark."""
         self._text += "" if self._prompt_mark else mark
         self._held, self._prompt_mark = self._held.removeprefix(mark), ""
 
@@ -392,7 +392,7 @@ class StopStrings:
         return len(self._held)
 
     def feed(self, text: str) -> str:
-        """Adds text. Returns the text that is certainly no part of a stop string; "" once a stop string was found."""
+        """Adds text. Returns the text that is certainly not part of a stop string; "" once a stop string was found."""
         if self.found:
             return ""
         text = self._held + text

@@ -133,8 +133,8 @@ def _far(vocabulary: Vocabulary, text: str, n_ctx: int, *, special: bool = True)
 
 
 def _context_tokens(llm: Llama, request: Request) -> list[int]:
-    """Returns the tokens of `request.context`, which may contain texts. Raises OptionError for a number that is no
-    token of the model, and ContextError for a text that is far too long."""
+    """Returns the tokens of `request.context`, which may contain texts. Raises OptionError for a number that is not
+    a token of the model, and ContextError for a text that is far too long."""
     vocabulary, n_ctx = llm.vocabulary, request.sampling.context_within(llm.n_ctx())
     vocabulary.check(each for each in request.context if isinstance(each, int))
     first = [] if request.begins_with_token or not request.context else vocabulary.bos_tokens
@@ -312,7 +312,7 @@ class _Renderer:
 
 
 def _shown(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a tool without `strict`, as the template gets it: `strict` only concerns the answer."""
+    """Returns a tool without `strict`, as the template gets it, because `strict` only concerns the answer."""
     function = tool.get("function")
     if not isinstance(function, Mapping):
         return tool

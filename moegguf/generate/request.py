@@ -189,8 +189,8 @@ class Delta:
 
 
 def join(deltas: Sequence[Delta]) -> Delta:
-    """Returns one delta with the content of all, in their order. (Thinking precedes text in an answer, also in one
-    delta.)"""
+    """Returns one delta with the content of all, in their order. (Thinking precedes text in an answer, even within
+    one delta.)"""
     if len(deltas) == 1:
         return deltas[0]
     return Delta(

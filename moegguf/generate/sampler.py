@@ -206,8 +206,8 @@ class Sampler:
     """Samples the tokens of one answer from the logits of the last pass. `prompt`: tokens that repetition penalties
     count, too. `budget` may force the tokens that end the thinking, unless the constraint forbids them.
 
-    Raises OptionError if logit_bias names no token of the model or has a value that is no number. Raises SchemaError
-    for a constraint that cannot be followed.
+    Raises OptionError if logit_bias has a token that the model lacks, or a value that is not a number. Raises
+    SchemaError for a constraint that cannot be followed.
     """
 
     def __init__(

@@ -188,7 +188,7 @@ def reply_to(template: str, variables: dict[str, Any], characters: int) -> dict[
 
 
 def compile_grammar(grammar: str, limits: dict[str, Any]) -> dict[str, Any]:
-    """Compiles a grammar and returns an empty reply, also for an invalid grammar: the caller compiles it again and
+    """Compiles a grammar and returns an empty reply, even for an invalid grammar: the caller compiles it again and
     finds the error. If the compilation takes too long, the process is killed."""
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 

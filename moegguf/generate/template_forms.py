@@ -112,7 +112,8 @@ def rendered(
     variables: Mapping[str, Any],
     characters: int = MAX_CHARACTERS,
 ) -> str:
-    """Renders a conversation in these forms. Raises LimitedError, also if the prompt has more than `characters`."""
+    """Renders a conversation in these forms. Raises LimitedError if the template fails or the prompt has more than
+    `characters` characters."""
     formed = forms.messages(messages)
     if "length 9" in template:
         _shorten_ids(formed)

@@ -12,8 +12,8 @@ ROUNDS = 100_000  # hashing a key takes about 30 ms, so that guessing the key of
 
 BACKGROUND = "background"
 current_client: ContextVar[str] = ContextVar("current_client", default="")
-"""The client whose turn the current request takes in a queue. "" stands for all clients that the frontends cannot tell
-apart. BACKGROUND stands for all requests that are served after the requests of other clients."""
+"""The client whose turn the current request takes in a queue. "" stands for all clients that the frontends cannot
+distinguish. BACKGROUND stands for all requests that are served after the requests of other clients."""
 
 current_owner: ContextVar[str] = ContextVar("current_owner", default="")
 """The owner of the data that the current request computes and stores, as `owner_of` returns it. "" stands for all

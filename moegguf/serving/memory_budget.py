@@ -226,7 +226,7 @@ class Admission:
 
 
 def admit(size: ModelSize, limits: Room, models: Sequence[MemoryUse], max_models: int | None = None) -> Admission:
-    """Decides if a model can be loaded within `limits`. `models` are the other models, least recently used first.
+    """Decides whether a model can be loaded within `limits`. `models` are the other models, least recently used first.
 
     Idle models are chosen for unloading in this order. A model is chosen if it has memory in a place where bytes are
     missing, or if there would be more than `max_models` models. Raises BudgetError if the model would not fit even
