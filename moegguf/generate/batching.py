@@ -1,8 +1,9 @@
 """Answers many requests together: each step is one pass, with the next token of every running sequence.
 
 A step also contains tokens of prompts, up to the token limit of the step, so a long prompt does not stop the answers
-that are being generated. (Continuous batching: Orca, section 4. Prompts in chunks: Sarathi-Serve, section 4.)
-Sequences share only the pass: an error or a cancellation of one sequence does not affect the others.
+that are being generated. Only a prompt that is computed alone may take several passes in one step. (Continuous
+batching: Orca, section 4. Prompts in chunks: Sarathi-Serve, section 4.) Sequences share only the pass: an error or a
+cancellation of one sequence does not affect the others.
 
 If the model is not batch-invariant (`Llama.batch_invariant`), the last bits of an answer depend on the other tokens of
 its passes, as in llama.cpp. A request with `exact` is then computed alone. A request with images is always computed
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from moegguf.engine.stats import Stats
 
 KEEP_AGAIN_S = 0.05  # seconds between two tries to write computed tokens to disk while the model is idle
-LAST_KEEP_S = 2.0  # the most seconds to write computed tokens to disk when the loop ends
+LAST_KEEP_S = 2.0  # maximum seconds that the loop spends to write computed tokens to disk when it ends
 CLOSED = "the model is closed; load it again."
 MAX_READERS = 32  # prompts that are read at once: a slow template or a long text does not delay the others
 
@@ -175,8 +176,8 @@ class BatchLoop:
             self._drop_other_scales()
 
     def _drop_other_scales(self) -> None:
-        """Clears the context if its tokens were computed with another LoRA scale than the model was loaded with. The
-        next user of the model relies on the scale of the load."""
+        """Sets the scale of the LoRA adapter back to the scale that the model was loaded with. If this changes the
+        scale, also clears the context, because its tokens were computed with the other scale."""
         scale = self._llm.context.lora_scale
         self._llm.context.scale_adapter(None)
         if scale != self._llm.context.lora_scale:
@@ -265,7 +266,8 @@ class BatchLoop:
         if work.number >= 0:
             error = work.complete(self._stats_now(), error)
             self._n_ended_tokens += work.summary.answer_tokens
-            if not self._running and not work.request.begins_with_token:  # tokens from a client may be no natural text
+            # Hits are not counted if the client sent the context as tokens, since these may not be real text.
+            if not self._running and not work.request.begins_with_token:
                 self._llm.context.run_hits.add(work.summary.answer_stats)
         work.events.on_end(work.summary, error)
 
@@ -313,7 +315,7 @@ class BatchLoop:
         try:
             evaluated, rows = self._evaluate(step)
         except GenerationCancelled:
-            return []  # the next turn of `run` ends the cancelled sequences
+            return []  # the next iteration of the loop in `run` ends the cancelled sequences
         except ExpertIOError as error:
             step = [each for each in step if each.kv is not None]
             if has_drafts:
@@ -330,19 +332,20 @@ class BatchLoop:
         self._n_steps += 1
         with self._together():
             kept = [self._take_pass(each, row) for each, row in zip(evaluated, rows, strict=True)]
-        for each, (n_new, goes_on) in zip(evaluated, kept, strict=True):  # only after the tokens were sent
+        # The tokens are written to disk only after they were sent to the clients.
+        for each, (n_new, goes_on) in zip(evaluated, kept, strict=True):
             self._kv.store(each, n_new, goes_on=goes_on)
         return evaluated
 
     def _evaluate(self, step: list[Sequence]) -> tuple[list[Sequence], list[int]]:
         """Returns the sequences that were evaluated, and the index of each one's row of logits. If the KV cache was
-        full, some sequences may have gone back to the queue; they are left out. An exception leaves the KV cache as it
-        was."""
+        full, some sequences may have gone back to the queue; they are left out. After an exception, each sequence has
+        the tokens from before the pass in the KV cache, or fewer."""
         remaining = step
         while remaining:
             try:
                 rows = self._evaluate_pass(remaining)
-            except BaseException:  # the sequences end as they were before the pass
+            except BaseException:  # removes the tokens of the failed pass from the KV cache
                 self._kv.drop_lost()
                 for each in remaining:
                     each.draft = ()
@@ -402,9 +405,10 @@ class BatchLoop:
         return True
 
     def _take_pass(self, sequence: Sequence, row: int) -> tuple[int, bool]:
-        """Notes the tokens that a pass has evaluated, and samples the next ones. A drafted token is accepted if it
-        equals the token that was just sampled; the rest of the draft is dropped from the KV cache. Returns the number
-        of new tokens in the KV cache, and False if the prompt or the answer ends here, otherwise True."""
+        """Notes the tokens of a sequence that a pass has evaluated, and samples the next tokens. A drafted token is
+        accepted if it equals the token that was just sampled; the rest of the draft is dropped from the KV cache.
+        Returns the number of new tokens in the KV cache. Also returns False if the pass has completed the prompt,
+        otherwise True."""
         kv = sequence.place
         is_prompt = not sequence.generated
         n_done = len(kv.tokens)

@@ -2,7 +2,7 @@
 
 The module renders a conversation with a known tool call. It takes the marks of the format from the result: the texts
 before the call's name, between name and arguments, inside the arguments and after them. (A mark is a delimiter such as
-"<tool_call>".) Small tables have the formats and the marks of models whose templates do not render calls or thinking.
+"<tool_call>".) Small tables contain the formats and marks of models whose templates do not render calls or thinking.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ TOOLS = tuple(
     for name in (NAME, OTHER_NAME)
 )
 
-MAX_RENDERED = 256 << 10  # the most characters that a template may render for a probe
-MAX_WRITTEN = 4 << 10  # the most characters of the probe's call; if a template renders more, its format is unknown
+MAX_RENDERED = 256 << 10  # maximum number of characters that a template may render for a probe
+MAX_WRITTEN = 4 << 10  # maximum characters of the probe's call; if a template renders more, its format is unknown
 
 _PIECE = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]|\s+|[^<\[\s]+|.", re.DOTALL)
 _TEXT_OPEN = re.compile(r"\w+\n|[^{}]*<[^<>\s]*>\s*")  # a word on its own line, or a text that ends with a mark
@@ -106,7 +106,7 @@ class ToolFormat:
     written: Written
 
     def calls(self, block: str, types: Types, *, final: bool = False) -> list[Call] | None:
-        """Returns the calls in a block, given with its marks; None if the block is no call. `final`: the answer has
+        """Returns the calls in a block, given with its marks; None if the block is not a call. `final`: the answer has
         ended, so the last marks may be missing."""
         body = self._body(block)
         found = (read(body, types, final=final) for read in self.readers)
@@ -269,7 +269,8 @@ def _unique_end(close: str, block: str) -> str:
 
 
 def _behind_name(head: str) -> int:
-    """Returns the position after the first mark that follows the last probe name in `head`; 0 if there is none."""
+    """Returns the position after the first mark that follows the last `NAME`, the name of the probe's tool, in `head`.
+    Returns 0 if `head` has no such mark."""
     at = head.rfind(NAME)
     mark = _MARK.search(head, at) if at >= 0 else None
     return mark.end() if mark else 0
@@ -332,12 +333,12 @@ class _Probe:
             return known
         open_text = self._text.partition(TEXT)[0][_common_prefix(self._text, self._prompt) :]
         marks = close.strip().removesuffix(open_text.strip())
-        # An answer without thinking has all of `close` before its text, too. The end that `close` shares with a prompt
-        # with thinking off then opens the text.
+        # `marks` is empty if all of `close` also stands before the text of an answer without thinking. Then the end of
+        # `close` that is also the end of a prompt with think=False is the opening mark of the text.
         if not marks:
             shared = _pieces(_shared_end(close.strip(), self._render(think=False).strip()))
             marks = close.strip().removesuffix("".join(shared))
-            if shared and before.endswith(shared[0]):  # the closing mark ends with the same piece as the opening mark
+            if shared and before.endswith(shared[0]):  # the opening mark ends with this piece, so the closing one does
                 marks += shared[0]
         shared_end = _common_prefix(self._prompt, rendered)
         written, begun = before[shared_end:], self._prompt[shared_end:]
@@ -425,7 +426,7 @@ class _Probe:
         head, rest = written[:at], written[style.end :]
         block = head[_behind_name(head) :]
         next_head, call_close = self._between_calls(block, style)
-        if not head.strip():  # the prompt already ends with the mark of the first call
+        if not head.strip():  # the prompt ends with the mark of the first call, so the second call's mark is taken
             head = block = next_head
         opened = _open_mark(block)
         inner = [block.strip().removeprefix(opened)]
@@ -537,7 +538,7 @@ class _Style:
     """The way in which a template writes arguments."""
 
     end: int  # position after the arguments
-    reader: MarkedCalls  # the marks `before` and `after` of the reader are still empty
+    reader: MarkedCalls  # reads such arguments; its marks `before` and `after` are set later
     written: Written  # exact text from the name to the arguments' end
 
 
@@ -589,12 +590,12 @@ class AnswerFormat:
 
     @property
     def empties_text(self) -> bool:
-        """True if the template writes the marks of a text before a call, also without a text."""
+        """True if the template writes the marks around a text before a call even if there is no text."""
         return bool(self.tools) and self._probe.empties_text
 
     @functools.cached_property
     def endings(self) -> frozenset[str]:
-        """The texts that may follow an answer without belonging to it: marks of the end of a turn that are no end
+        """The texts that may follow an answer without belonging to it: marks of the end of a turn that are not end
         tokens."""
         return frozenset(itertools.chain.from_iterable(map(_endings, self._probe.behind_answers())))
 
@@ -603,7 +604,8 @@ class AnswerFormat:
         _ = self.tools, self.endings
 
     def begun(self, prompt_end: str) -> str:
-        """Returns the mark of a call or a text at the end of a prompt, "" if the prompt ends with none."""
+        """Returns the opening mark of calls if the prompt ends with this mark and the model also has an opening mark
+        for text. Otherwise returns ""."""
         marks = [form.open for form in self.tools if form.open and prompt_end.endswith(form.open)]
         return marks[0] if marks and self.text_open else ""
 

@@ -1,4 +1,5 @@
-"""Grammars of tool calls, in llguidance's Lark dialect and in the format that the model's template taught.
+"""Grammars of tool calls, in llguidance's Lark dialect. A call has the format that `call_format.py` has learned from
+the model's chat template.
 
 If the arguments are JSON, they follow the tool's schema completely. In other formats they follow its names, required
 parameters, types and enumerations. Nested values follow the schema if the format nests them or writes them as JSON.
@@ -14,7 +15,8 @@ from moegguf.generate.call_format import ID, NAME, Written
 from moegguf.generate.tool_calls import Parameter
 
 Json = Callable[..., str]
-"""Returns the grammar of JSON that follows a schema. `root`: the schema in which its references are followed."""
+"""A function that returns the grammar of JSON values that follow a schema. Its argument `root` is the whole schema, in
+which references are looked up."""
 
 MAX_NESTING = 12  # levels of nested values in formats that are not JSON; a deeper value may be any text
 CALL_ID = "call00001"
@@ -70,7 +72,8 @@ class CallGrammar:
             return self._any_members(member, separator) if _is_open(whole) else ""
         required = _required(whole)
         divider = quoted(separator)
-        # Rules for the members from here on. `later`: a member was written before them; `first`: none was.
+        # Both rules match the members from the current one to the last. `later` is used if another member was written
+        # before them, otherwise `first`.
         first = later = ""
         for key in reversed(found):
             one = self._rule(member(key, whole.property(key)))
@@ -177,7 +180,8 @@ def _properties(whole: Parameter) -> Iterator[str]:
 
 
 def _required(whole: Parameter) -> set[str]:
-    """Returns the names of the properties that the schema requires, also by allOf and references."""
+    """Returns the names of the properties that the schema requires, including the schemas that it combines by `allOf`
+    or refers to by "$ref"."""
     found = set[str]()
     for part in whole.parts(("allOf",)):
         required = part.get("required")

@@ -23,7 +23,7 @@ _TOOL_NAME = re.compile(r"[\w.:/-]{1,128}")
 @dataclass(frozen=True)
 class Constraint:
     """The required format of an answer. `lark`: a grammar in llguidance's Lark dialect with the start rule "start".
-    `begun`: the part of the answer that already stands in the message that the answer continues."""
+    `begun`: the part of the answer that is already in the message that the answer continues."""
 
     lark: str
     begun: str = ""
@@ -153,7 +153,7 @@ class _Calls:
         self._before = written.before.lstrip("\n").removeprefix(form.begun(prompt_end))
         if behind_mark:  # the mark that begins a call is in another rule
             self._before = self._before.partition(form.tools[0].open)[2] if form.tools[0].open else self._before
-        elif form.empties_text:  # the template writes the marks of a text before a call, also without a text
+        elif form.empties_text:  # the template writes the marks of a text before a call even without a text
             begun = prompt_end.rstrip().endswith(form.text_open.strip())
             self._before = ("" if begun else form.text_open) + form.text_close + self._before
         self.grammar = CallGrammar(written, schemas.grammar)

@@ -5,12 +5,12 @@ next token. If it equals the first drafted token, the loop samples again after t
 random numbers that it would have used without drafts. It drops the other drafted tokens from the KV cache. If the
 model is batch-invariant, an answer is the same with and without drafts, token for token.
 
-Measured times decide whether to draft, and how many tokens. An accepted token saves the time of a pass without drafts.
-A drafted token costs the time by which it makes the pass longer; this includes the reading of experts that no other
-token uses. A draft is extended as long as the chance that its next token is reached and accepted is worth more than
-the token's cost. If even the first token is not worth its cost, a short draft is tried now and then. Such trials use
-an allowance, which is a share of the time of passes. When drafts have lost the allowance and all earlier savings, they
-pause until there is some allowance again.
+Measured times decide whether to draft, and how many tokens. An accepted token saves the time of a pass without drafts,
+divided by the number of sequences in the pass. A drafted token costs the time by which it makes the pass longer; this
+includes the reading of experts that no other token uses. A draft is extended as long as the chance that its next token
+is reached and accepted is worth more than the token's cost. If even the first token is not worth its cost, a short
+draft is tried now and then. Such trials use an allowance, which is a share of the time of passes. When drafts have lost
+the allowance and all earlier savings, they pause until there is some allowance again.
 
 The search for drafts takes time, too. n-grams of a text are looked up only if its last tokens have occurred before.
 After some passes without an accepted token, the next passes skip the search.
@@ -36,11 +36,11 @@ LEAST_COST = 0.01  # lower limit of the cost of a drafted token, as a fraction o
 LOSS = 0.005  # share of the computing time that drafts and the search for them may lose
 PATIENCE = 4  # passes in a row without an accepted token, after which the number of skipped passes doubles
 REST = 3  # up to 2**REST - 1 passes in a row skip the search
-MARGIN = 0.03  # share of the time of one token that drafts must save in a pass; otherwise they count as a trial
+MARGIN = 0.03  # drafts must save this share of the time that one accepted token saves; otherwise they are a trial
 BASE_PASSES = 9  # number of passes without drafts; their median is the time of such a pass
 RENEW_PASSES = 32  # passes with drafts, after which the time without drafts is measured again
 TRIAL_TOKENS = 3  # tokens of a trial draft
-MEMORY = 0.9  # factor by which older costs and acceptances are reduced at each new measurement
+MEMORY = 0.9  # sums of older costs and acceptances are multiplied by this factor at each new measurement
 PRIOR = (0.8, 0.5, 0.6)  # assumed chance that a token is accepted, for each source, before any draft was verified
 
 
@@ -98,7 +98,7 @@ class PassTimes:
             self._undrafted_s.append(seconds)
             self._n_drafted = 0
             return 0.0
-        added_s = min(seconds - base_s, n_tokens * base_s)  # more than that has another cause than the drafted tokens
+        added_s = min(seconds - base_s, n_tokens * base_s)  # a longer delay has another cause than the drafted tokens
         if self.widest:  # the first pass with drafts is not counted: it allocates memory for wide passes
             self._tokens = MEMORY * self._tokens + n_tokens
             self._cost = MEMORY * self._cost + added_s / base_s
@@ -126,22 +126,22 @@ class DraftGate:
         return [Acceptance(0.5, MEMORY, base) for base in self.acceptance]
 
     def is_due(self) -> bool:
-        """Returns True if the next pass may have drafts; `note_pass` must then follow. Must be called once before each
-        pass."""
+        """Returns True if the next pass may have drafts; `note_pass` must then follow. The caller must call this
+        method once before each pass."""
         self._n_resting -= 1
         return self._n_resting < 0
 
     def widths(self, answers: list[list[Acceptance]]) -> list[list[int]]:
-        """Returns the most tokens that may be drafted in the next pass, as [answer][source of drafts]."""
+        """Returns the maximum number of tokens to draft in the next pass, as [answer][source of drafts]."""
         times = self._times[len(answers)]
         base_s, cost = times.base_s, times.cost
         nothing = [[0] * len(of_answer) for of_answer in answers]
         if base_s is None or self._balance_s < 0:
             return nothing
         self._balance_s = min(self._balance_s, N_MAX / 2 * base_s)
-        self._allowance_s = min(self._allowance_s, TRIAL_TOKENS * base_s)  # the most that one trial can cost
+        self._allowance_s = min(self._allowance_s, TRIAL_TOKENS * base_s)  # a single trial cannot cost more
         worth = 1 / len(answers)  # value of an accepted token, as a fraction of a pass without drafts
-        known = max(TRIAL_TOKENS, 2 * times.widest)  # the cost of much wider passes was not measured yet
+        known = max(TRIAL_TOKENS, 2 * times.widest)  # limit, because the cost of much wider passes is still unknown
         most = min(N_MAX, known, int((self._balance_s / base_s + 1) / cost))
         widths, gain = list[list[int]](), 0.0
         for of_answer in answers:
@@ -193,7 +193,7 @@ class _Text:
     n_shifts: int
     n_tokens: int = 0
     source: Source = Source.NONE  # source of the last draft
-    n_hashed: int = 0  # positions of the text whose n-gram is in `hashes`
+    n_hashed: int = 0  # number of positions in the text whose n-gram is in `hashes`
     hashes: set[int] = field(default_factory=set)
     repeats: bool = True  # True if the last tokens occurred before, or if their hash collides
 
@@ -218,7 +218,7 @@ class Drafter:
         self.gate = DraftGate()
         self._llm, self._drafts = llm, drafts
         self._spent_s = 0.0  # seconds spent on the search for drafts in this pass
-        self._begins = False  # True if a text is searched for the first time: such a pass is slower and not noted
+        self._begins = False  # True if a text is searched for the first time: the time of such a pass is ignored
         self._texts: dict[int, _Text] = {}  # key: seq_id
         self._n_drafted = self._n_accepted = 0  # drafted and accepted tokens of this pass
 
@@ -232,7 +232,7 @@ class Drafter:
             text = self._texts.get(seq_id)
             if (
                 text is None or text.sequence is not sequence or text.n_shifts != n_shifts
-            ):  # the sequence is another one, or its context was shortened
+            ):  # the place belongs to a new sequence, or the sequence's context was shortened
                 text = self._texts[seq_id] = _Text(sequence, self.gate.of_answer(), n_shifts)
             text.note_tokens(self._drafts.least_key)
             texts.append(text)

@@ -42,10 +42,11 @@ def embed(
     """Returns the vectors of `inputs`. Each input is a text, or a list of texts and tokens. With `normalize`, vectors
     have length 1. `num_ctx` limits the tokens of an input if the context of the model is longer.
 
-    If the model was loaded with embedding=True, its file specifies the pooling. With another model, the context
-    contains the last input afterwards. An empty input is evaluated as BOS, or else EOS; if the model has neither, its
-    vector is zero. Raises ContextError for an input that is too long unless `truncate` is True, OptionError for an
-    invalid token, CapabilityError for a reranker, and the errors of `Llama.eval`.
+    If the model was loaded with embedding=True, its file specifies the pooling. Otherwise the vector is the hidden
+    state of the last token, and the context contains the last input after the call. An empty input is evaluated as BOS,
+    or else EOS; if the model has neither, its vector is zero. Raises ContextError for an input that is too long unless
+    `truncate` is True, OptionError for an invalid token, CapabilityError for a reranker, and the errors of
+    `Llama.eval`.
     """
     if ranks(llm):
         raise CapabilityError("this model gives documents scores, not vectors; send it a query to /v1/rerank.")
@@ -67,7 +68,7 @@ def rank(llm: Llama, query: str, documents: Sequence[str]) -> Embeddings:
     """Returns one vector for each document. The vector has one element, the reranker's score of the document for the
     query.
 
-    Raises CapabilityError if the model is no reranker. Raises ContextError for a document that is too long together
+    Raises CapabilityError if the model is not a reranker. Raises ContextError for a document that is too long together
     with the query.
     """
     if not ranks(llm):
@@ -104,7 +105,7 @@ def _pair(llm: Llama, query: str, document: str, limit: int) -> list[int]:
 
 
 def _limit(llm: Llama) -> int:
-    """Returns the most tokens of an input. For pooling, all tokens of an input must fit into one pass."""
+    """Returns the maximum number of tokens of an input. For pooling, all tokens of an input must fit into one pass."""
     if llm.context_params.embeddings:
         return int(min(llm.n_ctx(), llm.n_batch, llm.context_params.n_ubatch))
     return int(llm.n_ctx())
@@ -135,7 +136,7 @@ def _tokens(llm: Llama, item: str | Sequence[int | str], limit: int, truncate: b
             f"the input length exceeds the context length: {len(tokens)} tokens or more, but {limit} are read at a"
             " time; give a shorter input, or let it be cut (truncate)."
         )
-    end = tokens[-1:] if not vocabulary.piece(tokens[-1]) else []  # an end token from the tokenizer stays
+    end = tokens[-1:] if not vocabulary.piece(tokens[-1]) else []  # the cut keeps an end token of the tokenizer
     return tokens[: limit - len(end)] + end
 
 

@@ -92,8 +92,8 @@ class _Parser:
     # Reading
 
     def _next(self, *kinds: str) -> str | None:
-        """Consumes the next piece of the grammar and returns its text if `kinds` has its kind or, for a mark, the mark
-        itself. Otherwise consumes nothing and returns None."""
+        """Consumes the next piece of the grammar and returns its text, if `kinds` contains the kind of this piece. A
+        mark such as "|" is its own kind. Otherwise consumes nothing and returns None."""
         if self._position == len(self._pieces):
             return None
         piece = self._pieces[self._position]

@@ -23,7 +23,7 @@ from moegguf.generate.json_references import References
 
 Json = dict[str, Any]
 Goal = tuple[int, ...]
-"""Numbers of schemas in a `Document`; none of them: any value."""
+"""The numbers of schemas in a `Document`. A value must follow all of these schemas. An empty tuple allows any value."""
 
 TYPES = ("object", "array", "string", "number", "boolean", "null")
 STRING_KEYWORDS = ("pattern", "minLength", "maxLength", "format")
@@ -45,13 +45,13 @@ _OPENING = {"additionalProperties", "patternProperties", "unevaluatedProperties"
 ABSENT, EXCLUDED, FRACTIONAL = "absent", "excluded", "fractional"
 
 MAX_ALTERNATIVES = 100  # a oneOf with more alternatives is read as anyOf
-MAX_COMPLEMENTS = 64  # limit of combined complements; above it, a value may match two alternatives
+MAX_COMPLEMENTS = 64  # an alternative of a oneOf that needs more combinations does not exclude the other alternatives
 _DEPTH = 3  # levels of nested values that are compared to find out if two alternatives exclude each other
 
 
 class Made(dict[str, Any]):
-    """A schema that this module made. It has the pure meaning of JSON Schema, without the conventions for users'
-    schemas."""
+    """A schema that this module made. It has exactly the meaning that JSON Schema defines. The exceptions for schemas
+    of users (see json_schema.py) do not apply to it."""
 
 
 class _NoComplementError(Exception):
@@ -157,7 +157,7 @@ class Document:
         self._raw: list[Any] = []  # keeps every schema alive, so that its id() stays unique
         self._numbers: dict[int, int] = {}  # id() of a schema -> its number
         self._equal: dict[Any, int] = {}  # key that is the same for equal schemas -> number
-        self._kept: list[bool | Json] = []  # index: number of the schema
+        self._kept: list[bool | Json] = []  # supported keywords of each schema; index: number of the schema
         self._complements: dict[int, Made] = {}
         self._plain_parts: dict[int, Json] = {}
         self._compares = False  # True while the alternatives of a oneOf are compared
@@ -209,7 +209,7 @@ class Document:
         refers to itself without a nested value in between, that alternative allows nothing and is left out."""
         start = [
             (number, frozenset[int]()) for number in reversed(goal)
-        ]  # (number of a schema, schemas that led to it); the next one is the last of the list
+        ]  # (number of a schema, numbers of the schemas that combine it or refer to it), taken from the end
         todo: list[tuple[list[tuple[int, frozenset[int]]], dict[int, None]]] = [(start, {})]
         seen: set[Any] = set()
         while todo:
@@ -393,8 +393,8 @@ class Document:
         return self._complements[number]
 
     def _without(self, kept: Json, keyword: str) -> Iterator[Any]:
-        """Yields schemas that together allow the values that a keyword forbids. Raises _NoComplementError if there are
-        none."""
+        """Yields schemas that together allow exactly the values that a keyword forbids. Raises _NoComplementError if
+        no schema does this."""
         value = kept[keyword]
         match keyword:
             case "type":
@@ -468,7 +468,8 @@ _OPPOSITES = {
     "exclusiveMinimum": ("number", "maximum", 0),
     "exclusiveMaximum": ("number", "minimum", 0),
 }
-"""A keyword's type, the keyword of its complement, and what its number differs by."""
+"""{keyword: (type of the values to which it applies, keyword of its complement, step)}. The number of the complement is
+the number of the keyword plus `step`."""
 
 
 def key_of(value: Any) -> tuple[str, Any]:
@@ -558,7 +559,8 @@ _RULES: Sequence[tuple[str, Callable[[Any], bool], Sequence[str]]] = (
      ("dependentRequired",)),
     ("a type, or a list of types", lambda value: _are_names(value, (*TYPES, "integer")), ("type",)),
 )  # fmt: skip
-"""A form of values, its check, and the keywords that have it. Of two rules for a keyword the first counts."""
+"""(description of a valid value, function that checks a value, keywords whose values must be valid in this way). If two
+rules contain the same keyword, the first rule applies."""
 _CHECKS = {keyword: (wanted, check) for wanted, check, keywords in reversed(_RULES) for keyword in keywords}
 
 

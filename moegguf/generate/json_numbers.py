@@ -77,8 +77,8 @@ class Numbers:
         return _common_multiple(step, Fraction(1)) if self.whole else step
 
     def expression(self) -> str | dict[str, Any]:
-        """Returns the expression of a terminal that matches the allowed numbers. For multiples of a number that is no
-        power of ten, returns a JSON schema for llguidance instead. Raises SchemaError for such multiples if a bound
+        """Returns the expression of a terminal that matches the allowed numbers. For multiples of a number that is not
+        a power of ten, returns a JSON schema for llguidance instead. Raises SchemaError for such multiples if a bound
         exceeds 2^53."""
         n_behind, zeros = self._n_behind(), 0
         if self.step is not None:
@@ -109,11 +109,12 @@ class Numbers:
         return (bound for bound in (self.least, self.most) if bound is not None)
 
     def _n_before(self) -> int:
-        """Returns the most digits before the point: MAX_DIGITS, or more if a bound has more."""
+        """Returns the maximum number of digits before the decimal point: MAX_DIGITS, or more if a bound has more."""
         return max([MAX_DIGITS, *(len(_digits(bound)[0]) for bound in self._bounds())])
 
     def _n_behind(self) -> int:
-        """Returns the most digits after the point: MAX_DIGITS, or one more than a bound has if that is more."""
+        """Returns the maximum number of digits after the decimal point: one more than the longest bound has, but at
+        least MAX_DIGITS."""
         return max([MAX_DIGITS, *(len(_digits(bound)[1]) + 1 for bound in self._bounds())])
 
     def _multiples(self, step: Fraction) -> dict[str, Any]:
@@ -178,8 +179,8 @@ def _at_most(bound: Decimal, is_strict: bool) -> str:
 
 
 def _larger(before: str, behind: str, is_strict: bool) -> str:
-    """Returns a regular expression for unsigned numbers greater than `before`.`behind`, or also equal unless
-    `is_strict`."""
+    """Returns a regular expression for unsigned numbers greater than `before`.`behind`. If `is_strict` is False, the
+    expression also matches this number itself."""
     any_behind = r"(?:\.[0-9]+)?"
     options = [rf"[1-9][0-9]{{{len(before)},}}{any_behind}"]
     for n, digit in enumerate(before):
@@ -197,8 +198,8 @@ def _larger(before: str, behind: str, is_strict: bool) -> str:
 
 
 def _smaller(before: str, behind: str, is_strict: bool) -> str:
-    """Returns a regular expression for unsigned numbers less than `before`.`behind`, or also equal unless `is_strict`.
-    If `is_strict`, the given number must not be 0."""
+    """Returns a regular expression for unsigned numbers less than `before`.`behind`. If `is_strict` is False, the
+    expression also matches this number itself. If `is_strict` is True, this number must not be 0."""
     any_behind = r"(?:\.[0-9]+)?"
     options = [rf"(?:0|[1-9][0-9]{{0,{len(before) - 2}}}){any_behind}"] if len(before) > 1 else []
     for n, digit in enumerate(before):

@@ -25,15 +25,16 @@ from moegguf.errors import SchemaError
 from moegguf.generate.json_document import STRING_KEYWORDS, Document, Facts, Goal, Json
 
 MAX_GRAMMAR_BYTES = 1 << 20  # limit for all schemas of a request, including its tools
-MAX_SUBSCHEMAS = 10_000  # subschemas in a request; one that is used several times counts each time
-MAX_STEPS = 100_000  # steps of work to take the schemas of a request apart
-MAX_STATES = 5_000  # states to count the properties of an object or the items of an array
-MAX_MATCHES = 3  # up to this number of patternProperties, a name may match several of them
-MAX_PATTERNS = 100  # patternProperties of an object with different schemas
-MAX_UNIQUE = 63  # values that the items of an array with uniqueItems may have: bits of llguidance's parameters
+MAX_SUBSCHEMAS = 10_000  # limit of subschemas in a request; a subschema that is used several times counts each time
+MAX_STEPS = 100_000  # limit of the work to split the schemas of a request into alternatives, in steps
+MAX_STATES = 5_000  # limit of the grammar's states that count the properties of an object or the items of an array
+MAX_MATCHES = 3  # if an object has more patternProperties than this, a name may match only one of them
+MAX_PATTERNS = 100  # maximum number of patternProperties of one object that have different schemas
+MAX_UNIQUE = 63  # limit of the values that items may have if they are unique: a grammar parameter has a bit for each
 
 WHITESPACE = r" |\n[ \t]{0,20}"
-"""Allowed once between the parts of JSON: without a bound some models write blanks until the token limit."""
+"""White space that may stand once between the parts of JSON. It is limited, because otherwise some models write blanks
+until the token limit."""
 
 SHARED_RULES = (
     rf"J_OPEN: /\{{(?:{WHITESPACE})?/",
@@ -45,8 +46,8 @@ SHARED_RULES = (
     r'J_PLAIN: /"[^"\\\x00-\x1F\x7F]*"/',
     r'J_NAME: /"(?:[^"\\\x00-\x1F\x7F]|\\["\\bfnrt])*"/',
 )
-"""Terminals of all grammars of JSON. J_NAME: the name of a property that the schema does not name, without escapes that
-it does not need, so that no other property's name can be written in another way."""
+"""Terminals of all grammars of JSON. J_NAME matches a property name or text that has no unnecessary escapes. With such
+escapes, a name that is excluded could be written in a form that the grammar does not recognize."""
 
 
 ANY = "(?s:.*)"
@@ -250,8 +251,8 @@ class _Writer:
         return None if goal is None else self.rule(self.document.together(goal, *schemas))
 
     def _rest(self, one: Rule | None, n: int, least: int, most: int | None, end: str) -> Rule:
-        """Returns the rule for the items or properties after the first `n`, and for `end`. All of them follow the rule
-        `one`."""
+        """Returns the rule for the remainder of an array or object after its first `n` items or properties: further
+        ones and the closing terminal `end`. Each further one follows the rule `one`; None allows no further ones."""
         alternatives: list[Sequence[Symbol]] = [(end,)] if n >= least else []
         room = None if most is None else most - n
         if one and (room is None or room > 0):

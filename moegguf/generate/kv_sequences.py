@@ -20,7 +20,7 @@ from moegguf.generate.sequence import KvSequence, Sequence
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
 
-MIN_SHARED_TOKENS = 32  # a prompt waits for a common prefix of this length if another prompt is about to compute it
+MIN_SHARED_TOKENS = 32  # a prompt waits for a prefix of at least this length if another prompt is about to compute it
 MIN_SHIFTED = 4  # tokens that `num_keep` cannot protect, so that a shift can drop some; llama.cpp's number
 MIXED_STEP_TOKENS = 128  # token limit of a step in which sequences decode, if all experts are in memory
 
@@ -43,13 +43,13 @@ class Schedule(Protocol):
         returned, all sequences take part."""
 
     def ran(self, step: Step) -> None:
-        """Called after each step, with its sequences, tokens and time."""
+        """Receives the sequences, tokens and time of a step. The batch loop calls this after each step."""
 
 
 class KvSequences:
     """The places of a model's KV cache, and the choice of tokens for each step. `step_tokens`: token limit of a step
-    in which some sequences decode. None: the size of a usual pass if experts have to be read from RAM or disk,
-    otherwise MIXED_STEP_TOKENS."""
+    in which some sequences decode. None: MIXED_STEP_TOKENS if every expert has its own slot, otherwise
+    DEFAULT_UBATCH_TOKENS, but never more than the size of a pass."""
 
     def __init__(self, llm: Llama, step_tokens: int | None = None) -> None:
         self._llm = llm
@@ -72,7 +72,7 @@ class KvSequences:
         """Assigns a free place to a sequence; at least one must be free. Chooses the place that loses the fewest
         tokens; among equal ones, the least recently used."""
         free = [kv for kv in self._all if kv.sequence is None]
-        if len(self._all) == 1:  # methods of `Llama` use the only place, too
+        if len(self._all) == 1:  # methods of `Llama` also change the only place, so its tokens are read from `Llama`
             free[0].tokens = self._llm.input_ids[: self._llm.n_tokens].tolist()
         if sequence.prompt.images is not None:
             free = self._all[:1]  # images are evaluated in place 0; the sequence computes alone
@@ -94,8 +94,8 @@ class KvSequences:
         sequence.has_begun = False
 
     def release(self, sequence: Sequence) -> None:
-        """Frees the place of a sequence. Its tokens stay in the KV cache for later prompts that begin with them. But
-        tokens are removed if they were computed while tokens were visible that a context shift has dropped since."""
+        """Frees the place of a sequence. Its tokens stay in the KV cache for later prompts that begin with them. After
+        a context shift, only the first `n_clean` tokens stay: the values of later ones depend on dropped tokens."""
         kv = sequence.place
         if sequence.draft:  # drafted tokens that were not accepted are dropped
             self.truncate(kv, len(kv.tokens))
@@ -207,7 +207,7 @@ class KvSequences:
             each.n_next = 1
         whole = chosen[0].alone or len(self._all) == 1
         if self._llm.prefix_cache is not None and self._llm.prefix_cache.leaves_window:
-            whole = False  # one pass at a time: its tokens must be saved before later tokens take their cells
+            whole = False  # one pass per step: the cells of its tokens must be saved before later tokens reuse them
         budget = most if whole else self._pass_tokens
         if step:
             budget = self._step_tokens
@@ -218,7 +218,7 @@ class KvSequences:
             if each.decodes or n_left <= 0 or not self._begin_prompt(each, prompts):
                 continue
             n = min(each.n_pending, n_left)
-            if (image := each.image) is not None:  # a whole image, or only the text before it
+            if (image := each.image) is not None:  # the text before the image, or the whole image if no text is left
                 n = min(image.begin - each.n_evaluated, n_left) or image.n_tokens
             elif self._llm.prefix_cache is not None:
                 n = self._llm.prefix_cache.pass_tokens(each.place.seq_id, each.n_evaluated, each.n_pending, n)
@@ -230,7 +230,7 @@ class KvSequences:
                 n_left -= n
                 prompts.append(each)
         step += prompts
-        if self._own_cells:  # one pass can compute sequences whose numbers are consecutive
+        if self._own_cells:  # the sequences of one ubatch must have consecutive numbers
             step.sort(key=lambda each: each.place.seq_id)
         return step
 
@@ -276,7 +276,8 @@ class KvSequences:
 
     def _awaits(self, sequence: Sequence, other: Sequence) -> bool:
         """Returns True if a prompt has to wait until `other` has computed a prefix that both share. A recurrent state
-        can be copied only right at the end of the prefix, so `other.n_next` is then cut to stop there once."""
+        can be copied only at the end of this prefix. So for such models this method also reduces `other.n_next`, to
+        make the next step stop there."""
         n_shared = common_tokens(other.context, sequence.context[:-1])
         if n_shared < sequence.n_evaluated + MIN_SHARED_TOKENS:
             return False
@@ -287,14 +288,14 @@ class KvSequences:
         return True
 
     def _common_prefix(self, kv: KvSequence, sequence: Sequence) -> int:
-        """Returns the number of tokens of a place that a sequence can reuse. At least one of its tokens is left to
-        evaluate."""
+        """Returns the number of tokens of a place that a sequence can reuse. At least one token of the sequence is left
+        to evaluate."""
         if kv.owner != sequence.owner or not sequence.reuses_prefix:
             return 0
         n = common_tokens(kv.tokens, sequence.context[:-1])
         if kv.seq_id == 0:
             images = sequence.prompt.images
             n = self._llm.context.images.common_prefix(n, images.spans if images else ())
-        if n == len(kv.tokens) or self._llm.prefix_cache is not None:  # `truncate` goes back to a saved state
+        if n == len(kv.tokens) or self._llm.prefix_cache is not None:  # the cache can restore a state
             return n
         return n if self._llm.context.keeps(n, kv.seq_id) else 0

@@ -180,7 +180,7 @@ class ChannelParser(AnswerParser):
 Tools = Sequence[Mapping[str, Any]]
 
 _MAYBE_CALL = re.compile(r"[\[{\s]*(?:\"(?P<key>[^\"]*)(?P<whole>\")?)?")
-MAX_MARKS_IN_VALUES = 8  # the most closing marks that may be part of values within one call
+MAX_MARKS_IN_VALUES = 8  # maximum number of closing marks that may be part of values within one call
 _CALL_KEYS = frozenset({"name", "function", "type", "id", "parameters", "arguments", "tool_name", "tool_call_id"})
 
 
@@ -223,7 +223,8 @@ class MarkParser(AnswerParser):
             in_text = yield from self._read_thinking(self._think)
         if not in_text:
             yield from self._begin_text()
-        # A text that may be the end of the turn is held back as a whole: "\0" never occurs.
+        # `_write_until` holds back the beginnings of these texts. Because of the added "\0", which never occurs, it
+        # also holds back a complete ending.
         held = [*self._marks, *(f"{ending}\0" for ending in self._endings)]
         while match := (yield from self._write_until(self._opens, held)):
             if match[0] == self._form.text_close:
@@ -287,7 +288,7 @@ class MarkParser(AnswerParser):
         self._held = begun
 
     def _read_call(self, form: ToolFormat) -> Iterator[None]:
-        """Consumes a call with its marks. If it turns out to be no call, writes it as text."""
+        """Consumes a call with its marks. If it turns out not to be a call, writes it as text."""
         n_read, n_marks = len(form.open), 0  # searched characters; closing marks that are part of values
         while True:
             if not form.may_begin(self._held):
@@ -320,12 +321,13 @@ class MarkParser(AnswerParser):
             self._held = self._held.lstrip()
 
     def _write_mark(self, mark: str) -> None:
-        """Writes a mark that begins no call as text, unless it stands in the prompt."""
+        """Writes a mark that does not begin a call as text, unless the prompt contains this mark."""
         self._text += "" if self._prompt_mark else mark
         self._held, self._prompt_mark = self._held.removeprefix(mark), ""
 
     def _read_only_call(self, form: ToolFormat) -> Iterator[None]:
-        """Reads an answer that is only JSON. It is a call if its first key is a key of calls, otherwise text."""
+        """Reads an answer that is only JSON. It can be a call only if its first key is in _CALL_KEYS; otherwise it is
+        text."""
         while not self._ended:
             match = _MAYBE_CALL.match(self._held)
             assert match is not None
@@ -390,7 +392,7 @@ class StopStrings:
         return len(self._held)
 
     def feed(self, text: str) -> str:
-        """Adds text. Returns the text that is certainly no part of a stop string; "" once a stop string was found."""
+        """Adds text. Returns the text that is certainly not part of a stop string; "" once a stop string was found."""
         if self.found:
             return ""
         text = self._held + text
@@ -422,7 +424,7 @@ class Transcript:
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._stops = StopStrings(self.stops)
         self._held: deque[tuple[int, int, TokenLogprob | None]] = deque()  # (first character, token, logprob)
-        self._n_fed = self._n_passed = 0  # characters; counted only if deltas need tokens or logprobs
+        self._n_fed = self._n_passed = 0  # decoded characters, sent characters; only if deltas have tokens or logprobs
 
     @property
     def stop_string(self) -> str:

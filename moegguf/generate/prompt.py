@@ -1,9 +1,10 @@
-"""Makes the tokens of a request's prompt: from messages by the chat template, from an earlier context, or from a text,
-also with a gap to fill in.
+"""Makes the tokens of a request's prompt. They come from messages that the chat template renders, from an earlier
+context, or from a text, which may have a gap that the model fills.
 
 If a conversation does not fit the context, whole messages are left out, the oldest first; then the longest message is
 cut at its beginning. Any other prompt that does not fit keeps its first tokens and loses the older half of the others,
-as in llama.cpp. So does a context that becomes full. This module evaluates nothing.
+as in llama.cpp. A context that becomes full during an answer loses its tokens in the same way. This module evaluates
+nothing.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
 
 MAX_WHOLE_CHARACTERS = 512 << 10  # a longer text is not tokenized as a whole before its tokens are estimated
-TOKEN_CHARACTERS = 32  # most characters of a prompt, per token of the context
-COPIES = 4  # most characters of a rendered prompt, as a multiple of its conversation's characters
+TOKEN_CHARACTERS = 32  # a rendered prompt may have this many characters per token of the context, or (if more):
+COPIES = 4  # a rendered prompt may have this many times the characters of its conversation
 USUAL_CHARACTERS = 4  # characters per token, roughly
-HEADROOM_CHARACTERS = 8  # characters per token of a cut message that are tokenized; most tokens are shorter
+HEADROOM_CHARACTERS = 8  # characters of a cut message that are tokenized for each token that may stay
 ANSWER_DIVISOR = 8  # a truncated conversation leaves 1/8 of the context for the answer
 MESSAGE_TOKENS = 8  # tokens of the template's marks around a message, roughly
 
@@ -44,7 +45,7 @@ class Prompt:
     """The prompt of a request, as tokens and as text."""
 
     tokens: list[int]  # tokens of the prompt, including placeholders for images
-    end: str = ""  # text of the prompt; "" if it is not known or far too long
+    end: str = ""  # the whole text of the prompt; "" if it is not known or far too long
     n_tokens: int = 0  # tokens of the whole text; an estimate if it is far too long, and `tokens` is incomplete
     template: str | None = None  # the chat template that rendered the messages
     continuation: Continuation | None = None  # given if the answer continues a message
@@ -132,8 +133,8 @@ def _far(vocabulary: Vocabulary, text: str, n_ctx: int, *, special: bool = True)
 
 
 def _context_tokens(llm: Llama, request: Request) -> list[int]:
-    """Returns the tokens of `request.context`, which may contain texts. Raises OptionError for a number that is no
-    token of the model, and ContextError for a text that is far too long."""
+    """Returns the tokens of `request.context`, which may contain texts. Raises OptionError for a number that is not
+    a token of the model, and ContextError for a text that is far too long."""
     vocabulary, n_ctx = llm.vocabulary, request.sampling.context_within(llm.n_ctx())
     vocabulary.check(each for each in request.context if isinstance(each, int))
     first = [] if request.begins_with_token or not request.context else vocabulary.bos_tokens
@@ -170,8 +171,8 @@ def _completion(llm: Llama, request: Request, prompt: str, context: list[int]) -
 
 def _file_tokens(vocabulary: Vocabulary, files: Sequence[tuple[str, str]], n_ctx: int) -> list[int]:
     """Returns the tokens of other files in llama-server's format. If the model has tokens for a repository (arXiv
-    2409.12186), each file has its name; otherwise the files are snippets without names. In the first case the constant
-    name "filename" stands last, for the file with the gap. Raises ContextError."""
+    2409.12186), each file follows its name. The last name is then the constant "filename" of the file with the gap.
+    For other models the files are snippets without names. Raises ContextError."""
     tokens, marks = list[int](), vocabulary.repository_tokens
     if not files:
         return tokens
@@ -311,7 +312,7 @@ class _Renderer:
 
 
 def _shown(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a tool without `strict`, as the template gets it: `strict` only concerns the answer."""
+    """Returns a tool without `strict`, as the template gets it, because `strict` only concerns the answer."""
     function = tool.get("function")
     if not isinstance(function, Mapping):
         return tool

@@ -80,7 +80,7 @@ class Sampling:
     num_ctx: int | None = None
 
     def context_within(self, n_ctx: int) -> int:
-        """Returns the tokens that a request may use of a context of `n_ctx`.
+        """Returns how many tokens a request may use of a context of `n_ctx` tokens.
 
         Example:
             >>> moegguf.Sampling(num_ctx=1024).context_within(4096)
@@ -115,8 +115,8 @@ class Request:
     truncate: bool = (
         True  # True: leaves out the oldest messages, but no system message, if not all fit; False: ContextError
     )
-    # True: with `truncate`, cuts a message or prompt that is still too long, and drops the older half of the context
-    # when an answer fills it.
+    # True: drops the older half of the context when an answer fills it. If `truncate` is True as well, also cuts a
+    # message or prompt that is still too long.
     shift: bool = True
     continue_final_message: bool = True  # True: if the last message is the assistant's, the answer continues it
     begins_answer: bool = True  # True: the template adds the header of an answer, which nearly all models need
@@ -189,8 +189,8 @@ class Delta:
 
 
 def join(deltas: Sequence[Delta]) -> Delta:
-    """Returns one delta with the content of all, in their order. (Thinking precedes text in an answer, also in one
-    delta.)"""
+    """Returns one delta with the content of all, in their order. (Thinking precedes text in an answer, even within
+    one delta.)"""
     if len(deltas) == 1:
         return deltas[0]
     return Delta(
@@ -218,7 +218,7 @@ class AnswerSummary:
     """Counts and times of an answer."""
 
     prompt_tokens: int = 0  # tokens of the prompt that were evaluated
-    cached_tokens: int = 0  # tokens of the prompt that were reused from the context
+    cached_tokens: int = 0  # tokens of the prompt that were reused from the context or the disk
     disk_tokens: int = 0  # the part of cached_tokens that was read from disk
     answer_tokens: int = 0
     thinking_tokens: int = 0  # tokens of the answer up to the end of its thinking
@@ -231,8 +231,8 @@ class AnswerSummary:
     cut_tokens: int = 0  # tokens that were left out of the prompt
     n_shifts: int = 0  # number of times that the full context lost its older half
     context: tuple[int, ...] = ()  # tokens of prompt and answer, if the request had `return_context`
-    # Counts of all computation while the answer was computed, also for other answers. `answer_stats` counts from the
-    # answer's first token on.
+    # Counts of all computation while the answer was computed, including computation for other answers. `answer_stats`
+    # counts only from the answer's first token on.
     stats: Stats = field(default_factory=Stats)
     answer_stats: Stats = field(default_factory=Stats)
 

@@ -39,7 +39,7 @@ _TOKEN = re.compile(r"<\[(\^?)[0-9]+\]>")  # a token in a grammar, written by it
 MIROSTAT_TOKENS = 100  # tokens with which Mirostat 1 estimates the distribution; llama.cpp's number
 MAX_BREAKERS = 32  # texts; each is compared with every token of the vocabulary
 MAX_BREAKER_BYTES = 40  # llama.cpp would cut longer texts
-MAX_STEP_S = 1.0  # most seconds that llguidance may compute for one token
+MAX_STEP_S = 1.0  # maximum seconds that llguidance may compute for one token
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,  # work on the regexes of one grammar: about 20 ms
     "step_lexer_fuel": 200_000,  # work on regexes for one token: about 15 ms
@@ -54,8 +54,8 @@ _LIMITS: dict[str, Any] = {
 class MatcherTokens:
     """A model's vocabulary for `Matcher`. `n_tokens`: number of tokens. `end_tokens`: the end-of-generation tokens.
 
-    In `tokenizer` the end-of-generation tokens are special tokens without text. Its own end token is an additional one
-    with the number n_tokens.
+    In `tokenizer` the end-of-generation tokens are special tokens without text. The tokenizer's own end token is an
+    additional token with the number `n_tokens`.
     """
 
     tokenizer: LLTokenizer
@@ -108,7 +108,7 @@ class Matcher:
 
         self._n_tokens, self._end_tokens = tokens.n_tokens, tokens.end_tokens
         self._mask: npt.NDArray[np.bool_] | None = None
-        # "no_forcing": text that the grammar determines may be written with any tokens
+        # "no_forcing": if the grammar allows only one text, the model may divide this text into tokens as it likes
         grammar = LLMatcher.grammar_from_lark('%llguidance {"no_forcing": true}\n' + constraint.lark)
         limits = LLParserLimits(**_LIMITS)
         try:
@@ -161,7 +161,7 @@ class Matcher:
         return self._mask
 
     def allows(self, token: int) -> bool:
-        """Returns True if `token` may come next. Much cheaper than `mask`, with the same errors."""
+        """Returns True if `token` may come next. This is much cheaper than `mask` and raises the same errors."""
         if token in self._end_tokens:
             return self.finished
         with self._step():
@@ -206,8 +206,8 @@ class Sampler:
     """Samples the tokens of one answer from the logits of the last pass. `prompt`: tokens that repetition penalties
     count, too. `budget` may force the tokens that end the thinking, unless the constraint forbids them.
 
-    Raises OptionError if logit_bias names no token of the model or has a value that is no number. Raises SchemaError
-    for a constraint that cannot be followed.
+    Raises OptionError if logit_bias has a token that the model lacks, or a value that is not a number. Raises
+    SchemaError for a constraint that cannot be followed.
     """
 
     def __init__(

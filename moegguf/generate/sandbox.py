@@ -5,13 +5,13 @@ internals. The operating system limits memory, and a timer ends this process whe
 configuration of jinja2 is the same as in transformers, so that prompts are equal to the prompts with which models were
 trained.
 
-Grammars are made of untrusted JSON schemas. llguidance limits most of its work, but not all of the compilation. So a
+Grammars are made from untrusted JSON schemas. llguidance limits most of its work, but not all of the compilation. So a
 grammar is compiled here first; if this ends in time, so will the compilation in the main process.
 
 The process reads one request per line of standard input, and exits at the end of the input. A request has a template,
-variables, and the most characters of the output; or it has a grammar and its limits. Each request has a limit of
-computing time in seconds. The process writes one line for each request, with the text, or with an error and its
-message. The error is "refused", "syntax", "long", "stopped" or "failed". A "syntax" error also has its line.
+variables, and the maximum number of characters of the output; or it has a grammar and its limits. Each request has a
+limit of computing time in seconds. The process writes one line for each request, with the text, or with an error and
+its message. The error is "refused", "syntax", "long", "stopped" or "failed". A "syntax" error also has its line.
 
 The tool calls in messages are JSON. If a template writes their arguments without a filter, they are written as JSON,
 as in OpenAI's API, and not as Python objects.
@@ -188,7 +188,7 @@ def reply_to(template: str, variables: dict[str, Any], characters: int) -> dict[
 
 
 def compile_grammar(grammar: str, limits: dict[str, Any]) -> dict[str, Any]:
-    """Compiles a grammar and returns an empty reply, also for an invalid grammar: the caller compiles it again and
+    """Compiles a grammar and returns an empty reply, even for an invalid grammar: the caller compiles it again and
     finds the error. If the compilation takes too long, the process is killed."""
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 

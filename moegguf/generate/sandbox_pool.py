@@ -37,7 +37,8 @@ class LimitedError(Exception):
 
 def reply_of(request: Mapping[str, Any]) -> str:
     """Sends a request to a child process and returns the text of its reply. Values that JSON does not have are sent as
-    their text. Raises LimitedError, also if the request exceeds a limit of time, memory or output."""
+    their text. Raises LimitedError if the request fails or exceeds a limit of
+    time, memory or output."""
     try:
         text = json.dumps(
             {**request, "seconds": MAX_S}, ensure_ascii=False,

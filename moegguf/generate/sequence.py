@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 MAX_CONTEXTS = 10  # length limit of an answer when the context shifts, in contexts; Ollama's number
 
 MAX_PERIOD = 4  # longest cycle of tokens in which repetition is found
-CYCLE_PATIENCE = 8  # factor of the limit for cycles of several tokens: rows of numbers repeat tokens, too
+CYCLE_PATIENCE = 8  # a cycle of several tokens may repeat this many times as often as one token: number tables do
 AT_SCALE = " adapter at "  # separates the owner from the adapter's scale with which the tokens were computed
 
 _tickets = itertools.count(1)
 
 
 def owner_part(owner: str) -> tuple[str, str]:
-    """Splits an owner of tokens: returns the owner without the adapter's scale, and the part with the scale ("" if
-    none)."""
+    """Splits the text that names the owner of computed tokens. Returns the owner without the adapter's scale, and the
+    part with the scale ("" if there is none)."""
     alone, at, scale = owner.partition(AT_SCALE)
     return alone, at + scale
 
@@ -65,7 +65,7 @@ class KvSequence:
     owner: str = ""  # owner of these tokens
     sequence: Sequence | None = None  # the sequence that uses the place, None: free
     n_used: int = 0  # number of the step that used it last
-    # leading tokens that were computed without tokens that a shift has dropped; None: no shift
+    # number of leading tokens whose values do not depend on tokens that a shift has dropped; None: no shift
     n_clean: int | None = None
 
 
@@ -93,7 +93,7 @@ class Sequence:
     sampler: Sampler
     shifts: bool  # True: if the context is full, its older half is dropped
     n_ctx: int  # tokens of the context that this request may use
-    limit: int  # most tokens of the answer
+    limit: int  # maximum number of tokens of the answer
 
     def __init__(self, request: Request, events: AnswerEvents) -> None:
         self.ticket = next(_tickets)  # order of arrival
@@ -103,12 +103,12 @@ class Sequence:
         self.context: list[int] = []  # prompt and answer so far: tokens to evaluate before the next one is sampled
         self.generated: list[int] = []  # tokens of the answer, without an end token
         self.n_next = 0  # tokens of `context` that the next pass evaluates
-        self.draft: tuple[int, ...] = ()  # drafted tokens that the next pass evaluates after these
+        self.draft: tuple[int, ...] = ()  # drafted tokens that the next pass evaluates after the tokens of `context`
         self.number = -1  # number of the request in routing events; -1: not begun
         self.cancelled = False
         self.error: Exception | None = None  # error of `read`
         self.kv: KvSequence | None = None
-        self.has_begun = False  # False until its prefix was copied to its current place
+        self.has_begun = False  # False until the known prefix of the prompt was copied to the sequence's place
         self.ended = False  # True after the last token was sampled
         self._llm: Llama
         self._prompt_logprobs: list[TokenLogprob] = []  # not sent yet
@@ -177,9 +177,10 @@ class Sequence:
 
     @property
     def alone(self) -> bool:
-        """True if the sequence must be computed without others: with images, or with `exact` if others could change
-        bits. They could if the model is not batch-invariant or if the context may shift. If others are computed too, a
-        shift evaluates tokens again, which rounds differently than moving their cells."""
+        """True if the sequence must be computed without others: if it has images, or if it has `exact` and other
+        sequences could change bits of the answer. They could if the model is not batch-invariant or if the context may
+        shift. A shift evaluates tokens again if others are computed too, which rounds differently than moving their
+        cells."""
         if self.prompt.images is not None:
             return True
         may_shift = self.shifts and len(self.prompt.tokens) + self.limit > self.n_ctx
@@ -187,7 +188,7 @@ class Sequence:
 
     @property
     def place(self) -> KvSequence:
-        """The place of the sequence in the context. It must have one."""
+        """The place of the sequence in the context. The sequence must have a place."""
         assert self.kv is not None
         return self.kv
 

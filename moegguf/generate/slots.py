@@ -1,7 +1,8 @@
 """llama-server's slots: saves the tokens of a place in the context to a file, restores them, or erases them.
 
-A file contains the tokens and llama.cpp's state of them. It is restored only if the model computes the same bits: the
-file contains the name under which the model stores contexts on disk. Called on the batch loop's thread between passes.
+A file contains the tokens and llama.cpp's state of them. It is restored only if the model computes the same bits. To
+check this, the file contains a name that identifies the model, the build and the load options (`PrefixCache.name`).
+The batch loop's thread calls this module between passes.
 """
 
 from __future__ import annotations

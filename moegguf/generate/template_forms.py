@@ -21,7 +21,7 @@ from typing import Any
 from moegguf.generate.request import Message
 from moegguf.generate.sandbox_pool import LimitedError, reply_of
 
-MAX_CHARACTERS = 16 << 20  # most characters of a prompt
+MAX_CHARACTERS = 16 << 20  # maximum number of characters of a prompt
 MAX_KNOWN = 64  # templates whose forms are cached
 
 Tools = Sequence[Mapping[str, Any]]
@@ -112,7 +112,8 @@ def rendered(
     variables: Mapping[str, Any],
     characters: int = MAX_CHARACTERS,
 ) -> str:
-    """Renders a conversation in these forms. Raises LimitedError, also if the prompt has more than `characters`."""
+    """Renders a conversation in these forms. Raises LimitedError if the template fails or the prompt has more than
+    `characters` characters."""
     formed = forms.messages(messages)
     if "length 9" in template:
         _shorten_ids(formed)
@@ -137,7 +138,8 @@ def _shorten_ids(messages: Iterable[Message]) -> None:
 
 # Probes
 
-# A form is tried only if the template contains its word; otherwise the template cannot know the form.
+# {field of `Forms`: word}. A form is tried only if the template contains this word; otherwise the template cannot
+# support the form.
 _WORDS = {"part_roles": "text", "null_content": "tool_calls", "text_arguments": "arguments", "empty_tools": "tools"}
 _MARK = "q7z"  # marker at the beginning of each text; the case is ignored
 

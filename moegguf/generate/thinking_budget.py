@@ -119,8 +119,8 @@ class ThinkingBudget:
 
 
 def thinking_budget_of(llm: Llama, request: Request, prompt: Prompt) -> ThinkingBudget | None:
-    """Returns the budget for the answer to `request`; None if it has no limit or the model's marks of thinking are
-    unknown.
+    """Returns the thinking budget for the answer to `request`. Returns None if the request sets no budget or fills a
+    gap, or if the model's marks of thinking are unknown.
 
     The request may name the marks. Otherwise the chat template determines them; for a prompt without a template, the
     model's own template.
@@ -135,7 +135,7 @@ def thinking_budget_of(llm: Llama, request: Request, prompt: Prompt) -> Thinking
         open_pattern, close_pattern, next_message, answer = _HARMONY if form.is_harmony else _RECIPIENTS
         last = _end_of(llm, prompt).rpartition("<|start|>")[2]
         may_call = bool(request.tools) and request.tool_choice != "none"
-        ends = [next_message] if may_call else []  # a call is allowed instead of the answer
+        ends = [next_message] if may_call else []  # the first forced end allows a call instead of the answer
         ids = [tokens(end) for end in (*ends, next_message + answer)]
         return ThinkingBudget(llm.vocabulary, open_pattern, close_pattern, n_tokens, ids, message=message, text=last)
     marks = form.think

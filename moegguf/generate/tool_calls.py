@@ -1,7 +1,7 @@
 """Reads the tool calls that models write: JSON objects, names with arguments between marks, Python's and Gemma's
 forms.
 
-A reader gets the text of a block of calls. It returns the calls, or None if the text is no call; the text is then
+A reader gets the text of a block of calls. It returns the calls, or None if the text is not a call. The text is then
 normal text, not an error. `call_format.py` learns from a chat template which reader to use.
 """
 
@@ -146,7 +146,7 @@ class Parameter:
 
 
 Types = Mapping[tuple[str, str], Parameter]
-"""(tool, parameter) to its schema."""
+"""{(name of the tool, name of the parameter): the parameter with its schema}"""
 NO_TYPES: Types = {}
 
 
@@ -176,7 +176,7 @@ def parameter_value(text: str, parameter: Parameter) -> Any:
 
 def call_of(value: Any, *, name_is_key: bool = False) -> Call | None:
     """Converts a JSON object to a call: {"name", "arguments"}, {"function": {...}} or variants of them. With
-    `name_is_key` also {NAME: arguments}. Returns None if the object is no call."""
+    `name_is_key` also {NAME: arguments}. Returns None if the object is not a call."""
     if not isinstance(value, dict):
         return None
     if name_is_key and len(value) == 1:
@@ -197,7 +197,7 @@ def call_of(value: Any, *, name_is_key: bool = False) -> Call | None:
 
 
 def calls_in(value: Any, *, name_is_key: bool = False) -> list[Call] | None:
-    """Returns the calls in a JSON object or a list of objects; None if any of them is no call."""
+    """Returns the calls in a JSON object or a list of objects; None if any of them is not a call."""
     calls = [call_of(item, name_is_key=name_is_key) for item in (value if isinstance(value, list) else [value])]
     found = [call for call in calls if call is not None]
     return found if len(found) == len(calls) else None
@@ -225,7 +225,7 @@ class Reader:
     """Base class: reads the calls in a block, which is given without its outer marks. Subclasses implement `_next`."""
 
     def __call__(self, text: str, types: Types = NO_TYPES, *, final: bool = False) -> list[Call] | None:
-        """Returns the calls in a block, None if the text is no call. `final`: the answer has ended, so marks at the
+        """Returns the calls in a block, None if the text is not a call. `final`: the answer has ended, so marks at the
         end of the text may be missing."""
         calls = list[Call]()
         at = 0
@@ -487,7 +487,7 @@ class RelaxedCalls(MarkedCalls):
         return (dict(pairs) if is_object else [value for _, value in pairs]), at + 1
 
 
-# Formats that models use whatever their template shows: Qwen3-Coder's, and GLM's within <tool_call>
+# Formats that models use even if their template renders another one: Qwen3-Coder's, and GLM's within <tool_call>
 FUNCTIONS = TaggedCalls(r"<function=", r">\n?", r"</function>", r"<parameter=", r">\n?", r"\n?</parameter>")
 _ARGUMENT_PAIRS = TaggedCalls("", "", "", r"<arg_key>", r"</arg_key>\s*<arg_value>", r"</arg_value>")
 
@@ -501,7 +501,7 @@ class ToolCallBlock(Reader):
         return FUNCTIONS if "<function=" in text else _ARGUMENT_PAIRS
 
     def __call__(self, text: str, types: Types = NO_TYPES, *, final: bool = False) -> list[Call] | None:
-        """Returns the calls in a block, None if the text is no call."""
+        """Returns the calls in a block, None if the text is not a call."""
         return self._reader(text)(text.strip(), types, final=final)
 
     def is_open(self, text: str) -> bool:

@@ -12,10 +12,12 @@ ROUNDS = 100_000  # hashing a key takes about 30 ms, so that guessing the key of
 
 BACKGROUND = "background"
 current_client: ContextVar[str] = ContextVar("current_client", default="")
-"""Whose turn the request takes. Empty: nobody that frontends know; BACKGROUND: of all who come after others."""
+"""The client whose turn the current request takes in a queue. "" stands for all clients that the frontends cannot
+distinguish. BACKGROUND stands for all requests that are served after the requests of other clients."""
 
 current_owner: ContextVar[str] = ContextVar("current_owner", default="")
-"""To whom belongs what the request computes and stores: an `owner_of`. Empty: to all who send no key."""
+"""The owner of the data that the current request computes and stores, as `owner_of` returns it. "" stands for all
+clients that send no API key."""
 
 
 def is_visible(owner: str) -> bool:

@@ -95,7 +95,7 @@ class Snapshot:
     """
 
     model: str
-    layers: tuple[int, ...]  # il of the layers with experts
+    layers: tuple[int, ...]  # numbers (il) of the layers that have experts
     n_expert: int
     state: bytes  # 0 on disk, 1 loading, 2 in RAM, 3 in VRAM (`moegguf.engine.session.Place`)
     uses: bytes  # uint32: uses of each expert since the model was loaded

@@ -42,7 +42,7 @@ class ExpertUses:
         `client_key` None, all requests count.
 
         For one client, only uses and loads in its passes count. The state is also from its last passes, and is 0 for
-        experts that they did not use. Later states would depend on other clients' prompts.
+        experts that these passes did not use. Later states would depend on other clients' prompts.
         """
         with self._lock:
             if client_key is None:

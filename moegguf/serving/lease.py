@@ -166,10 +166,10 @@ class ManagedModel:
         self._note_served(request)
 
     def _note_served(self, request: LeaseRequest) -> None:
-        if not request.will_answer:  # no other request waits for this one
+        if not request.will_answer:  # the request takes no turn, because no other request waits for it
             return
         self._served[request.client] = next(_tickets)
-        clients = {other.client for other in self.waiting}  # requests that come later have higher tickets
+        clients = {other.client for other in self.waiting}  # other clients need no entry: their next tickets are higher
         self._served = {client: ticket for client, ticket in self._served.items() if client in clients}
 
     def expires_s(self, name: str) -> float:

@@ -37,7 +37,8 @@ RAM = "RAM"
 Room = Mapping[str, int]
 """Bytes in RAM, and on devices by their names."""
 ListGpus = Callable[[], Sequence[Device] | None]
-"""The GPUs with what each has free for all models; None where all have failed."""
+"""A function that returns the GPUs, each with the bytes that are free for all models together. It returns None if all
+GPUs have failed."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,7 @@ class Admission:
 
 
 def admit(size: ModelSize, limits: Room, models: Sequence[MemoryUse], max_models: int | None = None) -> Admission:
-    """Decides if a model can be loaded within `limits`. `models` are the other models, least recently used first.
+    """Decides whether a model can be loaded within `limits`. `models` are the other models, least recently used first.
 
     Idle models are chosen for unloading in this order. A model is chosen if it has memory in a place where bytes are
     missing, or if there would be more than `max_models` models. Raises BudgetError if the model would not fit even

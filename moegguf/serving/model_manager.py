@@ -62,7 +62,7 @@ from moegguf.settings import Settings
 
 log = logging.getLogger(__name__)
 
-OVERTAKE_S = 10.0  # seconds; so that requests that alternate between two models do not swap the models every time
+OVERTAKE_S = 10.0  # seconds in which other requests may overtake a waiting load, so that models are swapped less often
 SHUTDOWN_GRACE_S = 5.0
 FREED = 0.1  # a refused client should retry after this share of the longest wait in the queue
 MAX_RETRY_S = 60.0
@@ -211,7 +211,7 @@ class ModelManager:
             ready = of_name or [model for model in ready if files_key(model.entry) == files_key(entry)]
         found = []
         for model in ready:
-            with suppress(MoeggufError):  # the process has just ended
+            with suppress(MoeggufError):  # the process may end before it replies
                 assert model.process is not None
                 snapshot = build(
                     Snapshot, await model.process.request("experts", watch_s=watch_s, client_key=client_key).value()
@@ -324,7 +324,7 @@ class ModelManager:
         before = {name: model.cache_bytes[name] for name in wanted}
         for name, n_bytes in wanted.items():
             self._check_growth(model, model.places_of(name), n_bytes - before[name])
-        model.set_budgets({name: max(before[name], wanted[name]) for name in wanted})  # reserves growth at once
+        model.set_budgets({name: max(before[name], wanted[name]) for name in wanted})  # reserves memory for growth
         now = wanted
         try:
             await process.request("budget", **wanted).value()
@@ -371,9 +371,10 @@ class ModelManager:
         self._changed.clear()
 
     def _give_up_names(self, model: ManagedModel) -> None:
-        """Removes names in `unloads` from a model that other names use, if the name has no running answer.
+        """Removes each name in `unloads` from the model, if the name has no running answer and other names use the
+        model or wait for it.
 
-        If no other name uses the model, `_grant_waiting` ends the model.
+        If there are no other names, `_grant_waiting` ends the model.
         """
         for name in list(model.unloads):
             if model.has_others(name) and not any(request.name == name for request in model.answering):

@@ -2,8 +2,8 @@
 
 Messages arrive on the socket inherited as FD. The process exits when the socket closes, so that no worker outlives a
 killed server. The main thread loads and computes (`BatchLoop`). A second thread reads messages, so that an answer can
-be cancelled. Other threads reply to messages that need no computing (`VALUES`), because a template may render slowly
-and a change of the budget waits for a pass to end. The manager (model_manager.py) decides which requests are sent.
+be cancelled. Other threads reply to messages that compute nothing, because a template may render slowly and a change of
+the budget waits for a pass to end. The manager (model_manager.py) decides which requests are sent.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ VALUES: Mapping[str, Callable[..., Any]] = {
     "tokenize": _tokenize, "pieces": _pieces, "count": count_prompt, "render": render_prompt,
     "budget": Llama.set_budget, "embed": embed, "rank": rank,
 }  # fmt: skip
-"""{kind of a message: what makes its value of the model and the other fields}"""
+"""{kind of a message: function that computes the value of the reply from the model and the message's other fields}"""
 COMPUTED = ("embed", "rank", "slot")  # messages that use the model while no answer is computed
 
 
@@ -251,7 +251,7 @@ class Worker:
             compute = functools.partial(self._reply, number, kind, message)
             fail = functools.partial(self._end, number, None)
             task = Task(compute, self._model.cancel, fail, client_key, keeps_context=kind == "slot")
-            with self._work_lock:  # the task may end before it is in `_work`
+            with self._work_lock:  # `_end` waits for this lock, so the task is in `_work` before it ends
                 self._work[number] = self._answers.submit_task(task)
         else:
             self._replies.submit(self._reply, number, kind, message)
@@ -264,7 +264,7 @@ class Worker:
 
         events = Events(stream, send, functools.partial(self._end, number))
         try:
-            with self._work_lock:  # the answer may end before it is in `_work`
+            with self._work_lock:  # `_end` waits for this lock, so the answer is in `_work` before it ends
                 self._work[number] = self._answers.submit(wire.build(Request, request), events)
         except MoeggufError as error:
             self._end(number, None, error)

@@ -63,7 +63,7 @@ class RequestLine:
     number: int  # number of the line, from 1, also counting empty lines
     offset: int  # position of the line in the file, in bytes
     n_bytes: int
-    content_hash: int  # hash of the line's bytes, which only this process can compare
+    content_hash: int  # Python's hash of the line's bytes, which differs in another process
     custom_id: str | None
     model: str | None  # name of the model; None if the body has none
     group: str  # model and load options as text: equal for requests that one loaded model can answer
@@ -87,7 +87,7 @@ class Requests:
     ) -> None:
         """Reads and checks all lines. Raises BatchFileError if there are no requests, or more than `max_requests`.
 
-        An invalid line raises nothing: its `error` says what is wrong.
+        An invalid line raises nothing, but has an `error`.
         """
         self._file = file = in_utf8(file)
         self._endpoints = endpoints
@@ -274,7 +274,7 @@ class Journal:
     batch: str = ""  # id of the batch in the database
     answered: dict[int, bool] = field(default_factory=dict)  # {number of an answered line: True if it succeeded}
     counts: Counts = field(default_factory=Counts)
-    # called with the bytes of each new answer before it is stored; may raise StorageError
+    # called with the number of bytes of each new answer before it is stored; may raise StorageError
     take_space: Callable[[int], object] = lambda n_bytes: None
     _fingerprint: str = ""
 
@@ -318,7 +318,8 @@ class Journal:
 
     def finish(self, path: Path) -> None:
         """Writes all answers, in the order of the requests, to the file `path` and removes them from the database. The
-        file appears at once, with the database's mode. Raises StorageError; the database then keeps the answers."""
+        file is written atomically, with the file mode of the database. Raises StorageError; the database then keeps the
+        answers."""
         with storing(path):
             write_atomically(path, self.lines(), stat.S_IMODE(self.database.path.stat().st_mode))
         self.remove()
@@ -426,7 +427,8 @@ class Reply:
 
 
 Answer = Callable[[str, bytes], Awaitable[Reply]]
-"""(url, body as JSON) to the reply of that endpoint. Cancelling it ends the request."""
+"""A function that sends a request (url, body as JSON) to an endpoint and returns the reply. Cancelling the call ends
+the request."""
 
 
 async def answer_requests(

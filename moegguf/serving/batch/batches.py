@@ -1,8 +1,9 @@
 """Batches that a server answers: each reads a stored file of requests, and stores files of answers and of errors.
 
-The requests of a new batch are checked at once. Batches are answered one at a time, in the order of their arrival. The
-database has each change of a batch before the change has an effect, so that a server continues after a kill. A batch
-waits while the disk is full. If a batch expires or is cancelled, its files have the answers until then.
+The requests of a new batch are checked immediately. Batches are answered one at a time, in the order of their arrival.
+The database has each change of a batch before the change has an effect, so that a server continues after a kill. A
+batch waits while the disk is full. If a batch expires or is cancelled, its files contain the answers that were finished
+by then, and an error for every other request.
 """
 
 from __future__ import annotations
@@ -317,7 +318,8 @@ class Batches:
             file = open_regular(self._files.contents(batch.input_file_id))
         except FileNotFoundError:
             raise BatchFileError("the requests of this batch are gone; create another one.") from None
-        with file:  # a large file takes some seconds
+        with file:
+            # Checking a large file takes some seconds, so this is done on a thread.
             yield await _in_thread(lambda: Requests(file, (batch.endpoint,), max_requests=MAX_REQUESTS))
 
     @asynccontextmanager

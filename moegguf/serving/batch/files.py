@@ -135,7 +135,7 @@ class FileStore:
         ((n_described,),) = self.database.execute(counts)
         taken = self._answer_bytes + n_described * DESCRIPTION_BYTES
         for path in self._folder.iterdir():
-            with suppress(OSError):  # the file has just been removed
+            with suppress(OSError):  # another thread may have removed the file
                 taken += path.stat().st_size
         return self._max_bytes - taken
 

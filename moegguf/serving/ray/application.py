@@ -54,7 +54,7 @@ COUNTERS: Mapping[str, str] = {
     "stall_s": "Seconds that computation waited for experts.",
     "read_errors": "Reads that failed after all retries.",
 }
-"""{field of `Stats`: help}; Ray exports `ray_moegguf_NAME_total` of each replica."""
+"""{field of `Stats`: description of its metric}. For each replica, Ray exports the metric `ray_moegguf_FIELD_total`."""
 
 
 def build(configs: Sequence[ModelConfig]) -> serve.Application:
