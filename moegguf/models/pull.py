@@ -142,7 +142,7 @@ def _matching(paths: Sequence[str], repo_id: str, filename: str | None, others: 
     if len(models) > 1:
         some = ", ".join(sorted(files[0] for files in models)[:40])
         raise ModelNotFoundError(f"{repo_id}: {len(models)} models match {filename!r}: {some}; name one of them.")
-    # select_files raises an error that lists the files, if a shard is missing or nothing fits.
+    # If no complete model matches, `select_files` gets this tag. Its error lists the files or the missing shards.
     tag = DEFAULT_TAG if filename is None else matching[0].rpartition("/")[2] if matching else filename
     found = [*(models.pop() if models else select_files(paths, tag, repo=repo_id).files)]
     for pattern in others:
