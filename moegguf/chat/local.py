@@ -30,8 +30,8 @@ Result = TypeVar("Result")
 class LocalModel:
     """A model that this program itself loads.
 
-    The event loop of the model manager runs only while a method waits for it. It runs in this thread, so Ctrl-C
-    interrupts it.
+    The event loop of the model manager runs only while one of the methods waits for a result. The loop runs in the
+    thread of the caller, so Ctrl-C interrupts it.
     """
 
     url = None  # there is no server

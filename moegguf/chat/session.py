@@ -219,8 +219,8 @@ _PATH = re.compile(
 def extract_images(text: str) -> tuple[str, list[bytes]]:
     """Removes the paths of image files from `text`, which were typed or dragged onto the terminal, and reads these
     files. Returns the remaining text and the files, and prints each file's name on stderr. Paths have the same form as
-    in `ollama run`: a path begins with /, ./, ../ or ~/ and ends with a known extension. Spaces in it are escaped, or
-    it is in quotes. A path without a file stays in the text.
+    in `ollama run`: a path begins with /, ./, ../ or ~/ and ends with a known extension. A path with spaces is in
+    quotes, or its spaces are escaped. A path stays in the text if no such file exists.
 
     Raises OptionError for a file that cannot be read, or that is no valid image.
     """

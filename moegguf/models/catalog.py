@@ -78,8 +78,9 @@ class Catalog:
     def find(self, name: str | os.PathLike[str], *, even_missing: bool = False) -> ModelEntry:
         """Returns the model of this name, or at this path.
 
-        Raises ModelNotFoundError, with the nearest names, if there is none. Raises it also for a model whose files are
-        missing, unless `even_missing`. Raises ModelNameError for an invalid name if paths are not allowed.
+        Raises ModelNotFoundError, with the most similar names, if there is no such model. Also raises
+        ModelNotFoundError if files of the model are missing, unless `even_missing` is True. Raises ModelNameError for
+        an invalid name if paths are not allowed.
         """
         text = os.fspath(name)
         if not text.strip():
@@ -314,6 +315,6 @@ def _existing(text: str, is_kind: Callable[[Path], bool]) -> Path | None:
 def find_model(name: str | os.PathLike[str]) -> Path:
     """Returns the file to open for `name`: a path, a folder with one model, or a name (see `Catalog.find`).
 
-    Raises ModelNotFoundError, with the nearest names, if there is none.
+    Raises ModelNotFoundError, with the most similar names, if there is no such model.
     """
     return _existing(os.fspath(name), Path.is_file) or Catalog().find(name).path

@@ -377,7 +377,7 @@ def _fetch_plain(file: HubFile, on_bytes: Callable[[int], None], stopped: thread
 
 def _locked(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event) -> ExitStack:
     """Takes the file's lock in the cache and returns it. While another process holds the lock, reports the bytes that
-    process has received. Raises Stopped if `stopped` is set meanwhile."""
+    the other process has received. Raises Stopped if `stopped` is set meanwhile."""
     path = file.folder.parent / ".locks" / file.folder.name / f"{file.etag}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     stack = ExitStack()

@@ -99,9 +99,9 @@ def fetch(
 ) -> Path:
     """Downloads the model that the pattern `filename` means, with all its shards and `others`. Returns its first file.
 
-    Downloads into `local_dir`, or else into `cache` (default: the Hub's cache). Files that are there are not fetched
-    again. Without a network only these files are used. Raises PullError, and ModelNotFoundError with the list of
-    files.
+    Downloads into `local_dir`, or else into `cache` (default: the Hub's cache). Files that already exist there are not
+    fetched again. Without a network, only existing files are used. Raises PullError, and ModelNotFoundError with the
+    list of files.
     """
     from huggingface_hub.utils import tqdm
 
@@ -135,8 +135,8 @@ def fetch(
 
 
 def _matching(paths: Sequence[str], repo_id: str, filename: str | None, others: Sequence[str]) -> list[str]:
-    """Returns the shards of the one model that `filename` means, in order, then one file for each pattern in `others`.
-    Raises ModelNotFoundError if a pattern does not mean exactly one."""
+    """Returns the shards of the one model that the pattern `filename` means (None: the default model), in order, then
+    one file for each pattern in `others`. Raises ModelNotFoundError if a pattern does not mean exactly one."""
     matching = [path for path in paths if is_model(path) and filename is not None and fnmatch(path, filename)]
     models = {selection.files for _, selection in models_in(paths) if set(selection.files) & set(matching)}
     if len(models) > 1:

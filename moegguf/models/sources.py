@@ -87,7 +87,7 @@ def folder_models(text: str | None = None) -> Iterator[ModelEntry]:
 
 
 def file_name(path: Path) -> str:
-    """Returns the name for a model whose first file is `path`. Raises ModelNameError if the file name makes no valid
+    """Returns the name for a model whose first file is `path`. Raises ModelNameError if the file name contains no valid
     name."""
     return parse_name(_plain_name(path.name)).canonical
 

@@ -263,9 +263,9 @@ class ToolsBody(GenerationBody):
 class ChatBody(ToolsBody):
     """The body of /v1/chat/completions.
 
-    If the last message is an assistant's message, the answer continues this message, as in llama-server. This is not so
-    if `continue_final_message` is false or `add_generation_prompt` is true. If `add_generation_prompt` is false, the
-    prompt ends with the last message. Both names are vLLM's.
+    If the last message is an assistant's message, the answer continues this message, as in llama-server. The answer is
+    a new message instead if `continue_final_message` is false or `add_generation_prompt` is true. If
+    `add_generation_prompt` is false, the prompt ends with the last message. Both names are vLLM's.
     """
 
     messages: Messages
