@@ -1,8 +1,8 @@
 """moegguf runs Mixture-of-Experts GGUF models whose experts do not fit in fast memory.
 
-`Llama` is llama-cpp-python's `Llama` with a budget for experts, and after `import moegguf` the module `llama_cpp` is
-found too; `Engine` answers many requests at once; `read_layout`
-and `make_plan` compute the placement without loading the model; every error raised on purpose is a `MoeggufError`.
+`Llama` is llama-cpp-python's `Llama` with a budget for experts. After `import moegguf`, `import llama_cpp` loads the
+bindings in this package. `Engine` answers many requests at once. `read_layout` and `make_plan` compute the placement
+without loading the model. Every error raised on purpose is a `MoeggufError`.
 """
 
 from __future__ import annotations

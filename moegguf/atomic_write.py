@@ -18,11 +18,11 @@ from pathlib import Path
 
 MODE = 0o644
 OWNER_ONLY = 0o600
-"""The mode of files with what users have said to a model, and with its answers."""
+"""The mode of files that contain messages of users and answers of models: only the owner has access."""
 
 
 DESCRIPTOR = re.compile(r"/dev/(stdin|stdout|stderr)|/(?:dev|proc/self)/fd/(\d+)")
-"""The path of a descriptor of this process, as a shell writes for `>(command)`."""
+"""Matches the path of an open file descriptor of this process. A shell passes such a path for `>(command)`."""
 
 
 def can_be_replaced(path: Path) -> bool:
@@ -39,8 +39,8 @@ def make_private(path: Path) -> None:
 
 
 def write_atomically(path: Path, data: bytes | Iterable[bytes], mode: int = MODE) -> None:
-    """Replaces the file at `path` with `data` (bytes, or parts of bytes) and flushes it to disk. Also removes temporary
-    files of killed processes.
+    """Replaces the file at `path` with `data`, which is one bytes object or several in order, and flushes the file to
+    disk. Also removes temporary files of killed processes.
 
     Raises OSError; the old file is then unchanged, and no temporary file remains.
     """
@@ -63,7 +63,7 @@ def locked_temporary(folder: Path, prefix: str, suffix: str) -> tuple[int, str]:
     closed. Raises OSError."""
     while True:
         handle, name = tempfile.mkstemp(prefix=prefix, suffix=suffix, dir=folder)
-        with suppress(OSError):  # network file systems without locks never remove temporary files
+        with suppress(OSError):  # a file system without locks: temporary files are then never removed
             fcntl.flock(handle, fcntl.LOCK_EX)
         if os.fstat(handle).st_nlink:
             return handle, name

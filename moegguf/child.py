@@ -1,4 +1,5 @@
-"""Starts and kills child processes of this package. They run the same Python with the same module folders."""
+"""Starts and kills child processes of this package. A child runs the same Python with the same module folders as this
+process."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def child_command(module: str) -> tuple[str, ...]:
-    """Returns the command that runs `module`. If Python is embedded and does not know its program, it is the first
-    python3 in PATH."""
+    """Returns the command that runs `module`. If Python is embedded and does not know the path of its program, the
+    command uses the first python3 in PATH."""
     # -P: so that a folder named moegguf in the working directory does not shadow this package.
     return (sys.executable or "python3", "-P", "-m", module)
 

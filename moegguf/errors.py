@@ -46,7 +46,7 @@ class OptionError(MoeggufError, TypeError):
 
 
 class TraceError(MoeggufError, ValueError):
-    """A routing trace is damaged, or belongs to another version or model. The message has the difference."""
+    """A routing trace is damaged, or belongs to another version or model. The message states the difference."""
 
 
 class LibraryError(MoeggufError, RuntimeError):

@@ -15,16 +15,16 @@ SERVER = "Server"
 GROUPS = (MODEL, MEMORY, SAMPLING, OUTPUT, SERVER, RESEARCH)
 
 KV_CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
-"""Names that llama.cpp's tools take."""
+"""Types of a KV cache, by the names that llama.cpp's tools accept."""
 MAX_CONTEXT_TOKENS = 1 << 24
 MAX_KV_TOKENS = 1 << 28  # limit of tokens in a context, for all its sequences together
 MAX_BATCH_PARALLEL = 256
 MAX_PARALLEL = 256  # llama.cpp's LLAMA_MAX_SEQ
 MAX_THREADS = 512  # ggml's GGML_MAX_N_THREADS
 PLACEMENTS = ("auto", "layers", "slots", "cpu")
-"""Places of experts on a machine with a GPU: see engine/solver.py."""
+"""Ways to place experts on a machine with a GPU: see engine/solver.py."""
 DRAFTS = ("auto", "off", "ngram", "mtp")
-"""Tokens that are guessed ahead, and verified in the next pass."""
+"""Ways to guess the next tokens, which a pass then verifies."""
 KERNELS = ("avx512", "avx2", "upstream")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -256,19 +256,21 @@ OPTIONS: Mapping[str, Option] = {option.name: option for option in _TABLE}
 OF_EVERY_LOAD = (
     "expert_cache", "vram_cache", "placement", "warm_start", "context_store", "strategy", "policy", "draft",
 )  # fmt: skip
-"""Options of loading whose variables count wherever a model is loaded."""
+"""Load options whose environment variables apply wherever a model is loaded: in the Python API, in commands and in
+servers."""
 OF_COMMANDS = ("n_ctx", "n_parallel", "kv_tokens", "kv_cache_type", "flash_attention")
-"""Options of loading whose variables, by Ollama's names, too, count for commands and servers alone."""
+"""Load options whose environment variables apply only in commands and servers. These variables may also begin with
+OLLAMA_."""
 COMMAND_DEFAULTS: Mapping[str, Any] = {"n_ctx": None, "flash_attn": None, "embedding": None}
-"""Keywords of `Llama` whose default is another in commands: the context is chosen for the memory, fused attention is
-used where devices have it, and the file's header says whether texts are pooled. `Llama` has llama-cpp-python's own
-defaults: 512, False, False."""
+"""Keywords of `Llama` that have other defaults in commands. There, the context is chosen for the memory, fused
+attention is used where devices have it, and the file's header decides if texts are pooled. `Llama` has
+llama-cpp-python's own defaults: 512, False, False."""
 KEYWORDS: Mapping[str, tuple[str, ...]] = {
     "n_parallel": ("n_seq_max",),
     "kv_cache_type": ("type_k", "type_v"),
     "flash_attention": ("flash_attn",),
 }
-"""{option: the keywords of `Llama` that it sets}, where they have other names."""
+"""{option: the keywords of `Llama` that it sets}, for options that differ in name from their keywords."""
 
 
 def load_keywords(given: Mapping[str, Any]) -> dict[str, Any]:

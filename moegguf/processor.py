@@ -10,7 +10,8 @@ NEEDED_FLAGS = {"avx2", "fma", "f16c"}  # instruction sets that the kernels of `
 
 @dataclass(frozen=True)
 class Processor:
-    """A processor's name, and the names of its instruction sets in Linux. Empty `flags` are unknown."""
+    """A processor's name, and its instruction sets by Linux's names. `flags` is empty if the instruction sets are
+    unknown."""
 
     model: str
     flags: frozenset[str]

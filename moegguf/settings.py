@@ -175,7 +175,7 @@ class Settings:
     upload_bytes: int = 200 << 20
     storage_bytes: int = 10 << 30
     editor: str = ""
-    loading: Mapping[str, Any] = field(default_factory=dict)  # load options, which come before the environment's
+    loading: Mapping[str, Any] = field(default_factory=dict)  # load options, which override the environment's
 
     @property
     def tells_clients_apart(self) -> bool:

@@ -35,8 +35,8 @@ def without_password(address: str) -> str:
 
 
 def decode_text(data: bytes, errors: str = "replace") -> str:
-    """Decodes the contents of a file in UTF-8, or in UTF-16 if it begins with such a byte order mark. The mark is
-    removed."""
+    """Decodes the contents of a file in UTF-8, or in UTF-16 if the data begins with UTF-16's byte order mark. The mark
+    is removed."""
     return data.decode(_encoding_of(data), errors)
 
 

@@ -1,5 +1,5 @@
 """The interactive chat: a loop that answers typed messages and runs commands that begin with a slash. Also has the
-tables of commands. No command reaches the model."""
+tables of commands. A command is never sent to the model."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Chat:
             else:
                 self.conversation.add_user_message(*(extract_images(text) if reads_images else (text, [])))
                 self.answer(snapshot)
-        except KeyboardInterrupt:  # Ctrl-C neither at the prompt nor during an answer
+        except KeyboardInterrupt:  # Ctrl-C while a command runs, or before an answer begins
             self.conversation.restore(snapshot)
             print_message("")
         except (EOFError, BrokenPipeError):
@@ -104,8 +104,8 @@ class Chat:
             print_message("\n".join([*self.model.statistics(with_load=True), ""]))
 
     def check_thinking(self) -> bool:
-        """Returns True if the model supports thinking, or if its header cannot be read. Otherwise prints a warning and
-        returns False."""
+        """Returns True if the model supports thinking, or if the model's facts cannot be read. Otherwise prints a
+        warning and returns False."""
         try:
             if "thinking" in self.model.connection.details(self.conversation.entry).capabilities:
                 return True
@@ -141,8 +141,8 @@ def run_command(chat: Chat, line: str) -> None:
 
 
 def _help_of(rows: Mapping[str, Row], width: int, before: str = "") -> str:
-    """Returns the help text for a command table. `width`: of the left column, in characters. `before`: put before each
-    word."""
+    """Returns the help text for a command table. `width`: characters of the left column. `before`: a text that is
+    printed before each word."""
     lines = (f"  {before + (row.usage or word):<{width}}{row.help}" for word, row in rows.items() if row.help)
     return "\n".join(["Available Commands:", *lines, ""])
 
@@ -372,7 +372,7 @@ COMMANDS = {
     "/?": Row(_help, "Help for a command", "/?, /help"),
     "/help": Row(_help),
 }
-"""Ollama's commands first, with its texts, then moegguf's own."""
+"""{command: row}, in the order of the help. Ollama's commands have Ollama's help texts."""
 
 SET_HELP, SHOW_HELP = _help_of(SETTINGS, 23, "/set "), _help_of(PARTS, 19, "/show ")
 

@@ -46,11 +46,11 @@ class Conversation:
         self.messages = [dict(message) for message in entry.messages]
 
     def snapshot(self) -> Snapshot:
-        """Returns a copy of the model and the messages, for `restore`."""
+        """Returns the model, a copy of the messages, and the pending text, for `restore`."""
         return self.entry, list(self.messages), self.pending_text
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Restores the model and the messages as they were at `snapshot`."""
+        """Restores the model, the messages and the pending text of `snapshot`."""
         self.entry, self.messages, self.pending_text = snapshot[0], list(snapshot[1]), snapshot[2]
 
     def clear(self) -> None:

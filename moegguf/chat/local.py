@@ -30,15 +30,15 @@ Result = TypeVar("Result")
 class LocalModel:
     """A model that this program itself loads.
 
-    The event loop of the model manager runs only while a method waits for it. It runs in this thread, so Ctrl-C
-    interrupts it.
+    The event loop of the model manager runs only while one of the methods waits for a result. The loop runs in the
+    thread of the caller, so Ctrl-C interrupts it.
     """
 
     url = None  # there is no server
 
     def __init__(self, settings: Settings, spinner: Spinner) -> None:
-        """Starts a worker process early: it needs about as much time as this program needs to find and describe the
-        model."""
+        """Starts a worker process early. The worker starts while this program finds and describes the model, which
+        takes about as long."""
         self.spinner = spinner
         # There is only one user, who can end this program. So loads and cancelled answers have no time limit.
         self._settings = replace(
@@ -81,7 +81,8 @@ class LocalModel:
         return self.names.modelfile(_here(entry))
 
     def parameters(self, conversation: Conversation) -> Mapping[str, Any]:
-        """Returns the parameters that count for a load, which here are all parameters of the conversation."""
+        """Returns all parameters of the conversation, including the model's own. `ChatModel` loads the model again if a
+        parameter for loading among them changes."""
         return conversation.all_parameters()
 
     def load(self, conversation: Conversation) -> None:
@@ -178,8 +179,8 @@ class LocalModel:
             self._run(self._lease.__aexit__())
 
     def rest(self, timeout_s: float | None) -> list[Event] | None:
-        """Returns the remaining events of a cancelled answer. Returns None if it does not end within `timeout_s`
-        seconds."""
+        """Returns the remaining events of a cancelled answer. Returns None if the answer does not end within
+        `timeout_s` seconds."""
         try:
             return self._run(asyncio.wait_for(self._lease.rest(), timeout_s))
         except TimeoutError:

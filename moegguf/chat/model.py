@@ -1,6 +1,7 @@
 """The model of a conversation, for `run` and the chat.
 
-`ChatModel` is the same for a model in this program (`local.py`) and for a model in a running server (`served.py`).
+`ChatModel` has one interface for a model in this program (`local.py`) and for a model in a running server
+(`served.py`).
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class ChatModel:
         try:
             self.connection.load(conversation)
         except BaseException as error:  # also an interrupt: the chat continues with the previous model
-            if getattr(error, "status", None) != BUSY:  # a busy server is not the parameters' fault
+            if getattr(error, "status", None) != BUSY:  # if the server is busy, the parameters are not wrong
                 kept = conversation.parameters.items()
                 conversation.parameters = {name: value for name, value in kept if name not in LOAD_PARAMETERS}
             raise
@@ -80,7 +81,7 @@ class ChatModel:
             self.load(conversation)
 
     def begin_answer(self) -> Answer:
-        """Returns a new, empty answer, to which `statistics` then refers."""
+        """Returns a new, empty answer. From then on, `statistics` describes this answer."""
         self._last = Answer(self._load_s)
         self._load_s = 0.0
         return self._last

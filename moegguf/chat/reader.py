@@ -78,7 +78,7 @@ class Reader(PromptSession[str]):
 
     def __init__(self, history: InputHistory, commands: Sequence[str] = ()) -> None:
         if editor := read_settings().editor:
-            os.environ["VISUAL"] = editor  # prompt_toolkit reads the editor only from VISUAL, then EDITOR
+            os.environ["VISUAL"] = editor  # prompt_toolkit opens the editor in VISUAL before the one in EDITOR
         keys, typing = KeyBindings(), has_focus(DEFAULT_BUFFER)
         keys.add("enter", filter=typing)(_end_line)
         keys.add("c-j", filter=typing)(lambda event: event.current_buffer.insert_text("\n"))

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 class ServedModel:
     """A model in a server. The server loads it for the first answer, or when `load` is called, and keeps it for
-    `keep_alive` after an answer. `entry`: the model's name and its Modelfile. `names`: this object, which finds and
-    creates models."""
+    `keep_alive` after an answer. `entry`: the model's name and its Modelfile. `names`: the object that finds and
+    creates models, which is this object."""
 
     must_load = False
-    stats = placement = None  # not known: the server counts the answers of all clients
+    stats = placement = None  # unknown: the server's counters include other clients' answers
     size_bytes = 0  # this program has not loaded the model
 
     def __init__(self, client: Client, name: str, keep_alive: str | None, spinner: Spinner) -> None:
@@ -119,7 +119,7 @@ class ServedModel:
         return int(loaded.get(self.entry.name, 0))
 
     def check_parameter(self, name: str) -> None:
-        """Raises OptionError for a parameter for loading that a request to a server cannot set."""
+        """Raises OptionError if `name` is a parameter for loading that a request to a server cannot set."""
         known = {field.name for field in fields(LoadOverrides)} - {"n_batch", "mirror"}
         if name in LOAD_PARAMETERS and LOAD_PARAMETERS[name] not in known:
             raise OptionError(f"{name!r} has no effect on a model in a server; load it here with `moegguf run --local`")
@@ -178,7 +178,7 @@ def messages_to_server(conversation: Conversation) -> list[Json]:
 
     given, own = conversation.messages, [dict(message) for message in conversation.entry.messages]
     system: list[Message] = []
-    if conversation.system is not None:  # also "": otherwise the server would add the model's own
+    if conversation.system is not None:  # even if it is "": else the server adds the model's own
         system.append({"role": "system", "content": conversation.system})
     asked = (*system, *given[len(own) if given[: len(own)] == own else 0 :])
     return [

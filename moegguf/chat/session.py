@@ -49,7 +49,8 @@ class Wrapper:
     and is called in each `feed`.
 
     A word is printed as it arrives. If it becomes too long for its line, it is erased and printed again on the next
-    line. Lines may break between any two wide (CJK) characters. Handles columns, not colours.
+    line. Lines may break between any two wide (CJK) characters. The text must not contain codes for colours, because
+    every character counts as columns.
     """
 
     def __init__(self, width: Callable[[], int]) -> None:
@@ -79,7 +80,7 @@ class Wrapper:
             if 0 < n_moved < self._column:
                 back = Control((ControlType.CURSOR_BACKWARD, n_moved), (ControlType.ERASE_IN_LINE, 0))
                 before, self._column = f"{back}\n{self._word}", n_moved
-            else:  # there is no word to move, or it fills the line
+            else:  # there is no word to move, or the word fills the whole line
                 before, self._column, self._word = "\n", 0, ""
             self._wrapped = True
             if is_space:
@@ -116,7 +117,8 @@ class Printer:
             self.end(delta.text)
 
     def end(self, text: str = "\n") -> None:
-        """Ends the thinking if it is still open, and prints `text`, for example the end of the answer."""
+        """Prints a line that ends the thinking if no line has ended it yet. Then prints `text`, for example the end of
+        the answer."""
         if self._thinking:
             self._write("\n" * (not self._thinking.endswith("\n")) + DONE_THINKING, grey=True)
             self._thinking = ""
@@ -134,7 +136,7 @@ class Printer:
         out.flush()
 
 
-CANCEL_TIMEOUT_S = 0.5  # seconds after which a message explains the wait
+CANCEL_TIMEOUT_S = 0.5  # seconds; if a cancelled answer takes longer, a message explains the wait
 
 
 def print_answer(
@@ -142,8 +144,8 @@ def print_answer(
 ) -> Answer:
     """Prints the answer to the last message, then `end`, then a note if the context was too small.
 
-    Ctrl-C cancels the answer. A second Ctrl-C ends the process. So does a cancellation that takes more than
-    CANCEL_TIMEOUT_S and then `exit_timeout_s` seconds (None: no limit).
+    Ctrl-C cancels the answer. A second Ctrl-C ends the process. The process also ends if the cancelled answer does not
+    stop within CANCEL_TIMEOUT_S plus `exit_timeout_s` seconds (None: no limit).
     """
     spinner = model.spinner
     spinner.show("")
@@ -195,7 +197,8 @@ def _rest(model: ChatModel, exit_timeout_s: float | None) -> list[Event]:
 
 
 def _print_left_out(summary: AnswerSummary) -> None:
-    """Prints how much of the conversation was left out because the context was too small."""
+    """Prints how many messages and tokens were cut from the prompt, and how often the context was full during the
+    answer."""
     counts = ((summary.cut_messages, "message"), (summary.cut_tokens, "token"))
     if parts := [f"{n:,} {word}{'s' * (n != 1)}" for n, word in counts if n]:
         print_message(f"prompt cut: {', '.join(parts)} left out")
@@ -216,8 +219,8 @@ _PATH = re.compile(
 def extract_images(text: str) -> tuple[str, list[bytes]]:
     """Removes the paths of image files from `text`, which were typed or dragged onto the terminal, and reads these
     files. Returns the remaining text and the files, and prints each file's name on stderr. Paths have the same form as
-    in `ollama run`: a path begins with /, ./, ../ or ~/ and ends with a known extension. Spaces in it are escaped, or
-    it is in quotes. A path without a file stays in the text.
+    in `ollama run`: a path begins with /, ./, ../ or ~/ and ends with a known extension. A path with spaces is in
+    quotes, or its spaces are escaped. A path stays in the text if no such file exists.
 
     Raises OptionError for a file that cannot be read, or that is no valid image.
     """

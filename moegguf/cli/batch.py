@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     Answering = AbstractAsyncContextManager[Answer]
 
 WriteLine = Callable[[bytes], object]
-"""Writes a line of the answers at once."""
+"""A function that writes one line of the answers immediately."""
 
 STANDARD = "-"
 ANSWERS_SUFFIX = ".answers.jsonl"
 JOURNAL_SUFFIX = ".partial.db"
-MODELS_PARALLEL = 32  # default minimum of the requests that a model loaded here computes together
+MODELS_PARALLEL = 32  # a model loaded here answers at least this many requests at once, unless --parallel is given
 LINE_S = 10.0  # seconds between two lines of progress if stderr is not a terminal
 
 LOADING = (*OF_EVERY_LOAD, "n_ctx", "kv_tokens", "mirror")
@@ -95,7 +95,7 @@ def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
         found = Requests(file, ENDPOINTS, {} if model is None else {"model": without_surrogates(model)})
         answers = opened.enter_context(_open_answers(target, found))
         if target is not None and (done := finished_counts(target, found)) is not None:
-            answers.remove()  # a process that was killed just before its end may have left answers
+            answers.remove()  # a process that was killed just before its end may have left this journal
             print_message(f"{target} has all {len(found.lines):,} answers already; nothing to do.")
             return EXIT_FAILURE if done.failed else 0
         client = None if here else running_server(found.models)
@@ -106,7 +106,8 @@ def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
             given_models = []
             if model is not None:
                 entry, name = find_or_pull(model), without_surrogates(model)
-                given_models = [replace(entry, name=name)] if name != model else []  # a request names no path
+                # Requests contain the name without surrogates, so the model is also found by this name.
+                given_models = [replace(entry, name=name)] if name != model else []
             n_at_once = parallel or max(n_at_once, n_parallel(), MODELS_PARALLEL)
             n_needed = max(1, min(len(found.lines), n_at_once))
             settings = replace(settings, loading={**settings.loading, "n_parallel": n_needed})
@@ -115,8 +116,8 @@ def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
 
 
 def _output_path(requests: str, output: str | None) -> Path | None:
-    """Returns the path of the file for all answers, or None if each answer is written at once to stdout, a pipe or a
-    device. Raises BadParameter."""
+    """Returns the path of the file for all answers, or None if each answer is written immediately to stdout, a pipe or
+    a device. Raises BadParameter."""
     source = Path(requests).expanduser()
     if output == STANDARD or (output is None and (requests == STANDARD or not can_be_replaced(source))):
         return None
@@ -268,7 +269,7 @@ def _answer_to_end(
     answering: Answering,
 ) -> int:
     """Answers the requests that have no answer yet, and returns the exit code. Writes all answers to the file `target`
-    at the end, or each answer at once with `write_line`. Raises BatchFileError, StorageError, NoServerError."""
+    at the end, or each answer immediately with `write_line`. Raises BatchFileError, StorageError, NoServerError."""
     from moegguf.serving.batch.answers import answer_requests, to_line
 
     n_total, counts, before = len(requests.lines), answers.counts, replace(answers.counts)

@@ -141,7 +141,8 @@ def parse_pairs(values: Sequence[str]) -> list[tuple[int, int]]:
 def parse_tests(
     n_prompt: Sequence[str], n_gen: Sequence[str], pairs: Sequence[str], n_depth: Sequence[str]
 ) -> list[tuple[int, int, int]]:
-    """Returns (n_prompt, n_gen, n_depth) of each test. As in llama-bench, a depth has prompts, generations, pairs."""
+    """Returns (n_prompt, n_gen, n_depth) of each test. As in llama-bench, the tests of each depth are first the
+    prompts, then the generations, then the pairs."""
     shapes = [(n, 0) for n in parse_ints(n_prompt, "-p") if n]
     shapes += [(0, n) for n in parse_ints(n_gen, "-n") if n]
     shapes += [pair for pair in parse_pairs(pairs) if any(pair)]
@@ -168,7 +169,8 @@ def bench(*, given: Given, **chosen: Any) -> None:
     if output not in FORMATS:
         raise OptionError(f"-o takes {', '.join(FORMATS)}, but not {output!r}.")
     strategies = [find_strategy(name).name for name in split([chosen["strategy"]]) or [""]]
-    chosen["strategy"], *beside = dict.fromkeys(sorted(strategies, key=lambda name: name != OWN))  # OWN is sorted first
+    # OWN comes first if it is given, so that the other strategies alternate with it.
+    chosen["strategy"], *beside = dict.fromkeys(sorted(strategies, key=lambda name: name != OWN))
     for name, prefix in (("placement", "placed"), ("draft", "draft")):
         first, *others = split([chosen[name]]) or [""]
         chosen[name] = first or None

@@ -1,7 +1,7 @@
 """`moegguf learn`: records a model's routing, and trains the networks and tables that the papers' strategies need.
 
-Results go to stdout, progress to stderr. Flags and tables only; the work is in `bench.record` and
-`learning`.
+Results go to stdout, progress to stderr. This module has only the flags and the tables; `bench.record` and `learning`
+do the work.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _recorded(
 
     logging.getLogger("llama-cpp-python").setLevel(
         logging.CRITICAL
-    )  # hides llama.cpp's log, which the bindings filter by this level
+    )  # hides llama.cpp's log, because the bindings print only what this logger's level allows
     cache_folder().mkdir(parents=True, exist_ok=True)
     options = RecordOptions(chosen["max_tokens"], needs_inputs(strategies), seed=chosen["seed"], most_tokens=most)
     with tempfile.TemporaryDirectory(prefix="learn-", dir=cache_folder()) as folder:

@@ -281,7 +281,7 @@ def ps(prefix: Prefix = "", as_json: AsJson = False) -> None:
     if as_json:
         print_json(models)
         return
-    rows, seen = [], set()  # seen: processes with a row; their later rows are "(shared)"
+    rows, seen = [], set()  # seen: processes that already have a row; a later row says "(shared)"
     for model in models:
         moe, expires = model.get("moe", {}), datetime.fromisoformat(model["expires_at"])
         never = expires.year > datetime.now().year + 100  # "never" is sent as a date some centuries ahead

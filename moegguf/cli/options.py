@@ -15,13 +15,13 @@ from typer.core import TyperCommand
 from moegguf.options import GROUPS, MAX_THREADS, OPTIONS, Option
 
 OFTEN = "Options"
-"""The panel of what people use most, and of flags without a panel."""
+"""Title of the help panel for the most used flags, and for flags that have no other panel."""
 
 Given = dict[str, Any]
-"""{name of an option: its value}, of those given on the command line."""
+"""{name of an option: its value}, for the options on the command line."""
 
 OF_THE_MODEL = ("mmproj", "lora_path")
-"""Options of loading that are files of one model."""
+"""Load options whose values are files that belong to one model."""
 
 _TYPE_OF_PYTHON = re.compile(r" <.*>$")
 _TYPES: dict[str, Any] = {"whole": int, "number": float, "switch": bool, "threads": int, "paths": list[str]}
@@ -49,9 +49,11 @@ class Command(TyperCommand):
 
 
 class Flag(NamedTuple):
-    """A flag that only one command has. A list takes values with commas between them, or the flag several times.
+    """A flag that only one command has. If the value is a list, the flag can be given several times. Some commands also
+    split each value at commas.
 
-    kind: type of the value. With None the value is a list of texts if the default is a list, else a text or None.
+    kind: type of the value. If `kind` is None, the value is a list of texts if the default is a list, and otherwise a
+    text or None.
 
     settings: further settings of `typer.Option`.
     """
@@ -83,7 +85,7 @@ def _flag_of(option: Option) -> Flag:
     settings = {
         "show_default": False,
         "min": option.least,
-        "max": option.most if option.scope == "server" or option.most == 1 else None,  # others depend on the model
+        "max": option.most if option.scope == "server" or option.most == 1 else None,  # others are checked later
         "parser": parse_threads if option.kind == "threads" else None,
     }
     kind, group = _TYPES.get(option.kind, str), OFTEN if option.often else option.group
@@ -121,8 +123,9 @@ def flags(*names: str, own: Sequence[Flag] = ()) -> Callable[[Callable[..., Any]
 
 
 def loading_options(given: Given, names: Sequence[str]) -> Given:
-    """Removes the options with these `names` from `given` and returns them. They are load options. Raises OptionError
-    or BudgetError for invalid values, also of environment variables."""
+    """Removes the options `names` from `given` and returns them as options for loading a model. A server option with
+    the value 0 is left out, so that its default applies. Raises OptionError or BudgetError for an invalid value, which
+    can also come from an environment variable."""
     from moegguf.engine.live_controller import ControllerOptions
     from moegguf.engine.load_spec import LoadSpec
 

@@ -94,7 +94,7 @@ FLAGS = (
 )  # fmt: skip
 PARAMETERS = {option: parameter for parameter, option in LOAD_PARAMETERS.items()}
 OF_THE_ENVIRONMENT = ("reasoning_budget_tokens", "reasoning_budget_message")
-"""Settings that count for a model that this command loads, where neither its name nor a flag says otherwise."""
+"""Names of settings that apply to a model that this command loads, unless the model's entry or a flag sets them."""
 
 
 class RunCommand(Command):
@@ -143,13 +143,13 @@ def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chose
         "verbose": verbose > 0,
     }
     text = _read_prompt(words if chosen["prompt_text"] is None else [*words, chosen["prompt_text"]])
-    with keyboard_echo_off() if text is None else nullcontext():  # keys typed during the start or an answer wait
+    with keyboard_echo_off() if text is None else nullcontext():  # keys typed early wait for the prompt
         from moegguf.chat.client import Client, running_server
         from moegguf.chat.local import LocalModel
         from moegguf.chat.served import ServedModel
         from moegguf.settings import read_settings
 
-        if text == "":  # only loads the model in a running server
+        if text == "":  # an empty prompt only loads the model in a running server
             from moegguf.models.names import parse_name
 
             kept = {} if keep_alive is None else {"keep_alive": keep_alive}
@@ -181,7 +181,7 @@ def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chose
                 parameters["num_ctx"] = connection.details(entry).n_ctx_train
             conversation = Conversation(entry, parameters, **settings)
             chat_model = ChatModel(connection)
-            if text is None or client is None:  # a server loads the model when it answers
+            if text is None or client is None:  # a server loads the model itself before an answer
                 chat_model.load(conversation)
                 spinner.close()
             if text is not None:
@@ -207,8 +207,8 @@ def _print_copy_note(name: str) -> None:
 
 
 def _defaults(environment: Settings, entry: NamedModel) -> dict[str, Any]:
-    """Returns the request parameters that the environment sets and the model's entry does not, for a model that this
-    command loads."""
+    """Returns the request parameters that the environment sets, without those that the model's entry sets. They apply
+    to a model that this command loads."""
     found = {PARAMETERS.get(name, name): getattr(environment, name) for name in OF_THE_ENVIRONMENT}
     return {name: value for name, value in found.items() if value not in (None, "") and name not in entry.parameters}
 

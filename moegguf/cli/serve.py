@@ -57,7 +57,7 @@ def serve(models: Models = None, *, given: Given, port: int | None = None) -> in
         from moegguf.models.sources import file_name
         from moegguf.terminal.loading import find_or_pull, with_files
 
-        entry = find_or_pull(model)  # the name of a file is without ".gguf"
+        entry = find_or_pull(model)  # a model given by path gets the file's name without ".gguf"
         own = replace(entry, name=file_name(entry.path)) if entry.source == "path" else entry
         entries.append(with_files(own, **files))
     from moegguf.server.serve import listen, run_server

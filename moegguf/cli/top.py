@@ -114,7 +114,7 @@ def interrupt_on_q() -> Iterator[None]:
     from moegguf.terminal.keyboard import keyboard_echo_off
 
     def read_keys() -> None:
-        while os.read(sys.stdin.fileno(), 1) not in b"qQ":  # b"" if the terminal is closed
+        while os.read(sys.stdin.fileno(), 1) not in b"qQ":  # b"" (terminal closed) also ends the loop
             pass
         os.kill(os.getpid(), signal.SIGINT)  # interrupts the main thread, which waits for a line
 

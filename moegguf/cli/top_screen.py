@@ -27,7 +27,7 @@ Facts = dict[str, Any]
 BLOCKS = "▁▂▃▄▅▆▇█"
 HISTORY_POINTS = 60  # points of a sparkline
 MIN_MAP_LINES = 3
-NARROW, WIDE = 60, 76  # widths of the screen in characters
+NARROW, WIDE = 60, 76  # screen widths in characters: columns are closer below NARROW; more is shown from WIDE on
 
 
 class ModelView:
@@ -114,7 +114,8 @@ class ModelView:
             table.add_row(tier.name, _hit_rate(tier), moved)
         if total.staging_bytes:
             sizes = f"{human_bytes(total.staging_bytes)} · {human_bytes(total.bytes_staged)} in for prompts"
-            overlap = percent(total.staging_overlap if total.bytes_staged else None)  # share of the copying time
+            # The share of the copying time in which no layer waited.
+            overlap = percent(total.staging_overlap if total.bytes_staged else None)
             table.add_row("staging", overlap, Text(f"overlapped, {sizes}", "bright_black"))
         return table
 

@@ -1,7 +1,7 @@
 """`moegguf trace`: record a model's routing or import it, and replay it with other policies and budgets.
 
-Results go to stdout, progress to stderr. Flags and tables only; the work is in `bench.record`, `trace.importing` and
-`trace.analysis`.
+Results go to stdout, progress to stderr. This module has only the flags and the tables; `bench.record`,
+`trace.importing` and `trace.analysis` do the work.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ def check_writable(out: Path, *sources: Path) -> None:
 
 
 def parse_shares(text: str, option: str = "--expert-cache", of_each: bool = False) -> list[float]:
-    """Parses shares such as "10%,25%". Duplicates are removed, unless (`of_each`) each of several devices has a share.
-    Raises OptionError."""
+    """Parses shares such as "10%,25%". Removes duplicates unless `of_each` is True: then each share belongs to one of
+    several devices. Raises OptionError."""
     shares = []
     for word in split([text]) or [text]:
         try:
@@ -188,7 +188,7 @@ def record(model: Model, *, given: Given, **chosen: Any) -> None:
     check_writable(out, prompts)
     path = find_model(model)
     prompt_list = read_prompts(prompts)
-    logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)  # the bindings filter llama.cpp's log by it
+    logging.getLogger("llama-cpp-python").setLevel(logging.CRITICAL)  # hides llama.cpp's log
     layout = read_layout(path)
     warn_of_long_context(layout, chosen["ctx"])
     with showing_progress() as progress:
@@ -271,7 +271,7 @@ def simulate(file: File, as_json: AsJson = False, *, given: Given, **chosen: Any
     strategies = split(chosen["strategy"])
     save = chosen["save"]
     prefetch = chosen["prefetch"]
-    # A policy with an "=" is one for two tiers.
+    # A text with "=" has the policies of two tiers (vram=NAME,ram=NAME), so its comma separates no values.
     policies = [name for text in chosen["policy"] for name in ([text] if "=" in text else split([text]))]
     predictors = split(chosen["predictor"])
     _check(chosen, strategies, policies, predictors)

@@ -42,8 +42,8 @@ def print_notes(*notes: str) -> None:
 
 
 def print_simulation(rows: Sequence[Row], used: str) -> None:
-    """Prints tables with a line for each policy and predictor, and a column for each budget: hit rates, and also stalls
-    and speeds if a link was modelled."""
+    """Prints tables with a line for each policy and predictor, and a column for each budget. The tables show hit rates,
+    stalls and speeds if a link was modelled, and the use of prefetched experts if there was prefetching."""
     title = "Hit rate of decoded tokens, by share of the experts that fits"
     tables: list[tuple[str, Callable[[Row], str]]] = [
         (title, lambda row: f"{row.decode_hit_rate:.1%}{_gap(rows, row)}")
@@ -104,7 +104,7 @@ def _csv_line(row: Row) -> dict[str, Any]:
 
 
 def print_summary(found: TraceSummary) -> None:
-    """Prints the facts about a trace, one in each line."""
+    """Prints the facts about a trace, one per line."""
     shape = found.shape
     kinds = ", ".join(f"{n} {label}" for label, n in found.kinds.items() if label)
     lines = [
@@ -158,8 +158,8 @@ def _tier_lines(row: Row) -> Iterable[Line]:
 
 
 def _decided(row: Row) -> tuple[str, str, str]:
-    """Returns (strategy, policy, predictor) of a row. The last two are empty for the strategy that chooses them by
-    budget, so that it has one line."""
+    """Returns (strategy, policy, predictor) of a row. The policy and the predictor are "" for moegguf's own strategy.
+    This strategy chooses them for each budget, so it has one line in a table."""
     return (row.strategy, "", "") if row.strategy == OWN else (row.strategy, row.policy, row.predictor)
 
 

@@ -45,8 +45,8 @@ class Catalog:
     """The models that can be used now. Each call reads the sources, so changes by other processes are seen.
     Thread-safe.
 
-    paths: True accepts a path as a name, as on a command line, and lets errors name paths and commands. A server needs
-    False, because otherwise its clients could open any file of the machine.
+    paths: True accepts a path as a name, as on a command line, and error messages may then contain paths and commands.
+    A server needs False, because otherwise its clients could open any file of the machine.
 
     given: further models, which are found before all others.
     """
@@ -66,8 +66,8 @@ class Catalog:
         return BlobStore()
 
     def entries(self, prefix: str = "") -> list[ModelEntry]:
-        """Returns the models whose names start with `prefix` (in any case), newest first. Leaves out files that are
-        not GGUF."""
+        """Returns the models whose names start with `prefix`, newest first. Ignores the case of letters. Leaves out
+        files that are not GGUF."""
         found: dict[str, ModelEntry] = {}
         for entry in self._models():
             found.setdefault(entry.name.lower(), entry)
@@ -78,8 +78,9 @@ class Catalog:
     def find(self, name: str | os.PathLike[str], *, even_missing: bool = False) -> ModelEntry:
         """Returns the model of this name, or at this path.
 
-        Raises ModelNotFoundError, with the nearest names, if there is none. Raises it also for a model whose files are
-        missing, unless `even_missing`. Raises ModelNameError for an invalid name if paths are not allowed.
+        Raises ModelNotFoundError, with the most similar names, if there is no such model. Also raises
+        ModelNotFoundError if files of the model are missing, unless `even_missing` is True. Raises ModelNameError for
+        an invalid name if paths are not allowed.
         """
         text = os.fspath(name)
         if not text.strip():
@@ -104,7 +105,7 @@ class Catalog:
             return render(entry, entry.name)
         if entry.path == demo_path():
             return render(entry, f"{sources.DEMO_NAME}:{DEFAULT_TAG}")
-        # Another name of the same files, which stays when the entry's name is removed.
+        # Use another name of the same files if there is one, because it stays when the entry's name is removed.
         cached = sources.cached_models(None, self.index.read().hidden)
         names = (each.name for each in cached if each.files == entry.files)
         return render(entry, next(names, str(entry.path)))
@@ -145,7 +146,7 @@ class Catalog:
                     "a mirror is a path, and a request may not name any file of the server; start the server with"
                     " --mirror, or create the name on the server's machine."
                 )
-        if base is not None and is_other_kind(base.path):  # no list would show a name for this file
+        if base is not None and is_other_kind(base.path):  # `entries` would not list such a file
             raise ModelFormatError(f"{base.path} is not a GGUF file; give a .gguf model file, or a model's name.")
 
         draft = self.find(recipe.draft).path if recipe.draft and not guesses else None
@@ -219,7 +220,7 @@ class Catalog:
     def _save(self, make: Callable[[], ModelEntry], target: Name) -> ModelEntry:
         """Saves the result of `make` in our index under the name `target`. Calls `make` while it holds the index's
         lock."""
-        self.index.read()  # repairs a damaged file first
+        self.index.read()  # repairs a damaged index even if `make` then fails
         with self.index.changed() as contents:
             entry = make()
             parent = "" if entry.source == "path" else entry.name
@@ -305,7 +306,7 @@ def with_adapter(entry: ModelEntry, path: str | Path) -> ModelEntry:
 
 
 def _existing(text: str, is_kind: Callable[[Path], bool]) -> Path | None:
-    with suppress(OSError, ValueError, RuntimeError):  # the text is too long, has a zero byte, or names no user
+    with suppress(OSError, ValueError, RuntimeError):  # too long, a zero byte, or ~ and an unknown user
         path = Path(text).expanduser()
         return path if is_kind(path) else None
     return None
@@ -314,6 +315,6 @@ def _existing(text: str, is_kind: Callable[[Path], bool]) -> Path | None:
 def find_model(name: str | os.PathLike[str]) -> Path:
     """Returns the file to open for `name`: a path, a folder with one model, or a name (see `Catalog.find`).
 
-    Raises ModelNotFoundError, with the nearest names, if there is none.
+    Raises ModelNotFoundError, with the most similar names, if there is no such model.
     """
     return _existing(os.fspath(name), Path.is_file) or Catalog().find(name).path

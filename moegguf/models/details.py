@@ -64,8 +64,8 @@ def details(entry: ModelEntry) -> Details:
 
 
 def parameters_of(model: NamedModel) -> dict[str, Any]:
-    """Returns a name's parameters, and the sampling parameters in its files that the name does not set. If the files
-    cannot be read, returns only the name's."""
+    """Returns the parameters that the model's name sets, and other sampling parameters that the model's files contain.
+    If the files cannot be read, returns only the parameters that the name sets."""
     own = dict(model.parameters)
     if isinstance(model, ModelEntry) and not model.missing:
         with suppress(MoeggufError):

@@ -1,4 +1,5 @@
-"""Data about a named model: its name, the name's additions to its files, and facts known without opening the files."""
+"""Data about a named model: its name, the overrides that replace values of its files, and facts that are known without
+opening the files."""
 
 from __future__ import annotations
 
@@ -20,14 +21,15 @@ from moegguf.quantities import utc_time
 SAMPLE_BYTES = 1 << 20
 
 _DIGEST = re.compile(r"sha256[:-]([0-9a-fA-F]{64})", re.ASCII)
-_CONTENT_ADDRESS = re.compile(r"(?:sha256-)?([0-9a-f]{64})", re.ASCII)  # the name of a file in a store of blobs
+_CONTENT_ADDRESS = re.compile(r"(?:sha256-)?([0-9a-f]{64})", re.ASCII)  # name of a file that is named by its SHA-256
 
 Source = Literal["demo", "path", "folder", "hub", "ollama", "own"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overrides:
-    """The additions of a name to the files of its model. None or empty keeps the files' own value."""
+    """The values that a model's name sets in place of those in the model's files. None or an empty value keeps the
+    value of the files."""
 
     system: str | None = None
     template: str | None = None  # chat template in Jinja
@@ -43,7 +45,7 @@ class Overrides:
 
 @dataclass(frozen=True)
 class NamedModel(Overrides):
-    """A name and the additions to its files, without the paths of the files.
+    """A model's name and the overrides that replace values of its files, without the paths of the files.
 
     `name` is canonical and has a tag ("demo:latest", "hf.co/user/repo:Q4_K_M").
     """
@@ -58,7 +60,7 @@ class ModelEntry(NamedModel):
     source: Source
     files: tuple[Path, ...]  # the shards in order
     size_bytes: int
-    weights: str  # 64 hex digits that change with the files (`weights_digest`), equal for all names of these files
+    weights: str  # hex digits that change with the files (`weights_digest`), equal for all names of the files
     modified: datetime  # last change, as an aware datetime in UTC
     mmproj: Path | None = None  # a projector for images
     adapter: Path | None = None  # a LoRA adapter that is loaded with the model
@@ -68,8 +70,8 @@ class ModelEntry(NamedModel):
 
     @property
     def digest(self) -> str:
-        """64 hex digits that change with the files and with the name's additions; equal to `weights` without
-        additions."""
+        """64 hex digits that change with the files and with the overrides. Equal to `weights` if nothing is
+        overridden."""
         given = {name: value for name, value in self.overrides.items() if value not in (None, (), {})}
         if not given:
             return self.weights
@@ -94,12 +96,12 @@ class Details:
     family: str
     parameter_size: str  # abbreviated, such as "30.5B"
     n_parameters: int
-    quantization: str  # the file's main type, such as "Q4_K_M"
+    quantization: str  # name of the file type, such as "Q4_K_M"
     n_ctx_train: int
     n_embd: int
     n_expert: int
     n_expert_used: int
-    capabilities: tuple[str, ...]  # out of completion, vision, tools, thinking, insert, embedding, rerank
+    capabilities: tuple[str, ...]  # some of completion, vision, tools, thinking, insert, embedding, rerank
     template: str | None
     metadata: Mapping[str, Any]  # all GGUF keys
     tool_template: str | None = None  # the file's separate template for conversations with tools
@@ -126,11 +128,11 @@ def blob_name(digest: str) -> str:
 
 
 def digest_of(files: tuple[Path, ...]) -> str:
-    """Returns 64 hex digits that change with the files: their SHA-256, if each file or the target of its link is named
-    by it.
+    """Returns 64 hex digits that change with the files. If the name of each file, or of the file to which it links, is
+    a SHA-256, these names are used and no file is read.
 
-    Otherwise the digest is over each file's size and its first and last MiB. These parts have the header, and weights
-    that differ between trainings. To hash all of a 200 GB model would take minutes. Raises OSError.
+    Otherwise the digest is computed from each file's size, first MiB and last MiB. These parts contain the header, and
+    weights that differ between trainings. To hash all of a 200 GB model would take minutes. Raises OSError.
     """
     targets = [os.readlink(path) if path.is_symlink() else str(path) for path in files]
     addresses = [_CONTENT_ADDRESS.fullmatch(os.path.basename(target)) for target in targets]
@@ -162,7 +164,8 @@ def modified_at(path: Path) -> datetime:
 
 @lru_cache(maxsize=4096)
 def _sample(file: FileVersion) -> str:
-    """Returns the digest of one file, which is computed again only when the file has changed."""
+    """Returns a digest of a file's size, first MiB and last MiB. The digest is computed again only when the file has
+    changed."""
     digest = hashlib.sha256(f"{file.n_bytes}\n".encode())
     with open(file.path, "rb") as stream:
         digest.update(stream.read(SAMPLE_BYTES))

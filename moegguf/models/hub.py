@@ -4,18 +4,19 @@ Downloads are resumed and verified. Files get their names only when all of them 
 moegguf's errors.
 
 A file grows as `blobs/<etag>.incomplete` in the Hugging Face cache and is continued after an interruption, also by
-another process. A file of full size is read again for its digest. If the digest is right, the blob gets its name.
-Locks are huggingface_hub's, so two programs do not fetch one file at once. In a cache a name is a link in the commit's
-snapshot to the blob, as huggingface_hub makes it. Any other folder has a cache inside, and hard links to it.
+another process. A file of full size is read again for its digest. If the digest is right, the blob gets its name. The
+locks are huggingface_hub's, so two programs do not fetch one file at the same time. In the cache, the file's name is a
+link in the commit's snapshot to the blob, as huggingface_hub makes it. Any other folder gets a cache inside it, and
+hard links to the blobs.
 
 huggingface_hub 2.4's own `hf_hub_download` does less. It writes to a file of a random name, deletes that file after a
 failure or an interruption, and never continues it. Over HTTP it compares no digest, and a 5xx or a reset connection
 ends it. Its `http_get` continues a file, but drops the bytes after the last full 10 MiB. It waits as long as
 Retry-After says.
 
-This module imports huggingface_hub, which is slow: import it only when something is fetched. Addresses and folders
-come from sources.py at each call, because huggingface_hub reads their environment variables only once. Tokens are
-huggingface_hub's own.
+This module imports huggingface_hub, which is slow: import it only when something is fetched. Addresses and folders come
+from sources.py at each call, because huggingface_hub reads their environment variables only once. Access tokens come
+from huggingface_hub.
 """
 
 from __future__ import annotations
@@ -322,7 +323,7 @@ def fetch_files(
                 received[file] = file.size_bytes
         except Stopped:
             return
-        except BaseException as error:  # the waiting thread raises it
+        except BaseException as error:  # the thread of the caller raises the error
             errors.append(error)
             stopped.set()
 
@@ -376,7 +377,7 @@ def _fetch_plain(file: HubFile, on_bytes: Callable[[int], None], stopped: thread
 
 def _locked(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event) -> ExitStack:
     """Takes the file's lock in the cache and returns it. While another process holds the lock, reports the bytes that
-    process has received. Raises Stopped if `stopped` is set meanwhile."""
+    the other process has received. Raises Stopped if `stopped` is set meanwhile."""
     path = file.folder.parent / ".locks" / file.folder.name / f"{file.etag}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     stack = ExitStack()
@@ -391,8 +392,9 @@ def _locked(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.E
 
 
 def _receive(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event) -> None:
-    """Sends one request for the missing bytes and writes them as they arrive. Raises httpx2.ReadError for too few
-    bytes, PullError for another size, ModelFormatError if the file begins like another kind of file, Stopped."""
+    """Sends one request for the missing bytes and writes them as they arrive. Raises httpx2.ReadError if too few bytes
+    arrive, PullError if the size differs from `file`, ModelFormatError if a .gguf file does not begin with GGUF's magic
+    bytes, and Stopped."""
     n_bytes = file.received_bytes
     with open(file.partial, "a+b") as output:
         output.truncate(n_bytes)
@@ -423,8 +425,8 @@ def _receive(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.
 
 
 def _check_chunk(file: HubFile, begin: int, chunk: bytes) -> None:
-    """Raises PullError if the chunk exceeds the file's size, ModelFormatError if the file begins like another kind of
-    file."""
+    """Raises PullError if the chunk exceeds the file's size, and ModelFormatError if a .gguf file does not begin with
+    GGUF's magic bytes."""
     if begin + len(chunk) > file.size_bytes:
         raise _wrong_size(file, "more")
     start = chunk[: len(MAGIC)]
@@ -480,14 +482,15 @@ def link_commit(files: Sequence[HubFile]) -> Path:
         (folder / "refs").mkdir(exist_ok=True)
         # A temporary file in refs/ would look like a branch.
         write_atomically(folder / ".main", commit.encode())
-        with suppress(FileNotFoundError):  # another thread or process has moved it there
+        with suppress(FileNotFoundError):  # another thread or process has already moved it to refs/main
             os.replace(folder / ".main", folder / "refs" / "main")
     return snapshot
 
 
 def find_missing(files: Sequence[HubFile], folder: Path) -> list[HubFile]:
-    """Returns the files that are missing in `folder`. A file is there if its path is a link to the cache, or if it has
-    the right digest and the cache lacks it. In the second case it is linked into the cache. Raises PullError."""
+    """Returns the files that are missing in `folder`. A file is not missing if its path is a link to the complete file
+    in the cache. If the cache lacks the file, its path must have the right digest, and is then linked into the cache.
+    Raises PullError."""
 
     def is_there(file: HubFile) -> bool:
         path = folder / file.path
@@ -496,7 +499,7 @@ def find_missing(files: Sequence[HubFile], folder: Path) -> list[HubFile]:
         if file.is_cached or not file.is_at(path):
             return file.is_cached and path.samefile(file.blob)
         file.blob.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(OSError):  # a file system without links: the file is read again the next time
+        with suppress(OSError):  # a file system without hard links: the next call computes the digest again
             os.link(path, file.blob)
         return True
 

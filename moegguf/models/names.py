@@ -40,7 +40,7 @@ _URL = re.compile(  # address of a repository, or of one of its files, whose nam
 )
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*", re.ASCII)
 _HOST = re.compile(r"(?=[^/]*[.:]|localhost$)[a-z0-9_][a-z0-9_.-]*(:\d{1,5})?", re.ASCII)
-_RESERVED = {"hf", "ollama"}  # prefixes of names, which are no models
+_RESERVED = {"hf", "ollama"}  # the prefixes hf: and ollama: cannot be names of models
 
 FORMS = 'write "model:tag", or "hf.co/user/repo:Q4_K_M" for a model of Hugging Face'
 
@@ -162,8 +162,8 @@ def _bad(text: str, rule: str) -> ModelNameError:
 class LibraryModel:
     """A model of the library.
 
-    Both numbers of parameters count all weights except experts and tables that are read by row. `n_parameters` adds
-    all experts, `n_active` only the experts that one token uses.
+    `n_parameters` counts all weights, and `n_active` only the weights that one token uses: it leaves out unused
+    experts. Both leave out tables that stay in the file, where single rows are read (`row_table_bytes`).
     """
 
     name: str
@@ -185,7 +185,8 @@ class LibraryModel:
 
     @property
     def resident_bytes(self) -> int:
-        """The bytes in memory when all experts are in memory. A table that is read by row is left out."""
+        """The bytes in memory when all experts are in memory. Tables that stay in the file (`row_table_bytes`) are left
+        out."""
         return self.size_bytes - self.row_table_bytes
 
     @property
@@ -213,7 +214,7 @@ def library() -> tuple[LibraryModel, ...]:
 
 
 def find_in_library(text: str) -> LibraryModel | None:
-    """Returns the library's model of this short name, in any case; None if there is none."""
+    """Returns the library's model of this short name, or None if there is none. Ignores the case of letters."""
     name = text.lower().removesuffix(":latest")
     return next((model for model in library() if name in (model.name, model.name.partition(":")[0])), None)
 

@@ -74,7 +74,7 @@ def updated(entry: ModelEntry) -> ModelEntry:
     missing = tuple(path for path in needed if path not in there)
     weights = entry.weights
     named_by_digest = all(_location_of(path).startswith(("hub:", "sets:")) for path in needed)
-    if not missing and not named_by_digest:  # the file at a path may have been replaced
+    if not missing and not named_by_digest:  # a file that is not named by digest may have been replaced
         with suppress(OSError):  # a file cannot be read: the old digest stays
             weights = weights_digest(entry.files, entry.adapter)
     return replace(
@@ -92,7 +92,7 @@ class Contents:
     """The contents of an index."""
 
     entries: dict[str, ModelEntry] = field(default_factory=dict)  # {name in lower case: entry as stored}
-    hidden: set[str] = field(default_factory=set)  # keys of removed Hugging Face names whose files other names use
+    hidden: set[str] = field(default_factory=set)  # removed Hugging Face names whose files stay for other names
     is_intact: bool = True  # False: a part of the file could not be read
 
     def files(self) -> set[Path]:
@@ -243,7 +243,7 @@ class BlobStore:
         paths = tuple(folder / name for name in selection.files)
         try:
             read_layout(paths[0])
-        except BaseException:  # also Ctrl-C: no unchecked set stays
+        except BaseException:  # even after Ctrl-C, no unchecked set stays
             shutil.rmtree(folder, ignore_errors=True)
             raise
         digest = combined_digest([blob_name(named[name]).removeprefix("sha256-") for name in selection.files])
@@ -279,7 +279,7 @@ class BlobStore:
         listing = "\n".join(sorted(f"{name} {blob_name(blob)}" for name, blob in named.items()))
         digest = hashlib.sha256(listing.encode()).hexdigest()
         folder = sets_folder() / digest
-        if folder.exists():  # new links would change the files' change time, as a write does
+        if folder.exists():  # a new link would change the ctime, so the file would seem changed
             return folder
         temporary = sets_folder() / f".{digest}.{os.getpid()}"  # renamed at the end, so a set is complete or absent
         with disk_errors(f"the files cannot be kept in {str(sets_folder())!r}"):
@@ -331,7 +331,8 @@ class BlobWriter(AbstractContextManager["BlobWriter"]):
             self._file.write(chunk)
 
     def commit(self) -> Path:
-        """Verifies the bytes and gives the blob its name. Raises ModelFormatError for another digest, PullError."""
+        """Verifies the bytes and gives the blob its name. Raises ModelFormatError if the bytes do not have the
+        announced digest, and PullError."""
         found = f"sha256-{self._sha.hexdigest()}"
         if found != self._path.name:
             raise ModelFormatError(
@@ -360,7 +361,7 @@ def disk_errors(failed: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if isinstance(error, MoeggufError) or error.errno is None:  # raised by a library, not by the file system
+        if isinstance(error, MoeggufError) or error.errno is None:  # not raised by the file system
             raise
         raise PullError(
             f"{failed} ({error.strerror}); check the disk, or delete files, and try again: what was received of a"

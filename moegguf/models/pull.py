@@ -99,9 +99,9 @@ def fetch(
 ) -> Path:
     """Downloads the model that the pattern `filename` means, with all its shards and `others`. Returns its first file.
 
-    Downloads into `local_dir`, or else into `cache` (default: the Hub's cache). Files that are there are not fetched
-    again. Without a network only these files are used. Raises PullError, and ModelNotFoundError with the list of
-    files.
+    Downloads into `local_dir`, or else into `cache` (default: the Hub's cache). Files that already exist there are not
+    fetched again. Without a network, only existing files are used. Raises PullError, and ModelNotFoundError with the
+    list of files.
     """
     from huggingface_hub.utils import tqdm
 
@@ -135,14 +135,14 @@ def fetch(
 
 
 def _matching(paths: Sequence[str], repo_id: str, filename: str | None, others: Sequence[str]) -> list[str]:
-    """Returns the shards of the one model that `filename` means, in order, then one file for each pattern in `others`.
-    Raises ModelNotFoundError if a pattern does not mean exactly one."""
+    """Returns the shards of the one model that the pattern `filename` means (None: the default model), in order, then
+    one file for each pattern in `others`. Raises ModelNotFoundError if a pattern does not mean exactly one."""
     matching = [path for path in paths if is_model(path) and filename is not None and fnmatch(path, filename)]
     models = {selection.files for _, selection in models_in(paths) if set(selection.files) & set(matching)}
     if len(models) > 1:
         some = ", ".join(sorted(files[0] for files in models)[:40])
         raise ModelNotFoundError(f"{repo_id}: {len(models)} models match {filename!r}: {some}; name one of them.")
-    # select_files raises an error that lists the files, if a shard is missing or nothing fits.
+    # If no complete model matches, `select_files` gets this tag. Its error lists the files or the missing shards.
     tag = DEFAULT_TAG if filename is None else matching[0].rpartition("/")[2] if matching else filename
     found = [*(models.pop() if models else select_files(paths, tag, repo=repo_id).files)]
     for pattern in others:

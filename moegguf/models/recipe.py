@@ -1,10 +1,10 @@
 """The recipe of a new name: its base or files, and additions. This module has the data, their checks, and their text
 form.
 
-The text form is a Modelfile: a line is `INSTRUCTION arguments`, in Ollama's grammar (parser/parser.go). Instructions,
-in any case, are FROM (once), PARAMETER name value, SYSTEM, TEMPLATE, MESSAGE role text, LICENSE, ADAPTER path (once).
-A value goes to the end of its line, or is in quotes, or in triple quotes; a quote at the end of a line ends the value.
-`#` starts a comment line. LICENSE may be repeated. REQUIRES has no effect.
+The text form is a Modelfile: a line is `INSTRUCTION arguments`, in Ollama's grammar (parser/parser.go). The
+instructions, in upper or lower case, are FROM (once), PARAMETER name value, SYSTEM, TEMPLATE, MESSAGE role text,
+LICENSE, ADAPTER path (once). A value goes to the end of its line, or is in quotes, or in triple quotes; a quote at the
+end of a line ends the value. `#` starts a comment line. LICENSE may be repeated. REQUIRES has no effect.
 
 Two additions are ours. DRAFT names a model (once). A line of four quotes or more encloses lines that may have such
 quotes; `render` writes it if no other form reads back.
@@ -42,7 +42,8 @@ PARAMETERS: dict[str, type] = {
     **dict.fromkeys(INTS, int), **dict.fromkeys(FLOATS, float), **dict.fromkeys(SWITCHES, bool),
     **dict.fromkeys(TEXTS, str), "stop": list, "mirror": list,
 }  # fmt: skip
-"""Ollama's options (api/types.go) and ours, with their types; a list takes many values."""
+"""{parameter: type of its value}, for Ollama's options (api/types.go) and ours. A parameter with the type list may be
+given several times."""
 
 RANGES = {
     name: (option.least, option.most)
@@ -57,7 +58,7 @@ _GO_ACTION = re.compile(
 
 
 MAX_MODELFILE = 4 << 20  # most characters of a Modelfile
-MOST_SHOWN_WHOLE = 1_000_000  # floats that are smaller whole numbers are written without a fraction, as in Ollama
+MOST_SHOWN_WHOLE = 1_000_000  # a float that is a whole number below this is written without a fraction, as in Ollama
 
 _HEX_NUMBER = re.compile(
     r"[+-]?0x(?:_?{0}(?:\.{0}?)?|\.{0})p[+-]?\d+(?:_\d+)*".replace("{0}", "(?:[0-9a-f]+(?:_[0-9a-f]+)*)"),
@@ -210,7 +211,8 @@ def _read_number(text: str) -> float:
 
 
 _READ: dict[type, Callable[[str], Any]] = {int: _read_whole, float: _read_number, bool: _SWITCH.__getitem__}
-"""Readers of values in a Modelfile, which take what Go's ParseInt, ParseFloat and ParseBool take."""
+"""{type: function that parses a value in a Modelfile}. The functions accept the same texts as Go's ParseInt, ParseFloat
+and ParseBool."""
 
 
 def _convert(name: str, value: Any) -> Any:
@@ -226,7 +228,7 @@ def _convert(name: str, value: Any) -> Any:
     if kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)
     fits = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
-    fits = fits and (name != "draft" or value in DRAFTS)  # a client must not choose a file
+    fits = fits and (name != "draft" or value in DRAFTS)  # other texts would be paths of files
     fits = fits and (kind is not float or math.isfinite(value)) and (kind is not int or -(1 << 63) <= value < 1 << 63)
     if not fits:
         raise _wrong(name, given)
@@ -366,7 +368,7 @@ def _quoted(text: str) -> str:
     for quoted in (f'"{text}"', f'"""{text}"""'):
         match = _VALUE.match(quoted)
         if quoted.startswith('""""'):
-            continue  # could be read as a fence of four quotes
+            continue  # `parse` could read it as a line of four quotes
         if match and match.end() == len(quoted) and _content(match) == text and text[:1] != "\n":
             return quoted
     return f"{fence}\n{text}\n{fence}"

@@ -40,8 +40,8 @@ class FileSelection:
 def select_files(paths: Iterable[str], tag: str = DEFAULT_TAG, *, repo: str = "the repository") -> FileSelection:
     """Returns the files that `tag` means among `paths` ("folder/name.gguf").
 
-    `latest` takes Q4_K_M, else Q8_0, else the first model. Raises ModelNotFoundError, with the list of files, if no
-    file fits, and ModelNotFoundError if a shard is missing.
+    `latest` takes Q4_K_M, else Q8_0, else the first model. Raises ModelNotFoundError if no file fits, with a list of
+    the files, or if a shard is missing.
     """
     known = sorted(paths)
     models = [path for path in known if is_model(path)]
@@ -95,7 +95,8 @@ def _plain_name(path: str) -> str:
 
 
 def is_model(path: str) -> bool:
-    """Returns whether the file name is a model's, not a projector's, an importance matrix's or a draft model's."""
+    """Returns whether the file name is the name of a model, and not of a projector, an importance matrix or a draft
+    model."""
     name = _base(path).lower()
     return name.endswith(".gguf") and not any(word in name for word in _NOT_MODELS)
 

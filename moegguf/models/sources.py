@@ -50,8 +50,8 @@ def demo_path() -> Path | None:
 
 
 def demo_models(text: str | None = None) -> Iterator[ModelEntry]:
-    """Yields the model that ships with the package, if it is there; with `text`, only if this is its name. Raises
-    ModelNotFoundError if `text` is its name and this installation has none."""
+    """Yields the model that ships with the package, if this installation has it. With `text`, yields the model only if
+    `text` is the model's name, and raises ModelNotFoundError if the model is missing."""
     if text is not None and text.lower() not in (DEMO_NAME, f"{DEMO_NAME}:{DEFAULT_TAG}"):
         return
     if path := demo_path():
@@ -63,7 +63,8 @@ def demo_models(text: str | None = None) -> Iterator[ModelEntry]:
 
 
 def folder_files() -> list[Path]:
-    """Returns the first files of the models in MOEGGUF_MODELS and in folders directly below it, one for each name."""
+    """Returns the first file of each model in MOEGGUF_MODELS and in folders directly below it. If two models have the
+    same name, only the first one is returned."""
     folder = models_folder()
     # Path.glob raises for a link that cannot be followed.
     folders = (folder / name for name in ("", *glob("*/", root_dir=folder, include_hidden=True)))
@@ -74,7 +75,8 @@ def folder_models(text: str | None = None) -> Iterator[ModelEntry]:
     """Yields the models in MOEGGUF_MODELS whose file names can be names of models. With `text`, yields only the model
     of this name. ".gguf", a shard's number and the tag `latest` may be left out.
 
-    With `text`, raises ModelNameError if the model can have no name, and OSError if it cannot be read.
+    With `text`, raises ModelNameError if the file name cannot be a model's name, and OSError if the file cannot be
+    read.
     """
     wanted = None if text is None else _plain_name(text.lower().removesuffix(f":{DEFAULT_TAG}")).lower()
     for path in folder_files():
@@ -85,7 +87,7 @@ def folder_models(text: str | None = None) -> Iterator[ModelEntry]:
 
 
 def file_name(path: Path) -> str:
-    """Returns the name for a model whose first file is `path`. Raises ModelNameError if the file name makes no valid
+    """Returns the name for a model whose first file is `path`. Raises ModelNameError if the file name contains no valid
     name."""
     return parse_name(_plain_name(path.name)).canonical
 
@@ -121,14 +123,16 @@ def file_entry(path: Path, source: Source, name: str) -> ModelEntry:
 
 
 def _gguf_files(folder: Path) -> list[Path]:
-    """Returns the paths in a folder that end with .gguf, in any case. Returns none if the folder cannot be read."""
+    """Returns the paths in a folder that end with .gguf in upper or lower case. Returns an empty list if the folder
+    cannot be read."""
     with suppress(OSError):
         return [path for path in folder.iterdir() if path.suffix.lower() == ".gguf"]
     return []
 
 
 def _first_files(files: Iterable[Path]) -> list[Path]:
-    """Returns the first file of each model, sorted. If two models have the same name, only the first of them."""
+    """Returns the first file of each model, sorted. If two models have the same name, only the first one is
+    returned."""
     models: dict[str, Path] = {}
     for file in sorted(file for file in files if is_model(file.name) and os.path.isfile(file)):
         if parse_shard_name(file.stem).number == 1:
@@ -137,8 +141,8 @@ def _first_files(files: Iterable[Path]) -> list[Path]:
 
 
 def hub_cache() -> Path:
-    """Returns the cache's folder by huggingface_hub's rules. huggingface_hub reads the environment once, this function
-    at each call."""
+    """Returns the cache's folder by huggingface_hub's rules. Unlike huggingface_hub, this function reads the
+    environment at each call."""
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
     return Path(os.path.expandvars(os.path.expanduser(named or os.path.join(home, "hub"))))
@@ -188,9 +192,9 @@ def repo_folder(repo: str, cache: Path) -> Path:
 
 
 def cached_models(text: str | None = None, hidden: Collection[str] = ()) -> Iterator[ModelEntry]:
-    """Yields every model in the cache that has a name. If several commits have a name, the one of `main`, else the
-    newest, is used. With `text`, yields only models that this Hub name means. `hidden` has keys of names to leave
-    out."""
+    """Yields every model in the cache that has a name. If several commits have files for a name, the model comes from
+    the commit of `main`, or else from the newest commit. With `text`, yields only models that this Hub name means.
+    `hidden` has keys of names to leave out."""
     name = text and hub_name_of(text)
     seen = set(hidden)
     if text is not None and not name:
@@ -210,7 +214,8 @@ def cached_models(text: str | None = None, hidden: Collection[str] = ()) -> Iter
 
 
 def snapshots(cache: Path, repo: str | None = None) -> Iterator[Snapshot]:
-    """Yields the commits of one repository (in any case) or of all: the commit of `main` first, then the newest."""
+    """Yields the commits of the repository `repo`, or of all repositories if `repo` is None. The commit of `main` is
+    first, then the newest. Ignores the case of letters in `repo`."""
     wanted = None if repo is None else repo_folder(repo, cache).name.lower()
     for folder in sorted(cache.glob("models--*/")):
         _, *parts = folder.name.split("--")
@@ -321,8 +326,8 @@ def _manifest_entry(folder: Path, manifest: Path, name: Name) -> ModelEntry:
 
 
 def _parameters_of_ollama(parts: Mapping[str, Sequence[str]]) -> dict[str, Any] | None:
-    """Returns the parameters of a model in an Ollama store. Mirrors are left out, because its author cannot know paths
-    here."""
+    """Returns the parameters of a model in an Ollama store. The parameter `mirror` is left out, because the model's
+    author cannot know paths on this machine."""
     if "params" not in parts:
         return None
     return {name: value for name, value in json.loads(parts["params"][0]).items() if name != "mirror"}

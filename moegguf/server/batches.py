@@ -59,7 +59,7 @@ ENDPOINTS: Mapping[str, type[RequestBody | EmbeddingsBody]] = {
     "/v1/embeddings": EmbeddingsBody,
     "/v1/responses": responses.ResponsesBody,
 }
-"""Those that a request of a batch may have, and their bodies."""
+"""{path of an endpoint that a batch may call: the type of a request's body}"""
 
 
 def new_state(

@@ -91,7 +91,7 @@ ANSWERS = (
 )
 
 Family = tuple[str, str, Sequence[str], Sequence[tuple[Sequence[str], float]]]
-"""Name, help, names of its labels, and {values of the labels, number}."""
+"""The name, help text and label names of a metric, then pairs of (values of the labels, number)."""
 
 
 class Totals:

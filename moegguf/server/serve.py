@@ -139,7 +139,7 @@ class Protocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Replies with JSON to invalid HTTP or too long headers, unless a reply has begun. Closes the connection."""
         if self.cycle is not None:
-            self.cycle.disconnected = True  # the body of a running request is invalid: stops its own reply
+            self.cycle.disconnected = True  # invalid bytes in a running request: stops the request's own reply
         body = dumps({"error": f"bad request: {msg.lower()}"}).encode()
         headers = [("content-type", "application/json"), ("connection", "close"), ("content-length", str(len(body)))]
         events = (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage())

@@ -88,7 +88,7 @@ def list_facts(entry: ModelEntry) -> Facts:
 
 @dataclass(frozen=True)
 class SupposedDevice:
-    """A GPU that this machine does not have, for estimates of what it would bring."""
+    """A GPU that this machine does not have. `moegguf estimate` predicts the speed of a model with this GPU."""
 
     memory_bytes: int
     memory_bytes_per_s: float  # bandwidth of its memory
@@ -117,10 +117,11 @@ def estimate_model(model: str, given: Mapping[str, Any] | None = None, device: S
     prediction is added.
     """
     with described(model) as (entry, is_here):
+        # The plan ignores the parameter `num_gpu` of the model's name.
         own = {
             option: entry.parameters[name]
             for name, option in LOAD_PARAMETERS.items()
-            if entry.parameters.get(name) and name != "num_gpu"  # a command or a server decides about GPUs
+            if entry.parameters.get(name) and name != "num_gpu"
         }
         options = {**files_of(entry), **own, **(given or {})}
         spec = LoadSpec.of(options, commands=True)
@@ -131,7 +132,7 @@ def estimate_model(model: str, given: Mapping[str, Any] | None = None, device: S
         default = "auto" if plan.placement or plan.on_device else None
         placed, hit_rates = plan.placement, _hit_rates(layout, is_here)
         memory_bytes_per_s = _memory_speed()
-        if device:  # plans with unlimited RAM and with the context length of the plan for this machine
+        if device:  # predicts with unlimited RAM, and with the context length of the plan above
             there = machine.Device("the device", 0, device.memory_bytes, device.memory_bytes)
             ample = machine.Machine(machine.Memory(1 << 62, 1 << 62, "what is supposed"), devices=(there,))
             speeds = Speeds.supposed(device.memory_bytes_per_s, device.link, memory_bytes_per_s)

@@ -129,7 +129,7 @@ def tiers_line(state: Counts, vram: bool) -> str:
     n_ram, n_vram = (int((state == tier).sum()) for tier in (IN_RAM, IN_VRAM))
     if vram:
         return f"{n_vram:,} of {state.size:,} in VRAM, {n_ram:,} in RAM only"
-    if n_vram:  # experts of whole layers in VRAM
+    if n_vram:  # VRAM holds whole layers
         return f"{n_ram:,} of {state.size:,} experts in RAM, {n_vram:,} in VRAM"
     return f"{n_ram:,} of {state.size:,} experts in memory"
 

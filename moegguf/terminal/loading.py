@@ -81,7 +81,8 @@ def with_files(entry: ModelEntry, mmproj: str | None = None, lora_path: str | No
 
 
 def print_card_note(loading: Mapping[str, Any]) -> None:
-    """Prints why moegguf cannot use a GPU of this machine, if so, unless the load options choose the CPU."""
+    """Prints the reason if moegguf cannot use a GPU of this machine. Prints nothing if the load options choose the
+    CPU."""
     from moegguf.engine.cards import card_note
 
     chosen = "cpu" if loading.get("n_gpu_layers") == 0 else loading.get("placement")

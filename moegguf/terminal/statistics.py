@@ -11,7 +11,7 @@ from moegguf.generate.request import AnswerSummary
 from moegguf.quantities import format_bytes
 from moegguf.terminal.progress import duration
 
-LEAST_TOKENS = 16  # answers that are not longer are too short to compare their speed
+LEAST_TOKENS = 16  # the speed of an answer is compared with the prediction only above this length
 LABEL_WIDTH = 22  # characters of Ollama's longest label, its colon and a space
 
 Line = tuple[str, str]
@@ -23,10 +23,11 @@ def statistics(
     decisions: Mapping[str, Any] | None = None,
     predicted: Placement | None = None,
 ) -> list[str]:
-    """Returns the lines of statistics. Numbers per token are only of the answer; all others include the prompt.
+    """Returns the lines of statistics. In the lines about experts, the stall and the numbers per token cover only the
+    answer; the other numbers include the prompt.
 
-    The eval rate is the token count divided by the duration, as in llama.cpp and clients of the APIs, although the
-    first token comes from the prompt's last pass.
+    The eval rate is the answer's token count divided by its duration, as in llama.cpp and in clients of the APIs. The
+    count includes the first token, which comes from the prompt's last pass, before the duration begins.
 
     predicted: the chosen placement of experts with its predicted speeds.
     """

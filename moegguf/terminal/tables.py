@@ -36,8 +36,8 @@ def print_json(facts: Any) -> None:
 
 
 def print_renderable(renderable: Any, least_width: int = 0) -> None:
-    """Prints an object of rich on stdout, without trailing spaces if stdout is not a terminal. Lines may have
-    `least_width` characters; a narrower terminal breaks them itself."""
+    """Prints an object of rich on stdout, without trailing spaces if stdout is not a terminal. Lines are laid out for
+    at least `least_width` characters; a narrower terminal breaks longer lines itself."""
     # A pipe has no width, and rich's default of 80 would break long paths.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
     if console.width < least_width:
@@ -243,7 +243,7 @@ def print_estimate(facts: Facts) -> None:
         _section(title, _placement_rows(facts["placement"]), right=(1, 2, 3))
         _section("What these predictions rest on", _speed_rows(facts["placement"]))
     print_renderable(Text("  Why", style="bold"))
-    supposed = facts["placement"] if not plan["placement"] else None  # the reasons of a plan include its placement's
+    supposed = facts["placement"] if not plan["placement"] else None  # a plan's reasons already have this one
     for reason in [*plan["reasons"], *([supposed["reason"]] if supposed else [])]:
         print_renderable(Padding(Text(f"- {reason}"), (0, 0, 0, 4)))
     for warning in plan["warnings"]:
@@ -337,7 +337,7 @@ def _expectation_rows(facts: Facts) -> Iterator[Row]:
 
 
 def print_doctor(sections: dict[str, Facts]) -> None:
-    """Prints the output of `moegguf doctor`: sections with one fact in each line."""
+    """Prints the output of `moegguf doctor`: sections with one fact per line."""
     for title, facts in sections.items():
         rows = [(name.replace("_", " ") if name.islower() else name, value) for name, value in _flatten(facts)]
         _section(title, rows or [("(none set)", "")])

@@ -54,9 +54,9 @@ class AccessControl:
     With `loopback` only this machine reaches the server, so a Host header with another machine's name is refused.
 
     Clients in `trusted` networks need no key. If there are such networks, clients on this machine need no key either. A
-    web page in a browser there differs from such a client only in its Host header. Therefore the Host header must be an
-    address of this machine or a name that public DNS does not resolve. All clients of a proxy have the proxy's address,
-    so a forwarded request is never trusted.
+    web page that runs in a browser on such a machine differs from the client only in its Host header. Therefore the
+    Host header must be an address of this machine or a name that public DNS does not resolve. All clients of a proxy
+    have the proxy's address, so a forwarded request is never trusted.
     """
 
     app: ASGIApp
@@ -104,7 +104,8 @@ class AccessControl:
         await (self._cors if origin else self.app)(scope, receive, send)
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes], origin: str, has_key: bool) -> HttpError | None:
-        if b"content-length" in headers and b"transfer-encoding" in headers:  # a proxy may read other requests here
+        # A proxy may find another end of the body, and therefore other requests in the same bytes.
+        if b"content-length" in headers and b"transfer-encoding" in headers:
             return BodyRefusedError(
                 400, "a body has a Content-Length or a Transfer-Encoding, not both", headers={"connection": "close"}
             )
@@ -151,8 +152,8 @@ def origin_pattern(origins: Sequence[str]) -> re.Pattern[str]:
 def is_own_host(header: str) -> bool:
     """Returns True if a Host header may belong to this machine.
 
-    This is an own or any private address, or a name that public DNS does not resolve. A missing header is accepted,
-    because the client cannot be a web page: browsers always send the header.
+    Accepts this machine's addresses, all private addresses, and names that public DNS does not resolve. A missing
+    header is accepted, because the client cannot be a web page: browsers always send the header.
     """
     host = _strip_port(header.strip().lower())
     if host is None:

@@ -29,7 +29,7 @@ from moegguf.errors import MoeggufError
 from moegguf.server.common import limits
 from moegguf.server.common.errors import BodyRefusedError, HttpError, http_error
 
-STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # up to the end if it is not closed
+STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # an unclosed string matches to the end
 LARGE_NUMBER = re.compile(rb"(?<![.\d])(?:\d{20}|[\d.]++[eE]\+?\d{3,}+)")  # a number that may not fit 64 bits
 HALF = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")  # possible beginnings of half of a surrogate pair
 HALF_CHARACTER = re.compile("[\ud800-\udfff]")
@@ -193,7 +193,7 @@ def parse_value(raw: bytes) -> Any:
     """Parses JSON text within the limits of values and numbers. Raises HttpError 400."""
     if not raw.strip():
         raise HttpError(400, "missing request body")
-    n_quotes = raw.count(b'"') - raw.count(b'\\"')  # a string has two, or one if it does not end
+    n_quotes = raw.count(b'"') - raw.count(b'\\"')  # two for each string, one for an unclosed string
     without_strings = STRING.sub(b"", raw) if n_quotes <= 4 * limits.JSON_VALUES else b"," * (limits.JSON_VALUES + 1)
     if len(without_strings.translate(None, NOT_STRUCTURE)) > limits.JSON_VALUES:
         raise HttpError(400, f"invalid request body: more than {limits.JSON_VALUES} values")
@@ -252,7 +252,7 @@ async def read_form(
     """Reads a form and passes the bytes of its part `file`, at most `most_bytes`, to `write`.
 
     Returns the file's name (None if there is no file) and the form's other fields. Raises BodyRefusedError 400, 408,
-    413, 415 or 499, or with the status for an error of `write`.
+    413, 415 or 499. An error that `write` raises becomes a BodyRefusedError with the HTTP status for this error.
     """
     kind, options = parse_options_header(request.headers.get("content-type", ""))
     boundary = options.get(b"boundary")

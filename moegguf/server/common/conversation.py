@@ -45,7 +45,7 @@ class Reply(ABC):
     entry: ModelEntry
     requests: Sequence[Request]
 
-    ping_line: ClassVar[bytes] = b": ping\n\n"  # sent in a stream that is idle, to keep it open
+    ping_line: ClassVar[bytes] = b": ping\n\n"  # sent at intervals, so that the stream stays open
     n_calls = 0  # tool calls sent so far in this answer
 
     def __post_init__(self) -> None:  # noqa: B027 (not every API needs it)
@@ -258,8 +258,8 @@ async def _answers(
 ) -> AsyncGenerator[Event]:
     """Yields the events of all requests, one request after another; a `Done` ends the events of each.
 
-    The model computes as many of these requests together as it answers at once. After each one, requests of other
-    clients get their turn. Closing the generator stops the answers.
+    The model computes several of these requests at once, up to the number of requests that it can answer at once. After
+    each request, waiting requests of other clients get their turn. Closing the generator stops the answers.
     """
     queues: list[asyncio.Queue[Event | Exception]] = [asyncio.Queue() for _ in requests]
     left = iter(zip(requests, queues, strict=True))
@@ -276,7 +276,7 @@ async def _answers(
                 return
 
     async def compute_beside() -> None:
-        with suppress(MoeggufError):  # the first lease computes everything if there is no further one
+        with suppress(MoeggufError):  # the first lease computes everything if no other is free
             async with state.manager.lease(*use) as lease:
                 await compute(lease)
 

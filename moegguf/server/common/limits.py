@@ -12,7 +12,7 @@ HEADER_BYTES = 16 << 10
 JSON_VALUES = 1 << 17
 
 READ_S = 60.0  # seconds for a body to arrive; in an upload, the longest pause
-PING_S = 15.0  # seconds between two lines that keep an idle event stream open
+PING_S = 15.0  # seconds between two lines that keep an event stream open
 
 MESSAGES = 4096
 TOOLS = 256

@@ -159,14 +159,14 @@ class SamplingOptions(Body):
     reasoning_budget_tokens: Whole | None = in_range("reasoning_budget_tokens")
     reasoning_budget_message: Stop | None = None
     stop: Stops | None = None
-    exact: bool | None = None  # True: other requests change no bit of the answer
+    exact: bool | None = None  # True: requests at the same time do not change any bit of the answer
 
 
 class Options(SamplingOptions):
     """All of Ollama's options that have an effect here, and moegguf's own options."""
 
     num_ctx: Whole | None = in_range("num_ctx")  # tokens of the context; 0: the default
-    num_batch: Whole | None = in_range("num_batch")  # has an effect only as a parameter of a stored name
+    num_batch: Whole | None = in_range("num_batch")  # ignored in a request; a Modelfile can set it
     num_thread: Whole | None = in_range("num_thread")  # limited to the number of processors; 0: the default
     expert_cache: Budget = None
     moe_cache_ram: Budget = None  # alias of `expert_cache`
@@ -226,7 +226,8 @@ def scale_of(entry: ModelEntry, adapters: Sequence[Adapter]) -> float | None:
 
 def sampling_of(entry: ModelEntry, options: Options | None = None, **own: Any) -> Sampling:
     """Returns the sampling parameters. `own` values (by Ollama's names) come before `options`, and `options` before the
-    model entry's parameters. None is no value. Raises HttpError 400 if a parameter of the entry is invalid."""
+    model entry's parameters. A value of None counts as absent. Raises HttpError 400 if a parameter of the entry is
+    invalid."""
     given = options.model_dump(exclude_none=True) if options else {}
     try:
         known = Options.model_validate(parameters_of(entry) | given).model_dump(exclude_none=True)
@@ -276,5 +277,5 @@ def _texts_of(given: Any) -> list[Text]:
 
 
 Text = str | list[Whole | str]
-"""A text, or its tokens, with texts among them."""
+"""A text, or a list of token ids and texts that are joined."""
 Texts = Annotated[list[Text], BeforeValidator(_texts_of)]

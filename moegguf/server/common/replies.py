@@ -60,9 +60,9 @@ class LineResponse(Response):
     """A response that sends each item of `lines` as soon as it comes: server-sent events with a `ping_line`, else lines
     of JSON.
 
-    `ping_line` is sent after PING_S without a message from the client, so that the connection stays open. `error_line`
-    makes the last line after an error in mid-stream; the default is the error's JSON. `lines` is always closed, also
-    when the client disconnects.
+    `ping_line` is sent every PING_S seconds, so that the connection stays open. `error_line` returns the last line
+    after an error in mid-stream; the default is the error's JSON. `lines` is always closed, also when the client
+    disconnects.
     """
 
     ping_line = b""

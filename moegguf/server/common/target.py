@@ -20,7 +20,7 @@ ALIASES = {
     "/embedding": "/embeddings",
     "/v1/health": "/health",
 }  # fmt: skip
-"""llama-server's other paths of endpoints."""
+"""{path that llama-server also accepts: path of the same endpoint here}"""
 
 
 def with_plain_target(app: ASGIApp) -> ASGIApp:

@@ -207,7 +207,7 @@ class _Reply(Reply):
     ping_line = b""
 
     def __post_init__(self) -> None:
-        self._found_ns = self.body.age_ns  # nanoseconds from the body to the model's entry
+        self._found_ns = self.body.age_ns  # nanoseconds from reading the body to finding the model's entry
         self._whole: Json = {}
 
     def error_line(self, error: HttpError, path: str) -> bytes:

@@ -217,7 +217,7 @@ async def _delete(request: HttpRequest) -> Response:
 
 
 async def _push(request: HttpRequest) -> Response:
-    raise HttpError(501, "push is not supported")  # a push goes to ollama.com
+    raise HttpError(501, "push is not supported")  # Ollama would upload the model to ollama.com
 
 
 # New models
@@ -260,7 +260,7 @@ async def _pulling(name: str, catalog: Catalog) -> AsyncGenerator[Json]:
     def work() -> None:
         try:
             fetch(name, catalog, put, cancelled)
-        except BaseException as error:  # the loop below raises it again
+        except BaseException as error:  # the loop below raises the error again
             put(error)
         else:
             put(None)

@@ -211,7 +211,8 @@ class ToolsBody(GenerationBody):
 
     @property
     def thinking_budget(self) -> int | None:
-        """Returns the maximum of thinking tokens, which has names of llama-server and of OpenRouter."""
+        """Returns the maximum of thinking tokens. The body may set it by llama-server's names, or else by OpenRouter's
+        `reasoning.max_tokens`."""
         given = super().thinking_budget
         return self.reasoning.max_tokens if given is None and self.reasoning else given
 
@@ -262,9 +263,9 @@ class ToolsBody(GenerationBody):
 class ChatBody(ToolsBody):
     """The body of /v1/chat/completions.
 
-    If the last message is an assistant's message, the answer continues this message, as in llama-server. This is not so
-    if `continue_final_message` is false or `add_generation_prompt` is true. If `add_generation_prompt` is false, the
-    prompt ends with the last message. Both names are vLLM's.
+    If the last message is an assistant's message, the answer continues this message, as in llama-server. The answer is
+    a new message instead if `continue_final_message` is false or `add_generation_prompt` is true. If
+    `add_generation_prompt` is false, the prompt ends with the last message. Both names are vLLM's.
     """
 
     messages: Messages
@@ -356,7 +357,7 @@ class ChoicesReply(Reply):
     reply have the same id and time."""
 
     prefix, whole_kind, chunk_kind = "", "", ""
-    empty: ClassVar[Mapping[str, Any]] = {}  # the fields of a choice in a chunk without content
+    empty: ClassVar[Mapping[str, Any]] = {}  # the fields that a choice has in a chunk without content
     started = False  # True if chunks of the current choice were sent
 
     def __post_init__(self) -> None:
@@ -389,7 +390,7 @@ class ChoicesReply(Reply):
 
     def lines(self, event: Event) -> bytes:
         """Returns the server-sent events (without names) for an event of the answer."""
-        first = [] if self.started else [self._first()]  # `_last` below moves on to the next choice
+        first = [] if self.started else [self._first()]  # made before `_last` below moves on to the next choice
         items: list[Json] = []
         if isinstance(event, Delta):
             items = self._chunks(event)

@@ -104,7 +104,8 @@ def _logprobs_object(logprobs: Sequence[TokenLogprob], offset: int) -> Json:
 
 
 class _CompletionReply(ChoicesReply):
-    """The reply of /v1/completions, with the choices of all prompts. Streamed objects look like the whole object."""
+    """The reply of /v1/completions, with the choices of all prompts. Chunks of a stream have the same object type as a
+    reply that is not streamed."""
 
     prefix, whole_kind, chunk_kind = "cmpl", "text_completion", "text_completion"
     empty: ClassVar[Mapping[str, Any]] = {"text": ""}

@@ -43,11 +43,11 @@ from moegguf.serving.responses import ResponseStore
 log = logging.getLogger(__name__)
 
 MAX_METADATA = 16
-CALL = "_call"  # end of the type of each item that calls a tool
+CALL = "_call"  # the type of each item that calls a tool ends with this
 CALL_FIELDS = ("type", "id", "call_id", "name", "status")  # fields of a call that are not arguments
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 LOGPROBS = "message.output_text.logprobs"
-REASONING_PREFIX = "moegguf:"  # beginning of this server's `encrypted_content`, which is plain base64
+REASONING_PREFIX = "moegguf:"  # `encrypted_content` of this server begins with this; the rest is plain base64
 SETTINGS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")  # sampling settings in a response
 ECHOED = ("instructions", "max_output_tokens", "prompt_cache_key", "safety_identifier", "user")
 MESSAGES: TypeAdapter[Any] = TypeAdapter(Messages)

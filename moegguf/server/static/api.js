@@ -1,8 +1,8 @@
 // Requests to this server: JSON, NDJSON streams, snapshots of a model, and the API key when the server requires one.
 
 const KEY = "moegguf.key";
-const SNAPSHOTS_PER_S = 8; // an answer of a small model takes less than a second
-const PAUSE_MS = 1000; // time between two connections
+const SNAPSHOTS_PER_S = 8; // many, because an answer of a small model takes less than a second
+const PAUSE_MS = 1000; // milliseconds between the end of a connection and the next attempt to connect
 
 export class ApiError extends Error {
   constructor(status, message) {
@@ -15,7 +15,8 @@ export function keepKey(key) {
   sessionStorage.setItem(KEY, key);
 }
 
-/** The response of `path`; throws ApiError with the server's message. A body is sent as JSON, a file as it is. */
+/** Sends a request to `path` and returns the response. Throws ApiError with the server's message. A file is sent
+ *  unchanged as the body, any other body as JSON. */
 export async function request(path, { body, signal, method = body ? "POST" : "GET" } = {}) {
   const key = sessionStorage.getItem(KEY), headers = {};
   if (key) headers.Authorization = `Bearer ${key}`;
@@ -34,7 +35,7 @@ export async function json(path, options) {
   return (await request(path, options)).json();
 }
 
-/** The objects of an NDJSON response, as they arrive. */
+/** Yields the objects of an NDJSON response as they arrive. */
 export async function* lines(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -53,8 +54,8 @@ export async function* lines(response) {
   }
 }
 
-/** The stream of snapshots of one model: reconnects after an error, and pauses while the page is hidden. `onLine(line)` is called
- *  for each object, `onLost(error)` when the connection fails. */
+/** The stream of snapshots of one model. It reconnects after an error, and pauses while the page is hidden.
+ *  `onLine(line)` is called for each object, and `onLost(error)` when the connection fails. */
 export class Live {
   constructor({ onLine, onLost }) {
     Object.assign(this, { onLine, onLost });
@@ -86,7 +87,7 @@ export class Live {
   }
 }
 
-/** Bytes of a base64 text. */
+/** Returns the bytes of a base64 text. */
 export function bytes(text) {
   return Uint8Array.from(atob(text), (char) => char.charCodeAt(0));
 }

@@ -14,7 +14,7 @@ import { Sidebar } from "./sidebar.js";
 
 const THEME = "moegguf.theme";
 const DEMO = "demo:latest";
-const AGAIN_MS = 3000; // time between two tries to reach the server
+const AGAIN_MS = 3000; // milliseconds before the list of models is requested again after an error
 const finePointer = matchMedia("(pointer: fine)");
 
 const panel = new Panel((names, loading) => {
@@ -35,7 +35,7 @@ const library = new Library(models, { onChange: listModels, onChoose: (name) => 
 
 // Models
 
-let again = 0; // the timer of the next try
+let again = 0; // timer that requests the list of models again
 
 async function listModels() {
   try {
@@ -50,14 +50,14 @@ async function listModels() {
   showState();
 }
 
-addEventListener("focus", () => listModels()); // one may have been pulled meanwhile
+addEventListener("focus", () => listModels()); // a model may have been pulled while the page was not in focus
 
 function showModel({ name, details, capabilities }) {
   const facts = [details.family, details.parameter_size, details.quantization_level, ...capabilities.filter((each) => each !== "completion")];
   at("facts").textContent = facts.filter(Boolean).join(" · ");
   at("starters").hidden = name !== DEMO;
   panel.watch(name);
-  composer.showAttached(); // a problem with a picture was the other model's
+  composer.showAttached(); // clears a problem that was shown for the previous model
   showState();
 }
 
@@ -75,7 +75,8 @@ async function send(content, attached) {
   if (finePointer.matches) at("message").focus(); // a touch keyboard would cover the answer
 }
 
-/** Shows what changes when an answer begins or ends, and when another conversation is shown. */
+/** Updates the buttons, the page's title and its address. Called when an answer begins or ends, when the list of models
+ *  changes, and when another conversation is shown. */
 function showState() {
   const { conversation, busy } = chat;
   composer.update({ busy, ready: models.selected !== undefined });
@@ -92,14 +93,15 @@ at("starters").addEventListener("click", ({ target }) => {
   if (target.matches("button") && models.selected) send(target.textContent, []);
 });
 
-// Conversations, each with an address of its own
+// Conversations: the part of the page's address after # is the id of the shown conversation
 
 const address = () => location.hash.slice(1);
 
-/** Shows the conversation of the page's address; a new one where there is none. */
+/** Shows the conversation whose id is in the page's address. Shows a new conversation if the address has no id, or if
+ *  there is no such conversation. */
 async function open() {
   const id = address(), kept = id && !chat.running(id) ? await load(id).catch(() => null) : null;
-  if (id !== address()) return; // changed meanwhile
+  if (id !== address()) return; // the address has changed during the load
   chat.show(chat.running(id) ?? new Conversation(kept ?? { settings: lastSettings() }), sidebar.words);
   if (!kept && !chat.running(id)) history.replaceState(null, "", location.pathname);
   models.choose(chat.conversation.model);

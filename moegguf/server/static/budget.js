@@ -1,9 +1,10 @@
-// The memory of a model's experts, by tier: how much there is, and a slider that changes it while the model answers.
+// The memory of a model's experts in each tier (RAM, VRAM): the size, and a slider that changes the size while the
+// model answers.
 
 import { json } from "./api.js";
 import { at, count, size } from "./dom.js";
 
-const SETTLE_MS = 2000; // snapshots may have the budget before the last change for this time
+const SETTLE_MS = 2000; // milliseconds after a refused change in which its message stays
 const TIERS = { ram: "expert_cache", vram: "vram_cache" };
 
 export class Budget {
@@ -15,10 +16,11 @@ export class Budget {
     }
   }
 
-  /** Shows the budgets of a model as it is loaded now (`loaded` of a snapshot; null: it is not). A slider that is being moved stays. */
+  /** Shows the budgets of the model. `loaded` is the model's state in a snapshot, or null if the model is not loaded.
+   *  While a change is sent, the sliders keep their positions. */
   show(loaded) {
     at("budgets").hidden = !loaded?.slot_bytes;
-    if (!loaded) this.now = at("budget-note").textContent = ""; // another model, or none: nothing of it holds any longer
+    if (!loaded) this.now = at("budget-note").textContent = ""; // the numbers and the message were about another model
     if (loaded && !this.changing && keyOf(loaded) !== keyOf(this.now)) this.draw(loaded);
   }
 
@@ -43,7 +45,8 @@ export class Budget {
     at(`${tier}-budget`).setAttribute("aria-valuetext", text);
   }
 
-  /** Asks for what a slider says, and again where one was moved meanwhile. */
+  /** Sends the value of the slider of tier `moved` to the server. If a slider is moved before the reply, sends the new
+   *  value afterwards. */
   async change(moved) {
     this.moved = moved;
     if (this.changing) return;

@@ -1,4 +1,5 @@
-// The shown conversation: asks, answers again, edits, stops. Answers go on while another conversation is shown.
+// The conversation that the page shows. The user can ask, edit a question, request another answer, and stop an answer.
+// Answers continue while another conversation is shown.
 
 import { lines, request } from "./api.js";
 import { findWords, save } from "./conversations.js";
@@ -6,16 +7,16 @@ import { at, button, make, mark } from "./dom.js";
 import { AnswerView, actions, edit, messageView, resultForm } from "./turns.js";
 
 const NEAR_END_PX = 60;
-const SAVE_MS = 1000; // time between two savings of an answer that is being written
+const SAVE_MS = 1000; // milliseconds between two saves of an answer that is being written
 
 export class Chat {
-  /** `fields(conversation)` returns the fields of a request without its messages. `isLoaded()` returns whether the model is
-   *  in memory. `onChange(conversation)` is called when an answer begins or ends. */
+  /** `fields(conversation)` returns the fields of a request to /api/chat. `isLoaded()` returns true if the selected
+   *  model is in memory. `onChange(conversation)` is called when an answer begins or ends. */
   constructor({ fields, isLoaded, onChange }) {
     const log = at("log"), scroll = at("scroll");
     Object.assign(this, { log, scroll, fields, isLoaded, onChange });
-    this.views = new WeakMap(); // the view of each message
-    this.runs = new Map(); // answers that are being written, by conversation
+    this.views = new WeakMap(); // {message: the element that shows it}
+    this.runs = new Map(); // {conversation: {abort, view} of the answer that is being written}
     scroll.addEventListener("scroll", () => (this.atEnd = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < NEAR_END_PX));
     new ResizeObserver(() => this.keepingScroll(log, () => {})).observe(scroll);
     addEventListener("pagehide", () => this.runs.forEach((run, conversation) => run.view.any && this.keep(conversation)));
@@ -29,12 +30,13 @@ export class Chat {
     return this.run !== undefined;
   }
 
-  /** The conversation with this id whose answer is being written. */
+  /** Returns the conversation with this id if an answer to it is being written, otherwise undefined. */
   running(id) {
     return [...this.runs.keys()].find((conversation) => conversation.id === id);
   }
 
-  /** Shows a conversation, which is not read out; from the message on that has these words, if there is one. */
+  /** Shows a conversation; screen readers do not read it aloud. If `words` occur in a message, shows the branch with
+   *  this message, highlights the words and scrolls to the message. */
   show(conversation, words = "") {
     const { message } = (words && findWords(conversation.messages, words)) || {};
     this.conversation = conversation;
@@ -60,7 +62,8 @@ export class Chat {
     this.log.replaceChildren(...views);
   }
 
-  /** The view of a message, with its buttons as they are now. */
+  /** Returns the element that shows a message, with new buttons below it. While an answer is being written, and for
+   *  results of tools, there are no buttons. */
   viewOf(message) {
     if (!this.views.has(message)) this.views.set(message, message.role === "assistant" ? new AnswerView(message).end().element : messageView(message));
     const view = this.views.get(message), { conversation } = this;
@@ -84,13 +87,13 @@ export class Chat {
     return view;
   }
 
-  /** Adds messages and has them answered. */
+  /** Adds messages to the conversation, and requests an answer. */
   ask(...messages) {
     messages.forEach((message) => this.conversation.add(message));
     return this.answer();
   }
 
-  /** Has the shown messages answered. */
+  /** Requests an answer to the shown messages, and shows the answer while it is written. */
   async answer() {
     const { conversation } = this, { leaf } = conversation, question = conversation.messages[leaf];
     const message = { role: "assistant", content: "" };
@@ -133,7 +136,8 @@ export class Chat {
     this.onChange(conversation);
   }
 
-  /** Shows how much was read of models that are being loaded: `loading` has shares by name. */
+  /** Shows the progress of loads in answers that wait for them. `loading`: {name of a model: the share that was read}.
+   *  `loaded`: names of the models in memory. */
   showLoads(loading, loaded) {
     for (const [{ model }, { view }] of this.runs) if (model in loading || loaded.includes(model)) view.showLoad(loading[model]);
   }
@@ -142,7 +146,7 @@ export class Chat {
     this.run?.abort.abort();
   }
 
-  /** Ends what belongs to a conversation that is being removed. */
+  /** Stops the answer to a conversation that is being removed, and does not save the conversation again. */
   forget(id) {
     const forgotten = [this.conversation, ...this.runs.keys()].filter((conversation) => conversation.id === id);
     for (const conversation of forgotten) {
@@ -157,7 +161,8 @@ export class Chat {
     save(conversation).then(() => this.onKept?.(), (error) => this.onKept?.(error));
   }
 
-  /** Makes a change to an element; the end of the conversation stays visible if it was. */
+  /** Calls `change`, which changes an element. If the end of the conversation was visible before, scrolls to the end
+   *  again. */
   keepingScroll(element, change) {
     change();
     if (this.atEnd && element.isConnected) this.toEnd();

@@ -1,12 +1,12 @@
-// The message field: text, files by button, paste and drop, and sending.
+// The message field. The user types a text, attaches files by button, paste or drop, and sends the message.
 
 import { at, grow, iconButton, make } from "./dom.js";
 import { readFile } from "./files.js";
 import { fileName, pictureView } from "./turns.js";
 
 export class Composer {
-  /** `onSend(text, attached)` is called with a message and what readFile returned of its files; `refusal()` returns why the model
-   *  takes no pictures, or "". */
+  /** `onSend(text, attached)` is called with the text of a message and the results of `readFile` for its files.
+   *  `refusal()` returns the reason why the model accepts no pictures, or "" if it does. */
   constructor({ onSend, refusal }) {
     Object.assign(this, { onSend, refusal, field: at("message"), attached: [], reading: "", state: {} });
     const { field } = this, form = at("composer"), chooser = at("files");
@@ -34,7 +34,7 @@ export class Composer {
     grow(field);
   }
 
-  /** Shows whether an answer is written, and whether there is a model to ask. */
+  /** Updates the buttons. `state.busy`: an answer is being written. `state.ready`: a model is selected. */
   update(state = {}) {
     Object.assign(this.state, state);
     const { busy, ready } = this.state;
@@ -59,7 +59,7 @@ export class Composer {
     if (event.type === "drop") this.attach([...event.dataTransfer.files], event);
   }
 
-  /** Reads files one after the other, because the server has to work for a PDF. */
+  /** Reads files and attaches them. Reads one file at a time, because the server extracts the text of a PDF. */
   async attach(files, event) {
     if (!files.length) return;
     event?.preventDefault();
@@ -74,7 +74,7 @@ export class Composer {
     this.field.focus();
   }
 
-  /** Shows what is attached, and a problem until something else happens. */
+  /** Shows the attached files and a problem. The next call or the next input removes the problem. */
   showAttached(problem = "") {
     at("problem").textContent = problem;
     const items = this.attached.map((each, i) => {

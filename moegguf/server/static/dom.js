@@ -4,14 +4,14 @@ const SVG = "http://www.w3.org/2000/svg";
 
 export const at = (id) => document.getElementById(id);
 
-/** A new element with properties and children. */
+/** Returns a new element with these properties and children. */
 export function make(tag, properties, ...children) {
   const element = Object.assign(document.createElement(tag), properties);
   element.append(...children);
   return element;
 }
 
-/** One of the pictures of index.html. */
+/** Returns an icon that index.html defines as a symbol. */
 export function icon(name) {
   const picture = document.createElementNS(SVG, "svg"), use = document.createElementNS(SVG, "use");
   picture.setAttribute("aria-hidden", "true");
@@ -20,25 +20,26 @@ export function icon(name) {
   return picture;
 }
 
-/** A button with a picture. */
+/** Returns a button that shows an icon. */
 export function iconButton(name, label, onClick) {
   return button(label, onClick, { className: "tool icon", title: label, ariaLabel: label }, icon(name));
 }
 
-/** A button with a text, or with `content`. */
+/** Returns a button that shows `content` (default: the text `label`). */
 export function button(label, onClick, properties = {}, content = label) {
   const element = make("button", { type: "button", ...properties }, content);
   element.addEventListener("click", onClick);
   return element;
 }
 
-/** Gives a text field the height of its text. */
+/** Sets the height of a text field to the height of its text. */
 export function grow(field) {
   field.style.height = "auto";
   field.style.height = `${field.scrollHeight + 2}px`;
 }
 
-/** Copies a text, also where the browser has no clipboard for a page without TLS, and marks the button for a while. */
+/** Copies a text to the clipboard, and marks the clicked button for 1.5 seconds. On a page without TLS, where the
+ *  browser offers no clipboard, copies by way of a text field. */
 export async function copy(text, { currentTarget: from }) {
   if (navigator.clipboard) await navigator.clipboard.writeText(text);
   else {
@@ -50,11 +51,12 @@ export async function copy(text, { currentTarget: from }) {
     from.focus();
   }
   from.classList.add("done");
-  at("status").textContent = "Copied"; // a screen reader says it
+  at("status").textContent = "Copied"; // screen readers read this aloud
   setTimeout(() => from.classList.remove("done"), 1500);
 }
 
-/** Marks words in the texts of an element, without a change of its nodes; of null: takes the marks away. */
+/** Highlights `words` (in lower case) in the texts of an element, without changing its nodes. If `element` is null,
+ *  only removes the earlier highlights. */
 export function mark(element, words) {
   CSS.highlights?.delete("found");
   if (!element || !CSS.highlights) return;
@@ -63,7 +65,7 @@ export function mark(element, words) {
     const node = texts.currentNode, text = node.data.toLowerCase();
     for (let i = text.indexOf(words); i >= 0; i = text.indexOf(words, i + words.length)) {
       const range = new Range();
-      range.setStart(node, Math.min(i, node.length)); // a letter's small form may be longer
+      range.setStart(node, Math.min(i, node.length)); // a lower-case letter may have more characters
       range.setEnd(node, Math.min(i + words.length, node.length));
       ranges.push(range);
     }
@@ -75,7 +77,7 @@ export function count(n) {
   return n.toLocaleString("en-US");
 }
 
-/** "3.42 MB": three digits at most, decimal units. */
+/** Formats bytes with at most three digits and decimal units: "3.42 MB". */
 export function size(bytes) {
   const units = ["B", "kB", "MB", "GB", "TB"];
   let unit = 0;
@@ -83,13 +85,13 @@ export function size(bytes) {
   return `${unit ? digits(bytes) : Math.round(bytes)} ${units[unit]}`;
 }
 
-/** Three significant digits: 1,700, 61.3, 4.20. */
+/** Formats a number with three significant digits, or as a whole number from 1,000 on: 1,700, 61.3, 4.20. */
 export function digits(value) {
   if (value >= 1000) return count(Math.round(value));
   return value.toFixed(value >= 99.95 ? 0 : value >= 9.995 ? 1 : 2);
 }
 
-/** "98.4 %" */
+/** Formats a share as percent, rounded down: "98.4 %". */
 export function percent(share) {
   return `${share >= 1 ? "100" : (Math.floor(share * 1000) / 10).toFixed(1)} %`;
 }

@@ -1,11 +1,11 @@
-// A conversation as a file: what is shown as Markdown, or all of it as JSON.
+// Exports a conversation as a file: the shown messages as Markdown, or the whole conversation as JSON.
 
 import { make } from "./dom.js";
 import { pictureUrl } from "./turns.js";
 
 const NAMES = { user: "You", assistant: "Answer", tool: "Result of a tool" };
 
-/** Saves a conversation as a file of the browser. */
+/** Downloads a conversation as a Markdown file if `isMarkdown` is true, and otherwise as a JSON file. */
 export function save(conversation, isMarkdown) {
   const text = isMarkdown ? markdownOf(conversation) : JSON.stringify({ ...conversation, kind: "moegguf conversation" }, null, 2);
   const url = URL.createObjectURL(new Blob([text], { type: isMarkdown ? "text/markdown" : "application/json" }));
@@ -31,7 +31,7 @@ function partsOf({ role, content, thinking, images = [], files = [], tool_name: 
   ];
 }
 
-/** A block of code around any text. */
+/** Returns `text` as a code block in Markdown, with a fence that is longer than any run of backticks in the text. */
 function fenced(text, language = "") {
   const longest = Math.max(2, ...(text.match(/`+/g) ?? []).map((marks) => marks.length));
   const fence = "`".repeat(longest + 1);

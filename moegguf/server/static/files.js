@@ -1,15 +1,16 @@
-// Files for a model: a picture becomes base64, a text stays one, and the server reads the text of a PDF file.
+// Reads files that the user attaches to a message. A picture becomes base64, a text file is read as text, and the
+// server extracts the text of a PDF file.
 
 import { json } from "./api.js";
 import { size } from "./dom.js";
 
-const MAX_SIDE_PX = 2048; // models see less
-const AS_THEY_ARE = ["image/png", "image/gif"]; // a JPEG may be turned, which only the browser sees
+const MAX_SIDE_PX = 2048; // largest width and height of a picture; models scale pictures to less
+const AS_THEY_ARE = ["image/png", "image/gif"]; // sent unchanged; not JPEG, because only the browser applies a JPEG's rotation
 const MAX_TEXT_BYTES = 1e6;
 const MAX_PDF_BYTES = 16 * 2 ** 20;
 
-/** Reads a file as a part of a message: {image}, or {name, text, n_pages}. Throws an Error that names the file and the
- *  reason. `refusal` says why the model takes no pictures, or is "". */
+/** Returns a file as a part of a message: {image}, or {name, text, n_pages}. Throws an Error with the file's name and
+ *  the reason. `refusal`: the reason why the model accepts no pictures, or "" if it does. */
 export async function readFile(file, refusal) {
   const name = file.name || "This file";
   try {
@@ -41,7 +42,7 @@ async function readPdf(file) {
   return { text, n_pages: nPages };
 }
 
-/** A picture as base64 of a PNG, GIF or JPEG. */
+/** Returns a picture as base64 of a PNG, GIF or JPEG file. */
 async function readPicture(file, refusal) {
   if (refusal) throw new Error(refusal);
   const picture = await createImageBitmap(file).catch(() => {
@@ -51,7 +52,7 @@ async function readPicture(file, refusal) {
   if (scale === 1 && AS_THEY_ARE.includes(file.type)) return base64(file);
   const canvas = new OffscreenCanvas(Math.max(1, Math.round(picture.width * scale)), Math.max(1, Math.round(picture.height * scale)));
   const context = canvas.getContext("2d");
-  context.fillStyle = "white"; // JPEG has no transparency
+  context.fillStyle = "white"; // transparent pixels become white, because JPEG has no transparency
   context.fillRect(0, 0, canvas.width, canvas.height);
   context.drawImage(picture, 0, 0, canvas.width, canvas.height);
   return base64(await canvas.convertToBlob({ type: "image/jpeg", quality: 0.92 }));
@@ -62,7 +63,7 @@ async function base64(blob) {
   return btoa(Array.from(bytes, (byte) => String.fromCharCode(byte)).join(""));
 }
 
-/** "12 pages · about 8,300 tokens" */
+/** Describes the text of a file: "12 pages · about 8,300 tokens". */
 export function factsOf({ text, n_pages: nPages }) {
   const tokens = Math.max(1, Math.round(text.length / 4)).toLocaleString("en-US", { maximumSignificantDigits: 2 });
   return [nPages && `${nPages} page${nPages === 1 ? "" : "s"}`, `about ${tokens} tokens`].filter(Boolean).join(" · ");

@@ -1,10 +1,11 @@
-// The dialog of models: downloads with their progress, the models of this server, and their deletion.
+// The dialog that lists the server's models. The user can download, delete and choose models in it.
 
 import { lines, request } from "./api.js";
 import { at, button, count, duration, iconButton, make, size } from "./dom.js";
 
 export class Library {
-  /** `models`: the choice of a model. `onChange()` is called when a model has come or gone; `onChoose(name)` when one is clicked. */
+  /** `models`: the `Models` object of the page. `onChange()` is called when the dialog opens and after a model was
+   *  added or deleted, and `onChoose(name)` when a model is clicked. */
   constructor(models, { onChange, onChoose }) {
     Object.assign(this, { models, onChange, onChoose, pulls: new Map(), fresh: [] });
     at("open-models").addEventListener("click", () => this.open());
@@ -15,7 +16,7 @@ export class Library {
       at("pull-name").value = "";
       if (name) this.pull(name);
     });
-    addEventListener("beforeunload", (event) => this.busy && event.preventDefault()); // a download ends with the page
+    addEventListener("beforeunload", (event) => this.busy && event.preventDefault()); // leaving the page would end a download
   }
 
   get busy() {
@@ -27,7 +28,7 @@ export class Library {
     this.onChange();
   }
 
-  /** Downloads a model; closing the dialog does not end that. */
+  /** Downloads a model. The download continues if the dialog is closed. */
   async pull(name) {
     this.pulls.get(name)?.close();
     const view = new PullView(name, { onClose: () => this.pulls.delete(name), onAgain: () => this.pull(name) });
@@ -76,7 +77,7 @@ export class Library {
     this.onChoose(name);
   }
 
-  /** Deletes a model after a question; an error is shown in its row. */
+  /** Deletes a model if the user confirms. An error is shown in the model's row of the list. */
   async remove(name, from) {
     if (!confirm(`Delete ${name}? Files that no other name uses are removed from the server's disk.`)) return;
     const row = from.closest("li");
@@ -93,7 +94,7 @@ export class Library {
   }
 }
 
-/** A download: its name, how far it is, and a button that stops it. */
+/** The view of one download: the model's name, the progress, and a button that stops the download. */
 class PullView {
   constructor(name, { onClose, onAgain }) {
     Object.assign(this, { onClose, onAgain, abort: new AbortController(), running: true, files: new Map() });
@@ -104,7 +105,7 @@ class PullView {
     this.element = make("li", {}, make("b", {}, name), this.buttons, this.bar, this.text);
   }
 
-  /** Takes a line of the stream: a step, or the bytes of a file. */
+  /** Handles a line of the response: a step of the download, or the number of bytes of one file. */
   take({ status, file, total, completed = 0 }) {
     if (!file) {
       if (status.startsWith("verifying")) this.text.textContent = "Checking the files…";
@@ -115,10 +116,11 @@ class PullView {
     this.show(sum("completed"), sum("total"));
   }
 
-  /** "3.42 of 8.10 GB · 52.0 MB/s · 1 min 30 s left" */
+  /** Shows the progress of the download: "3.42 MB of 8.10 GB · 52.0 MB/s · 1 min 30 s left". `done` and `all` are
+   *  bytes. */
   show(done, all) {
     const now = performance.now() / 1000;
-    if (done && !this.begin) this.begin = { done, at: now }; // bytes of an earlier pull cost no time
+    if (done && !this.begin) this.begin = { done, at: now }; // the speed leaves out bytes that were there before
     const rate = this.begin && now > this.begin.at ? (done - this.begin.done) / (now - this.begin.at) : 0;
     const parts = [`${size(done)} of ${size(all)}`];
     if (this.files.size > 1) parts[0] += ` in ${count(this.files.size)} files`;

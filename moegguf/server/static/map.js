@@ -1,27 +1,29 @@
-// The map of experts: one cell each, layers down and experts across.
+// The map of experts. It has one cell for each expert: a row is a layer, a column is an expert's number.
 //
-// Experts in memory are grey, those in VRAM more so than those in RAM, under a fading colour: one for experts used since
-// the snapshot before, another for those fetched. Cell i is expert i % nExpert of layer number floor(i / nExpert).
+// A cell's background shows the expert's state; the grey is stronger in VRAM than in RAM. A colour that fades lies over
+// it: one colour if the expert was used since the last snapshot, another if it was fetched. Cell i is expert i %
+// nExpert in row floor(i / nExpert).
 
 import { bytes } from "./api.js";
 
 export const ABSENT = 0, LOADING = 1, IN_RAM = 2, IN_VRAM = 3;
 
 const STATE_NAMES = ["on disk", "loading", "in RAM", "in VRAM"];
-const HIT = 0, LOAD = 1; // the two colours of a cell
-const DECAY_S = [0.45, 0.9]; // decay of each colour
+const HIT = 0, LOAD = 1; // the colours that fade: used, fetched
+const DECAY_S = [0.45, 0.9]; // seconds in which a colour fades to 37 %: used, fetched
 const COLD = 0.012;
 const SHADES = 64;
-const FRAME_MS = 40; // leaves the processor to the model
+const FRAME_MS = 40; // milliseconds between two frames; few frames leave the processor to the model
 const GUTTER = { left: 26, bottom: 18 };
 const MAX_CELL_WIDTH = 26;
-const MAX_CELL_ASPECT = 1.8; // times its width
+const MAX_CELL_ASPECT = 1.8; // largest height of a cell, as a multiple of its width
 const STEPS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
 
 export class ExpertMap {
-  /** `swatches`: elements whose background is the colour of cells in each state, then of those used and of those fetched just now;
-   *  `onPoint(cell)` is called with the info of the pointed cell, or null. */
+  /** `swatches`: elements of the legend. Their backgrounds are the colours of cells: first of the four states, then of
+   *  used and of fetched experts. `onPoint(cell)` is called with the result of `info` for the cell under the pointer,
+   *  or with null. */
   constructor(canvas, swatches, onPoint) {
     Object.assign(this, { canvas, swatches, onPoint, context: canvas.getContext("2d"), layers: null, pointed: null, timer: 0, cooled: 0 });
     new ResizeObserver(() => this.resize()).observe(canvas.parentElement);
@@ -38,13 +40,14 @@ export class ExpertMap {
     this.resize();
   }
 
-  /** Returns the number of cells, or the number of cells in one state. */
+  /** Returns the number of cells in the state `wanted`, or of all cells if `wanted` is undefined. */
   count(wanted) {
     if (!this.layers) return 0;
     return wanted === undefined ? this.state.length : this.state.reduce((n, state) => n + (state === wanted), 0);
   }
 
-  /** Shows a snapshot; another model shape starts a new map. */
+  /** Shows a snapshot of the experts. If the layers or the number of experts differ from the last snapshot, the map
+   *  begins anew. */
   update({ layers, n_expert: nExpert, state, uses, loads }) {
     this.state = bytes(state);
     if (this.nExpert !== nExpert || this.layers?.join() !== layers.join()) {
@@ -59,14 +62,15 @@ export class ExpertMap {
       if (!used[i] && !fetched[i]) continue;
       this.used[i] += used[i];
       this.fetched[i] += fetched[i];
-      this.kind[i] = 2 * fetched[i] > used[i] ? LOAD : HIT; // one colour per cell: mixed colours are hard to read
+      this.kind[i] = 2 * fetched[i] > used[i] ? LOAD : HIT; // one colour for each cell, because mixed colours are hard to read
       this.heat[i] = 1;
     }
     if (this.pointed !== null) this.onPoint(this.info(this.pointed));
     this.wake();
   }
 
-  /** Lets heat decay; returns whether any is left. Without animation it stays until the next snapshot. */
+  /** Lets the colours of recent uses and fetches fade by `seconds`. Returns true if any colour is left. If the user
+   *  prefers reduced motion, the colours stay until the next snapshot, and false is returned. */
   cool(seconds) {
     if (reducedMotion.matches) return false;
     const { heat, kind } = this, factors = DECAY_S.map((decay) => Math.exp(-seconds / decay));
@@ -81,7 +85,8 @@ export class ExpertMap {
     this.redraw();
   }
 
-  /** Fits the cells into the frame, in whole device pixels where there are enough. */
+  /** Computes the size of the cells so that the map fits the width of its frame. A cell is a whole number of device
+   *  pixels wide if the width suffices for 2 pixels. */
   resize() {
     const { canvas, layers, nExpert } = this, dpr = devicePixelRatio || 1;
     canvas.hidden = !layers;
@@ -101,10 +106,10 @@ export class ExpertMap {
     this.redraw();
   }
 
-  /** Paints everything anew. */
+  /** Paints the whole map again. */
   redraw() {
     if (!this.layers) return;
-    this.painted = new Int16Array(this.heat.length).fill(-1); // the shade of each cell
+    this.painted = new Int16Array(this.heat.length).fill(-1); // the state and colour painted in each cell; -1: nothing yet
     this.paintNumbers();
     this.wake();
   }
@@ -124,12 +129,13 @@ export class ExpertMap {
     if (hot) this.wake();
   }
 
-  /** The column and the row of a cell. */
+  /** Returns the column and the row of cell `i`. */
   position(i) {
     return [i % this.nExpert, Math.floor(i / this.nExpert)];
   }
 
-  /** Paints a cell whose shade has changed. Experts that are loading are hollow. */
+  /** Paints cell `i` if its state or its colour has changed since it was painted. A cell of an expert that is loading
+   *  is hollow if the cell is wide enough. */
   paintCell(i) {
     const step = Math.round(this.heat[i] * SHADES), state = this.state[i], shade = (state * 2 + this.kind[i]) * (SHADES + 1) + step;
     if (shade === this.painted[i]) return;
@@ -172,14 +178,14 @@ export class ExpertMap {
 
   paintPointer() {
     const { context, dpr, pitchX, pitchY } = this, [column, row] = this.position(this.pointed);
-    const grow = dpr + Math.max(0, 5 * dpr - pitchX) / 2; // visible also around the smallest cell
+    const grow = dpr + Math.max(0, 5 * dpr - pitchX) / 2; // the frame is wider than a small cell, so that it is visible
     context.globalAlpha = 1;
     context.strokeStyle = this.ink;
     context.lineWidth = 1.5 * dpr;
     context.strokeRect(this.left + column * pitchX - grow, row * pitchY - grow, pitchX + 2 * grow - dpr, pitchY + 2 * grow - dpr);
   }
 
-  /** State and counts of a cell. */
+  /** Returns the layer, the expert, the state and the counts of cell `i`. */
   info(i) {
     const [expert, row] = this.position(i);
     return { il: this.layers[row], expert, stateName: STATE_NAMES[this.state[i]], used: this.used[i], fetched: this.fetched[i] };
@@ -189,7 +195,7 @@ export class ExpertMap {
     if (i === this.pointed) return;
     this.pointed = i;
     this.onPoint(i === null ? null : this.info(i));
-    this.redraw(); // also what the frame covered before
+    this.redraw(); // removes the frame around the previous cell
   }
 
   under(event) {
@@ -209,7 +215,7 @@ export class ExpertMap {
   }
 }
 
-/** Multiples below n of the smallest power of two that is at least `apart`. */
+/** Returns the multiples below `n` of the smallest power of two that is at least `apart`. */
 function ticks(n, apart) {
   let every = 1;
   while (every < apart) every *= 2;

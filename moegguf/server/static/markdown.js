@@ -1,5 +1,5 @@
-// Shows Markdown, also while it is written. markdown-it parses it into tokens; elements and text nodes are built from
-// these: output of a model is never parsed as HTML.
+// Shows Markdown, even while the text still grows. markdown-it parses the text into tokens, and elements and text nodes
+// are built from the tokens. So a model's output is never parsed as HTML.
 
 import { button, copy, make } from "./dom.js";
 import { addFormulas, formulaView, withoutOpenFormula } from "./math.js";
@@ -7,22 +7,22 @@ import MarkdownIt from "./vendor/markdown-it.esm.min.mjs";
 
 const parser = new MarkdownIt({ breaks: true, linkify: true });
 parser.validateLink = (url) => /^(https?:\/\/|mailto:)/i.test(url);
-parser.linkify.set({ fuzzyLink: false }); // "main.py" is not a host
+parser.linkify.set({ fuzzyLink: false }); // no links from texts such as "main.py"
 addFormulas(parser);
 parser.core.ruler.after("inline", "tasks", ({ tokens }) => tokens.forEach((token, i) => markTask(token, tokens[i - 2])));
 
-const TAGS = { h1: "h3", h2: "h3", h3: "h4", h5: "h4", h6: "h4" }; // h1 and h2 are the page's own
+const TAGS = { h1: "h3", h2: "h3", h3: "h4", h5: "h4", h6: "h4" }; // the page itself uses h1 and h2
 
-// Ends of an unfinished text whose meaning the next characters decide.
+// Expressions for the end of an unfinished text whose meaning depends on the next characters.
 const TABLE_HEAD = /(?<!^\|.*\n)^\|.*(\n[-|: \t]*)?$(?![^])/m;
 const LINE_MARKS = /^[-+*=#`~_> \t]*(\d{1,9}[.)]?[*_`~ \t]*)?(\[[ xX]?\]?[ \t]*)?$/;
 const INLINE_MARKS = /(?<![*_`~[\\])[*_`~[\\]+$/;
 const LINK_ADDRESS = /!?\[([^[\]]*)\]\([^()\s]*$/;
-const OPEN = { open: true }; // marks a block of code that may go on
+const OPEN = { open: true }; // marks a code block whose text may still grow
 const TASK = /^\[([ xX])\]\s/;
 const FENCES = /^[-+*>\d.) \t]*(```|~~~)/gm;
 
-/** The Markdown of one growing text in an element. */
+/** Shows one growing text as Markdown in an element. */
 export class Markdown {
   constructor(element) {
     this.element = element;
@@ -30,13 +30,14 @@ export class Markdown {
   }
 
   restart() {
-    this.nChars = this.nElements = 0; // sizes of the blocks before the last one: further text does not change them
+    this.nChars = this.nElements = 0; // characters and elements before the last block; further text changes neither
     this.references = {};
   }
 
-  /** Shows a text that begins with the one shown before. Until it is complete, only its last block is parsed again. */
+  /** Shows `text`, which begins with the text of the last call. Parses only the last block again, unless `complete` is
+   *  true: then the whole text is parsed. */
   show(text, complete) {
-    if (complete) this.restart(); // references may precede their definition
+    if (complete) this.restart(); // a link may come before the definition of its address
     const rest = text.replace(/\r\n?/g, "\n").slice(this.nChars);
     const tokens = parser.parse(complete ? rest : withoutOpenEnd(rest), this.references);
     const code = complete ? null : tokens.findLast((token) => token.type === "fence");
@@ -50,7 +51,8 @@ export class Markdown {
   }
 }
 
-/** Makes a checkbox of the mark "[x]" that begins the text of a list item. `before`: the token two places before that text. */
+/** Replaces the mark "[x]" or "[ ]" at the beginning of a list item by a checkbox. `token`: the item's text. `before`:
+ *  the token two places before, which begins the item. */
 function markTask(token, before) {
   const text = token.type === "inline" && before?.type === "list_item_open" && token.children[0];
   const mark = text && TASK.exec(text.content);
@@ -60,10 +62,10 @@ function markTask(token, before) {
   token.children.unshift(Object.assign(new text.constructor("task", "input", 0), { info: mark[1] === " " ? "" : "done" }));
 }
 
-/** Returns an unfinished text without the marks at its end that wait for more text, and with code and bold text closed.
- *  So the part that is shown does not change its kind when the text goes on. */
+/** Returns an unfinished text without marks at its end whose meaning depends on the next characters. Closes inline code
+ *  and bold text that is still open. So the shown text does not change its format when more text arrives. */
 function withoutOpenEnd(text) {
-  if (text.match(FENCES)?.length % 2) return text; // the end lies in a block of code
+  if (text.match(FENCES)?.length % 2) return text; // the text ends within a code block
   text = withoutOpenFormula(text).replace(TABLE_HEAD, "");
   const start = text.lastIndexOf("\n") + 1;
   const line = text.slice(start).replace(INLINE_MARKS, "").replace(LINE_MARKS, "").replace(LINK_ADDRESS, "$1");
@@ -71,13 +73,13 @@ function withoutOpenEnd(text) {
   return text.slice(0, start) + (open ? line.trimEnd() + open : line);
 }
 
-/** The elements of tokens, as a fragment. */
+/** Returns a document fragment with the elements of the tokens. */
 function build(tokens) {
   let at = document.createDocumentFragment();
   for (const token of tokens) {
-    if (token.hidden) continue; // a paragraph in a list without empty lines
+    if (token.hidden) continue; // the paragraph token in an item of a list that has no empty lines
     if (token.nesting < 0) at = at.parentNode;
-    else if (token.children) at.append(build(token.children)); // a picture's children are its description
+    else if (token.children) at.append(build(token.children)); // the children of a picture are its description
     else {
       const node = nodeOf(token);
       at.append(node);
@@ -87,7 +89,7 @@ function build(tokens) {
   return at;
 }
 
-/** The element of a token, or the text of one that has none. */
+/** Returns the element of a token, or the token's text if it has no element. */
 function nodeOf(token) {
   const { type, tag, content, info, attrs, meta } = token;
   if (type === "formula") return formulaView(token);
@@ -96,15 +98,15 @@ function nodeOf(token) {
   if (type === "fence" || type === "code_block") return codeBlock(info.trim().split(/\s/)[0], content.trimEnd(), meta === OPEN);
   const element = make(TAGS[tag] ?? tag, {}, content);
   for (const [name, value] of attrs ?? []) {
-    if (name === "style") element.style.cssText = value; // a style attribute is against the page's policy
+    if (name === "style") element.style.cssText = value; // the page's security policy forbids the attribute `style`
     else element.setAttribute(name, value);
   }
   if (tag === "a") Object.assign(element, { target: "_blank", rel: "noopener noreferrer" });
   return element;
 }
 
-/** Makes the children of `parent` from the given index on equal to `nodes`; those that are equal stay, with their
- *  selection and scroll position. */
+/** Replaces the children of `parent`, from index `from` on, by `nodes`. A child that is equal to its new node stays,
+ *  and keeps its selection and scroll position. */
 function merge(parent, nodes, from = 0) {
   nodes.forEach((node, i) => {
     const old = parent.childNodes[from + i];
@@ -116,19 +118,21 @@ function merge(parent, nodes, from = 0) {
   while (parent.childNodes.length > from + nodes.length) parent.lastChild.remove();
 }
 
-/** Code with its language and a button. Of a block that is being written, the last line has no colours yet. */
+/** Returns a code block with the name of its language and a button that copies the code. If `open` is true, the code
+ *  may still grow, and its last line has no colours yet. */
 export function codeBlock(language, text, open = false) {
   const end = open ? text.lastIndexOf("\n") + 1 : text.length;
   const code = make("code", {}, ...coloured(text.slice(0, end), language), text.slice(end));
   code.normalize();
   const label = make("span", {}, language || "text");
   const head = make("div", { className: "code-head" }, label, button("Copy", (event) => copy(code.textContent, event)));
-  return make("div", { className: "code" }, head, make("pre", { tabIndex: 0 }, code)); // lines scroll by keyboard
+  return make("div", { className: "code" }, head, make("pre", { tabIndex: 0 }, code)); // tabIndex: the keyboard can scroll long lines
 }
 
 let highlighter = null, fetching = null;
 
-/** Fetches the highlighter, which is done with the first block of code; blocks are plain until then. */
+/** Fetches the syntax highlighter and colours all code blocks of the page. Called for the first code block. Until the
+ *  highlighter is there, code has no colours. */
 export function load() {
   return (fetching ??= import("./vendor/highlight.min.js").then((module) => {
     highlighter = module.default;
@@ -139,8 +143,8 @@ export function load() {
   }));
 }
 
-/** The nodes of `text` in a language, by any of its names; the text where it is unknown. The highlighter's tree of scopes becomes
- *  spans: its HTML is not used. */
+/** Returns the nodes that show `text` with the colours of a language, which may have any of its names. Returns the text
+ *  itself if the language is unknown. The highlighter's tree becomes span elements; its HTML output is not used. */
 function coloured(text, language) {
   if (!highlighter) load();
   if (!text || !highlighter?.getLanguage(language)) return [text];

@@ -1,18 +1,19 @@
-// Formulas of LaTeX in Markdown: where they begin and end, and the elements that KaTeX makes of them.
+// LaTeX formulas in Markdown: finds where a formula begins and ends, and shows it with KaTeX.
 
 import { make } from "./dom.js";
 
 const CLOSING = { $$: "$$", "\\[": "\\]", "\\(": "\\)", $: "$" };
-const APART = ["$$", "\\["]; // a formula between these has lines of its own
-const LONGEST = 4000; // characters
+const APART = ["$$", "\\["]; // a formula that begins with one of these is shown on its own line
+const LONGEST = 4000; // largest number of characters in a formula
 const BLANK_LINE = /\n[ \t]*\n/;
 const MAX_BLOCK_LINES = 100;
 const CODE_OR_MARK = /(`+)[^`]+(\1|$)|\\[^]|\$\$?/g;
-const MAX_DEPTH = 200; // nested elements: a browser's layout has an end, and a formula of a book has 40
+const MAX_DEPTH = 200; // nested elements; browsers limit the depth of a layout, and a formula in a book has 40
 const OPTIONS = { throwOnError: true, strict: "ignore", trust: false, maxSize: 20, maxExpand: 200 };
 
-/** The formula at a position: its source, its end, whether it stands apart, and the mark before it. Its end is undefined where the
- *  text ends before the formula does. Returns undefined where there is no formula, as at "$5". */
+/** Returns the formula that begins at position `start`: its source, its end, `apart` (true if it gets its own line),
+ *  and its opening mark. `end` is undefined if the text ends before the formula. Returns undefined if there is no
+ *  formula, as at "$5". */
 function formulaAt(text, start) {
   const opening = Object.keys(CLOSING).find((mark) => text.startsWith(mark, start));
   if (!opening) return undefined;
@@ -25,20 +26,23 @@ function formulaAt(text, start) {
   return { source, end, apart: APART.includes(opening), opening };
 }
 
-/** Whether these are words without any mark of a formula, as between the signs of "$5 or 10$". */
+/** Returns true if `source` consists of words without any sign of a formula, such as the text between the dollar signs
+ *  of "$5 or 10$". */
 function isProse(source) {
   return /[a-z]{2}/i.test(source) && /\s/.test(source) && !/[\\^_={}]/.test(source);
 }
 
-/** Whether this is a formula between single dollar signs. `after` is undefined where the second sign is missing. */
+/** Returns true if `source`, between single dollar signs, is a formula. `before` and `after` are the characters around
+ *  the dollar signs. `after` is undefined if the closing dollar sign is missing. */
 function isBetweenDollars(source, before, after) {
   if (/[\w$]/.test(before ?? "") || /^\s|\n/.test(source) || isProse(source)) return false;
   if (after === undefined) return true;
-  const isVariable = /^[a-z]{2}/i.test(source) && /[a-z]/.test(after); // "$path/$file", but not "$n$th"
+  const isVariable = /^[a-z]{2}/i.test(source) && /[a-z]/.test(after); // variables of a shell ("$path/$file"), but not "$n$th"
   return !isVariable && !/\s$/.test(source) && !/[\dA-Z_$]/.test(after);
 }
 
-/** The index of a mark whose first character is not escaped. */
+/** Returns the index of the first `mark`, from index `from` on, that no backslash escapes. Returns -1 if there is
+ *  none. */
 function indexOfMark(text, mark, from) {
   let i = text.indexOf(mark, from);
   while (i >= 0 && isEscaped(text, i)) i = text.indexOf(mark, i + 1);
@@ -51,7 +55,8 @@ function isEscaped(text, i) {
   return n % 2 === 1;
 }
 
-/** A text that is being written, without the formula that it ends in. What follows "$x$" decides whether that is one. */
+/** Returns an unfinished text without the formula at its end, if that formula may still change. A formula "$x$" at the
+ *  very end may change, because the next character decides if it is a formula. */
 export function withoutOpenFormula(text) {
   const marks = new RegExp(CODE_OR_MARK);
   marks.lastIndex = text.lastIndexOf("\n\n") + 1;
@@ -63,7 +68,7 @@ export function withoutOpenFormula(text) {
   return text;
 }
 
-/** Makes a parser of markdown-it find formulas, as tokens "formula". */
+/** Adds rules to a markdown-it parser, so that it makes a token "formula" of each formula. */
 export function addFormulas(parser) {
   const push = (state, { source, apart, opening }) =>
     Object.assign(state.push("formula", "", 0), { content: source, block: apart, markup: opening });
@@ -89,12 +94,13 @@ export function addFormulas(parser) {
 }
 
 let katex = null, fetching = null;
-const waiting = []; // functions that draw a formula, until KaTeX is here
+const waiting = []; // functions that each draw a formula once KaTeX is loaded
 
-/** The element of a formula: the source until KaTeX is here, and where the source has an error. */
+/** Returns an element that shows a formula. Until KaTeX is loaded, and if the formula has an error, the element shows
+ *  the formula's source. */
 export function formulaView({ content: source, block: apart, markup: opening }) {
   const shown = make("code", {}, opening + source + CLOSING[opening]);
-  const element = make("span", apart ? { className: "formula apart", tabIndex: 0 } : { className: "formula" }, shown); // wide ones scroll
+  const element = make("span", apart ? { className: "formula apart", tabIndex: 0 } : { className: "formula" }, shown); // the keyboard scrolls wide ones
   const draw = () => {
     try {
       const drawn = make("span");
@@ -118,10 +124,10 @@ function depthOf(element) {
   return 1 + Math.max(0, ...Array.from(element.children, depthOf));
 }
 
-/** Fetches KaTeX with its style, which is done with the first formula. */
+/** Fetches KaTeX and its style sheet, then draws the formulas that wait for it. Called for the first formula. */
 export function load() {
   return (fetching ??= Promise.all([import("./vendor/katex.min.js"), style()]).then(() => {
-    ({ katex } = globalThis); // the file is no module
+    ({ katex } = globalThis); // the file sets a global variable, because it is no module
     waiting.splice(0).forEach((draw) => draw());
   }));
 }

@@ -1,4 +1,4 @@
-// The choice of a model: those in memory first.
+// The menu in which the user selects a model. Models in memory come first.
 
 import { json } from "./api.js";
 import { at, make } from "./dom.js";
@@ -6,7 +6,7 @@ import { at, make } from "./dom.js";
 const LAST = "moegguf.model";
 
 export class Models {
-  /** `onChange(model)` is called when another one is selected, with its entry of /api/tags. */
+  /** `onChange(model)` is called when another model is selected. `model` is the model's entry in /api/tags. */
   constructor(onChange) {
     Object.assign(this, { onChange, select: at("model"), all: [], entries: [], loaded: [] });
     this.select.addEventListener("change", () => {
@@ -20,7 +20,7 @@ export class Models {
     return this.select.value;
   }
 
-  /** The entry of the selected model; undefined without one. */
+  /** The entry of the selected model in /api/tags, or undefined if no model is selected. */
   get selected() {
     return this.entries.find(({ name }) => name === this.name);
   }
@@ -33,8 +33,8 @@ export class Models {
     return this.selected?.capabilities.includes(capability) ?? false;
   }
 
-  /** Reads the list. The selected model stays, if it is still there; the first one selected is `wanted`, or one in memory, or the
-   *  last one used. Throws ApiError. */
+  /** Reads the list of models. Selects the first of these models that exists: the selected one, `wanted`, one in
+   *  memory, the one that the user selected last, the first one of the list. Throws ApiError. */
   async refresh(wanted) {
     const [tags, ps] = await Promise.all(["api/tags", "api/ps"].map((path) => json(path)));
     this.all = tags.models;
@@ -47,7 +47,7 @@ export class Models {
     this.choose([before, wanted, inMemory, last, this.entries[0]?.name].find(known));
   }
 
-  /** Selects a model, if it is there. */
+  /** Selects a model. Does nothing if the list does not have it. */
   choose(name) {
     if (!this.has(name)) return;
     this.select.value = name;
@@ -55,20 +55,20 @@ export class Models {
     this.shown = name;
   }
 
-  /** Selects a model for the user. */
+  /** Selects a model as if the user had selected it in the menu, so that the page remembers it. */
   pick(name) {
     this.select.value = name;
     this.select.dispatchEvent(new Event("change"));
   }
 
-  /** Says which models are in memory. */
+  /** Shows which models are in memory. `loaded`: their names. */
   mark(loaded) {
     if (loaded.join() === this.loaded.join()) return;
     this.loaded = loaded;
     this.list();
   }
 
-  /** Says why there is no list. */
+  /** Shows the error that prevents the list. */
   fail(error) {
     this.all = this.entries = [];
     this.list(error.message);

@@ -1,18 +1,19 @@
-// The panel beside the chat: map, charts and totals, from the snapshots of the selected model.
+// The panel beside the chat. It shows a map, charts and totals from the snapshots of the selected model.
 
 import { Live } from "./api.js";
 import { Budget } from "./budget.js";
 import { at, count, digits, duration, make, percent, size } from "./dom.js";
 import { ExpertMap, IN_RAM, IN_VRAM } from "./map.js";
 
-const WINDOW = 8; // snapshots per point of a chart
+const WINDOW = 8; // number of snapshots that a point of a chart covers
 const PAUSE_MS = 1500;
-const CHART_LENGTH = 90; // the picture's width is one less, its height is 1
-const FOLDED = "moegguf.map"; // "folded" or "open", once it was chosen; else folded on a phone
-const NOTHING = { tokens: 0, lookups: 0, hits_ready: 0, hits_late: 0, bytes_read: 0 }; // counts just after a load
+const CHART_LENGTH = 90; // points of a chart; in index.html the chart's picture is one less wide, and 1 high
+const FOLDED = "moegguf.map"; // key in localStorage: "folded" or "open"; without it, the panel is folded on a narrow screen
+const NOTHING = { tokens: 0, lookups: 0, hits_ready: 0, hits_late: 0, bytes_read: 0 }; // the statistics of a model that was just loaded
 
 export class Panel {
-  /** `onLoaded(names, loading)` is called with the models in memory, and with the share that was read of those being loaded. */
+  /** `onLoaded(names, loading)` is called with the names of the models in memory, and with {name: share that was read}
+   *  of the models that are being loaded. */
   constructor(onLoaded) {
     const [absent, loading, loaded, ram, vram, hit] = document.querySelectorAll(".legend .key");
     this.map = new ExpertMap(at("map"), [absent, loading, ram, vram, hit, loaded], showCell);
@@ -30,7 +31,7 @@ export class Panel {
     at("fold").addEventListener("click", () => localStorage.setItem(FOLDED, fold() ? "folded" : "open"));
   }
 
-  /** Selects a model; its map appears when it is in memory. */
+  /** Shows the model with this name. Its map appears when the model is in memory. */
   watch(model) {
     this.model = model;
     this.reset("Not in memory yet. The first message loads it.");
@@ -72,15 +73,16 @@ export class Panel {
     at("resident").textContent = where && `${where}, ${size(stats.pool_bytes)}`;
     at("map").setAttribute("aria-label", `Map of experts: ${all} experts in ${layers.length} layers, ${where}. Arrow keys move from cell to cell.`);
     showTiers(tiers, stats, this.map.count(IN_VRAM) > 0);
-    // Numbers beside the charts cover the current answer, as the line below it does: `begin` is from before it.
-    if (!this.begin) this.begin = stats; // it began before this page was opened
-    else if (stats.tokens < this.begin.tokens) this.begin = NOTHING; // reloaded
+    // The numbers beside the charts cover the current answer. `begin` has the statistics from before this answer.
+    if (!this.begin) this.begin = stats; // the answer began before the page was opened
+    else if (stats.tokens < this.begin.tokens) this.begin = NOTHING; // the model was loaded again
     else if (busy && this.last && !this.last.busy) this.begin = this.last.stats;
     this.plot(snapshot);
     const { hitRate, bytesPerToken } = figures(this.begin, stats);
     if (hitRate !== undefined) showValue("hit", percent(hitRate));
     if (bytesPerToken !== undefined) showValue("bytes", size(bytesPerToken));
-    // The speed while an answer is written, and then the speed of the whole answer, as /api/ps has it.
+    // Shows the current speed while an answer is written. Afterwards shows the speed of the whole answer, as in
+    // /api/ps.
     const { last_answer_tokens: tokens, last_answer_s: seconds, queue = 0 } = loaded ?? {};
     if (seconds && seconds !== this.last?.loaded?.last_answer_s) showValue("speed", `${digits(tokens / seconds)} t/s`);
     else if (busy && speed > 0) showValue("speed", `${digits(speed)} t/s`);
@@ -90,20 +92,21 @@ export class Panel {
     this.last = snapshot;
   }
 
-  /** Returns the number of experts in VRAM, and the number in RAM only. */
+  /** Returns a text with the number of experts in each tier: "5 of 8 in VRAM, 2 in RAM only". `first`: the first tier
+   *  of the statistics. */
   where([first]) {
     const [all, inRam, inVram] = [undefined, IN_RAM, IN_VRAM].map((state) => count(this.map.count(state)));
     if (first?.name === "VRAM") return `${inVram} of ${all} in VRAM, ${inRam} in RAM only`;
     return this.map.count(IN_VRAM) ? `${inRam} of ${all} in RAM, ${inVram} in VRAM` : `${inRam} of ${all} in memory`;
   }
 
-  /** Adds a point to each chart if the model computed since the snapshot before. A point covers the last WINDOW
-   *  snapshots: bytes of a token may be in one snapshot and the token in the next. */
+  /** Adds a point to each chart if the model has computed since the last snapshot. A point covers the last WINDOW
+   *  snapshots, because a token's bytes and the token itself may be counted in different snapshots. */
   plot({ stats, tokens_per_s: speed }) {
     const last = this.recent.at(-1), now = performance.now();
     if (last && stats.tokens === last.stats.tokens && stats.lookups === last.stats.lookups) return;
-    if (last && stats.tokens < last.stats.tokens) this.recent = []; // reloaded
-    else if (last && now - last.at > PAUSE_MS) this.recent = [last]; // another answer
+    if (last && stats.tokens < last.stats.tokens) this.recent = []; // the model was loaded again
+    else if (last && now - last.at > PAUSE_MS) this.recent = [last]; // a pause: the next point belongs to another answer
     const before = this.recent[0]?.stats;
     this.recent.push({ stats, at: now });
     if (this.recent.length > WINDOW) this.recent.shift();
@@ -115,9 +118,9 @@ export class Panel {
   }
 }
 
-/** A line over time, one point per snapshot in which the model computed. `plot`: an element with a label at the top, a picture of an
- *  area, a line and a dot, and a label at zero; `max`: top of the scale, by default a round number not below the largest point;
- *  `format(value)` labels it. */
+/** A chart with one point for each snapshot in which the model computed. `plot`: an element whose children are the
+ *  label at the top, the picture (an area, a line and a dot), and the label at zero. `format(value)` returns the text
+ *  of the top label. `max`: top of the scale; by default a round number that is not below the largest point. */
 class Chart {
   constructor(plot, format, max) {
     [this.top, { children: this.shapes }, this.zero] = plot.children;
@@ -146,7 +149,7 @@ class Chart {
   }
 }
 
-/** The smallest of 1, 2, 5, 10, 20, 50, ... not below the value. */
+/** Returns the smallest of 1, 2, 5, 10, 20, 50, ... (or 0.5, 0.2, 0.1, ...) that is not below `value`. */
 function roundUp(value) {
   if (!(value > 0)) return 1;
   const power = 10 ** Math.floor(Math.log10(value));
@@ -157,7 +160,8 @@ function hits(stats) {
   return stats.hits_ready + stats.hits_late;
 }
 
-/** Returns the figures between two snapshots. A figure is missing where nothing was computed. */
+/** Returns the hit rate and the bytes read per token between two snapshots. A number is undefined if nothing was
+ *  computed for it. */
 function figures(before, stats) {
   const lookups = stats.lookups - before.lookups, tokens = stats.tokens - before.tokens;
   return {
@@ -166,21 +170,23 @@ function figures(before, stats) {
   };
 }
 
-/** Shows the number beside a chart, "61.3 t/s". */
+/** Shows a number with its unit beside a chart, such as "61.3 t/s". */
 function showValue(name, text) {
   const [number, unit] = text.split(" ");
   at(`${name}-value`).replaceChildren(number, make("small", {}, unit));
 }
 
-/** Folds the panel or unfolds it, by default the other of them; returns whether it is folded now. */
+/** Folds the panel if `folded` is true, unfolds it if false, and changes its state if undefined. Returns true if the
+ *  panel is then folded. */
 function fold(folded) {
   const now = at("fold").closest(".panel").classList.toggle("folded", folded);
   at("fold").setAttribute("aria-expanded", String(!now));
   return now;
 }
 
-/** Shows a line for each tier where layers compute in VRAM, and the legend of the cells. A further line has the bytes that
- *  prompts copied into staging tensors, and the share of them that was copied while layers computed. */
+/** Shows the statistics of each tier if layers compute in VRAM, and adapts the legend of the map. If prompts are
+ *  staged, also shows the bytes that were copied into staging tensors, and the share of the copying time in which no
+ *  layer waited. */
 function showTiers(tiers, { staging_bytes: memory, bytes_staged: copied, staging_overlap: overlap }, anyInVram) {
   const inVram = tiers[0]?.name === "VRAM";
   at("tiers").hidden = !inVram;
@@ -196,7 +202,7 @@ function showTiers(tiers, { staging_bytes: memory, bytes_staged: copied, staging
   at("staging").textContent = memory ? `Prompts staged: ${size(copied)} through ${size(memory)}${meanwhile}` : "";
 }
 
-/** Shows the state of a cell below the map. */
+/** Shows the state and the counts of a cell below the map. `cell` is null if no cell is pointed at. */
 function showCell(cell) {
   if (!cell) return at("cell").replaceChildren();
   const name = make("b", {}, `Layer ${cell.il}, expert ${cell.expert}`);

@@ -1,4 +1,5 @@
-// Settings of a conversation: system message, sampling, thinking, tools. New conversations begin with the last ones.
+// The settings of a conversation: system message, sampling, thinking and tools. A new conversation begins with the
+// settings that were saved last.
 
 import { json } from "./api.js";
 import { at } from "./dom.js";
@@ -8,7 +9,7 @@ const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repeat_penalty", "nu
 const FIELDS = ["system", ...NUMBERS, "think", "tools"];
 const NAMES_OF_PROPS = { num_predict: "n_predict" };
 
-/** The settings of a new conversation. */
+/** Returns the settings that were saved last, with which a new conversation begins. */
 export function lastSettings() {
   try {
     return JSON.parse(localStorage.getItem(KEPT)) ?? {};
@@ -27,7 +28,7 @@ export function requestFields(settings, models) {
 }
 
 export class SettingsDialog {
-  /** `onChange(settings)` is called when it is closed. */
+  /** `onChange(settings)` is called when the dialog is closed. */
   constructor(onChange) {
     at("tools").addEventListener("input", () => at("tools").setCustomValidity(toolsFault(at("tools").value)));
     at("settings").addEventListener("close", () => {
@@ -43,10 +44,10 @@ export class SettingsDialog {
     at("tools").setCustomValidity("");
     for (const capability of ["thinking", "tools"]) at(`for-${capability}`).hidden = !models.can(capability);
     at("settings").showModal();
-    this.showDefaults(models.name).catch(() => {}); // the server says nothing: the fields work without
+    this.showDefaults(models.name).catch(() => {}); // the fields also work without default values
   }
 
-  /** Empty fields show what the model uses. */
+  /** Shows the model's default values in empty fields. */
   async showDefaults(model) {
     const { default_generation_settings: defaults } = await json(`props?model=${encodeURIComponent(model)}`);
     for (const name of NUMBERS) {
@@ -56,7 +57,7 @@ export class SettingsDialog {
   }
 }
 
-/** Returns the fault in the text of the tools, or "". */
+/** Returns the error in the text that defines the tools, or "" if there is none. */
 function toolsFault(text) {
   if (!text.trim()) return "";
   try {

@@ -1,16 +1,17 @@
-// The list of conversations: beside the chat on a wide screen, before it on a narrow one.
+// The list of conversations. It is beside the chat on a wide screen, and covers the chat on a narrow screen.
 
 import { at, iconButton, make } from "./dom.js";
 import { list, load, remove, save, search } from "./conversations.js";
 
 const OPEN = "moegguf.list";
-const TYPING_MS = 150; // messages are searched when no key was pressed for so long
-const BEFORE = 24, AFTER = 60; // characters around the words that were found
+const TYPING_MS = 150; // milliseconds after the last key before messages are searched
+const BEFORE = 24, AFTER = 60; // characters that are shown before and after the words that were found
 const WIDE = matchMedia("(min-width: 1100px)");
 
 export class Sidebar {
-  /** `onRemove(id)`, `onRename(id, title)`: of any conversation. `onFound(words)` is called when the shown one is chosen again; to
-   *  choose another one changes the address of the page. */
+  /** `onRemove(id)` and `onRename(id, title)` are called when a conversation is removed or renamed. `onFound(words)` is
+   *  called when the shown conversation is chosen again. Choosing another conversation only changes the page's
+   *  address. */
   constructor({ onRemove, onRename, onFound }) {
     Object.assign(this, { onRemove, onRename, onFound, element: at("conversations"), current: null, found: new Map() });
     at("open-list").addEventListener("click", () => this.toggle());
@@ -22,7 +23,7 @@ export class Sidebar {
     this.element.addEventListener("click", ({ target }) => target.closest("a") && this.choose(target.closest("a")));
     this.element.addEventListener("close", () => this.onToggle());
     WIDE.addEventListener("change", () => this.element.close());
-    addEventListener("focus", () => this.refresh()); // another tab may have changed them
+    addEventListener("focus", () => this.refresh()); // another tab may have changed conversations
     if (WIDE.matches && localStorage.getItem(OPEN)) this.toggle();
   }
 
@@ -39,12 +40,12 @@ export class Sidebar {
     if (WIDE.matches) localStorage.setItem(OPEN, this.element.open ? "open" : "");
   }
 
-  /** The words that are searched for. */
+  /** The words in the search field, in lower case. */
   get words() {
     return at("filter").value.trim().toLowerCase();
   }
 
-  /** Opens the list to search in it. */
+  /** Opens the list and moves the focus to its search field. */
   find() {
     if (!this.element.open) this.toggle();
     at("filter").focus();
@@ -54,7 +55,7 @@ export class Sidebar {
   async search() {
     const { words } = this;
     const found = words ? await search(words).catch(() => new Map()) : new Map();
-    if (words !== this.words) return; // another search goes on
+    if (words !== this.words) return; // the user has typed other words, so another search follows
     this.found = found;
     this.draw();
   }
@@ -64,12 +65,13 @@ export class Sidebar {
     if (link.hash === `#${this.current}`) this.onFound(this.words);
   }
 
-  /** Closes the list where it hides the chat. */
+  /** Closes the list on a narrow screen, where it hides the chat. */
   leave() {
     if (!WIDE.matches) this.element.close();
   }
 
-  /** Reads the conversations and shows `current`. `error` says why none are kept. */
+  /** Reads the list of conversations, and marks the conversation with id `current`. `error`: the reason why the browser
+   *  stores no conversations. */
   async refresh(current = this.current, error = undefined) {
     this.current = current;
     if (!this.element.open && !error) return;
@@ -90,7 +92,7 @@ export class Sidebar {
     const shown = this.heads.filter(({ id, title }) => title.toLowerCase().includes(words) || found.has(id));
     at("list-note").textContent = this.heads.length && !shown.length ? "Nothing found." : this.note;
     const drawn = JSON.stringify([this.current, words, ...shown.map(({ id, title }) => [id, title, found.has(id)])]);
-    if (drawn === this.drawn) return; // the focus stays where it is
+    if (drawn === this.drawn) return; // nothing has changed, so the list keeps its focus
     this.drawn = drawn;
     at("list").replaceChildren(...shown.map((head) => this.item(head)));
     const link = at("list").querySelector(`a[href="#${this.current}"]`);
@@ -122,7 +124,7 @@ export class Sidebar {
   }
 }
 
-/** Returns the text around words that were found. */
+/** Returns an element with the words that were found, and the text around them. */
 function excerpt({ text, begin }, words) {
   const end = begin + words.length, before = text.slice(Math.max(0, begin - BEFORE), begin);
   const start = begin > BEFORE ? `…${before.replace(/^\S*\s/, "")}` : before;

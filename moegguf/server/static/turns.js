@@ -1,15 +1,15 @@
-// The parts of a conversation on the page: questions and their pictures, answers, also while they are written, results of
-// tools, and the buttons below each.
+// Elements that show the messages of a conversation: questions with pictures and files, answers (even while they are
+// written), and results of tools. Also makes the buttons below a message.
 
 import { button, copy, count, digits, duration, grow, icon, iconButton, make, percent, size } from "./dom.js";
 import { factsOf } from "./files.js";
 import { Markdown, codeBlock } from "./markdown.js";
 
-const FRAME_MS = 16; // and four times what painting takes: a long block must not keep the processor from the model
+const FRAME_MS = 16; // milliseconds between two paints; more after slow paints, to leave the processor to the model
 const WAITING = "Waiting for the first token";
 const LOADING = "Loading the model";
 
-/** A question with its pictures and files, or what a tool returned. */
+/** Returns an element that shows a question with its pictures and files, or the result of a tool call. */
 export function messageView({ role, content, images = [], files = [], tool_name: name }) {
   if (role === "tool") {
     const details = make("details", {}, make("summary", {}, "Result of ", make("b", {}, name)), make("pre", { tabIndex: 0 }, content));
@@ -20,17 +20,17 @@ export function messageView({ role, content, images = [], files = [], tool_name:
   return make("article", { className: "turn user", ariaLabel: "You" }, ...parts.map(([, className, inner]) => make("div", { className }, ...inner)));
 }
 
-/** A file of a message, whose text unfolds. */
+/** Returns an element for a file of a message. A click on its name shows the text. */
 function fileView(file) {
   return make("details", { className: "file" }, make("summary", {}, fileName(file)), make("pre", { tabIndex: 0 }, file.text));
 }
 
-/** The name of a file and how much there is to read. */
+/** Returns an element with the name of a file, its number of pages and its approximate number of tokens. */
 export function fileName(file) {
   return make("span", { className: "file-name" }, icon("file"), make("b", {}, file.name), make("small", {}, factsOf(file)));
 }
 
-/** The address of a picture that is given by its base64. */
+/** Returns a data URL for a picture in base64. */
 export function pictureUrl(data) {
   const kind = { iVBOR: "png", R0lGO: "gif" }[data.slice(0, 5)] ?? "jpeg";
   return `data:image/${kind};base64,${data}`;
@@ -40,7 +40,8 @@ export function pictureView(data, alt) {
   return make("img", { src: pictureUrl(data), alt });
 }
 
-/** Asks for the results of tool calls; `onResults(messages)` gets them. */
+/** Returns a form in which the user writes the results of tool calls. `onResults(messages)` is called with the results
+ *  as messages. */
 export function resultForm(calls, onResults) {
   const fields = calls.map(({ function: { name } }) => make("textarea", { rows: 2, required: true, ariaLabel: `Result of ${name}`, placeholder: `Result of ${name}` }));
   const form = make("form", { className: "results" }, ...fields, make("button", { className: "primary" }, calls.length > 1 ? "Send the results" : "Send the result"));
@@ -51,8 +52,8 @@ export function resultForm(calls, onResults) {
   return form;
 }
 
-/** The buttons below a message; those without a function are left out. `versions`: of the message, `onVersion(other)` shows
- *  another. */
+/** Returns the buttons below a message. Buttons whose function (`onEdit`, `onAgain`) is missing are left out.
+ *  `versions`: all versions of the message. `onVersion(other)` is called to show another version. */
 export function actions(message, { versions, onVersion, onEdit, onAgain }) {
   const found = [], i = versions.indexOf(message);
   if (versions.length > 1) {
@@ -65,7 +66,8 @@ export function actions(message, { versions, onVersion, onEdit, onAgain }) {
   return make("div", { className: "below" }, ...found);
 }
 
-/** Replaces a question by a field to change it in; `onSend(text)` gets the new text. */
+/** Replaces the element of a question by a form in which the user edits the text. `onSend(text)` is called with the new
+ *  text. */
 export function edit(view, text, onSend) {
   const field = make("textarea", { value: text, ariaLabel: "Edit the message" });
   const close = () => form.replaceWith(view);
@@ -92,10 +94,10 @@ export function edit(view, text, onSend) {
   field.focus();
 }
 
-/** An answer: thinking (folded), text, tool calls, and what it cost. */
+/** The view of an answer: thinking (folded), text, tool calls, and statistics. */
 export class AnswerView {
-  /** `message`: of the conversation; it gets the text as it arrives. `change(apply)` changes the page without losing the scroll
-   *  position. */
+  /** `message`: the answer's message, to which text is added as it arrives. `change(apply)` calls `apply`, which
+   *  changes the page, and keeps the end of the conversation visible. */
   constructor(message, change = (apply) => apply()) {
     Object.assign(this, { message, change });
     const content = make("div", { className: "content" });
@@ -104,7 +106,7 @@ export class AnswerView {
     this.markdown = new Markdown(content);
   }
 
-  /** Shows that the answer is awaited, and maybe the model before. */
+  /** Shows that the answer is expected. `isLoading`: the model must be loaded first. */
   begin(isLoading) {
     this.isLoading = isLoading;
     this.waiting = make("p", { className: "waiting" }, isLoading ? LOADING : WAITING);
@@ -116,7 +118,7 @@ export class AnswerView {
     return this;
   }
 
-  /** Shows the whole message. */
+  /** Shows the complete message with its statistics, notes and errors. */
   end() {
     clearTimeout(this.timer);
     this.change(() => {
@@ -132,20 +134,20 @@ export class AnswerView {
     return this;
   }
 
-  /** Shows how much of the model was read; a share of undefined: all of it. */
+  /** Shows the share of the model that was read. `share` is undefined if the model is loaded. */
   showLoad(share) {
     if (!this.isLoading || this.firstMs) return;
     this.isLoading = share !== undefined;
     this.waiting.textContent = this.isLoading ? `${LOADING}: ${Math.floor(100 * share)} %` : WAITING;
   }
 
-  /** Whether there is anything to keep. */
+  /** True if the message has text, thinking or tool calls. */
   get any() {
     const { content, thinking, tool_calls: calls } = this.message;
     return Boolean(content || thinking || calls);
   }
 
-  /** Takes a line of the stream. */
+  /** Adds a line of the response to the message, and plans the next paint. */
   take({ message: { content = "", thinking = "", tool_calls: calls } = {}, ...line }) {
     const { message } = this;
     if ((content || thinking || calls) && !this.firstMs) this.firstMs = performance.now() - this.startMs;
@@ -164,7 +166,7 @@ export class AnswerView {
   step() {
     const start = performance.now();
     this.change(() => this.paint(false));
-    this.paintMs = this.painted ? performance.now() - start : 0; // the first time tells nothing: code is compiled
+    this.paintMs = this.painted ? performance.now() - start : 0; // not measured for the first paint, which includes compiling code
     this.painted = true;
     this.timer = 0;
   }
@@ -192,7 +194,7 @@ export class AnswerView {
   }
 }
 
-/** "Reading the prompt: 1,024 of 6,300 tokens · 45.0 tokens/s · 1 min 57 s left". */
+/** Returns the progress of a prompt: "Reading the prompt: 1,024 of 6,300 tokens · 45.0 tokens/s · 1 min 57 s left". */
 function progress({ n_tokens, n_cached, n_done, seconds }) {
   const left = n_tokens - n_done, rate = (n_done - n_cached) / seconds;
   if (!left) return WAITING;
@@ -201,7 +203,8 @@ function progress({ n_tokens, n_cached, n_done, seconds }) {
   return parts.join(" · ");
 }
 
-/** Statistics of an answer: "142 tokens · 61.3 tokens/s · first token after 240 ms · hit rate 93.1 % · ...". */
+/** Returns the statistics of an answer: "142 tokens · 61.3 tokens/s · first token after 240 ms · hit rate 93.1 % ·
+ *  ...". */
 function statistics(line, firstMs) {
   const parts = [];
   if (line.eval_count) parts.push(`${line.eval_count} token${line.eval_count === 1 ? "" : "s"}`);
