@@ -1,7 +1,7 @@
 """A budget that changes while the model stays loaded.
 
-Prints memory and hit rate of the same question under three budgets, then that the three answers are equal: the memory
-for experts changes the speed and never a token.
+Answers the same question under three budgets, and prints the memory for experts and the hit rate of each. Then prints
+that the three answers are equal: the budget changes the speed and never a token.
 """
 
 from moegguf import Llama
