@@ -190,7 +190,8 @@ class Sequences:
         return elapsed_ns
 
     def _batches(self, tokens: Sequence[Sequence[int]], phase: Phase) -> Iterator[list[SequenceTokens]]:
-        """Yields batches of at most `n_batch` tokens, with one sequence's tokens after the other's."""
+        """Yields batches of at most `n_batch` tokens. A batch has the tokens of the first sequence, then of the next
+        one, and so on."""
         room = self.llama.n_batch
         batch: list[SequenceTokens] = []
         for sequence, own in enumerate(tokens):
@@ -215,7 +216,7 @@ class Sample:
     """The results of one repetition."""
 
     prompt_ns: int  # time of the prompt
-    token_ns: list[int]  # time of each step of decoding
+    token_ns: list[int]  # times of the steps of decoding
     tokens: list[int]  # most probable tokens after the prompt and after each step
     stats: Stats  # change in the counters
 
@@ -333,13 +334,13 @@ def run(spec: Spec) -> dict[str, Any]:
                 f"--parallel {spec.n_parallel}: this model's context holds {llama.n_seq_max} sequences; give fewer."
             )
         if session is not None and plan.resident:
-            session.store.drain()  # waits until every expert is loaded
+            session.store.drain()  # waits until every expert has been read
         fill_s = time.perf_counter() - start - load_s
         feed = Feed(llama, spec)
         bounds = Bounds(llama, session, spec.simulate_link) if spec.bound and session is not None else None
         with nullcontext() if spec.draft is None else Engine(llama) as engine:
             tests = [run_test(llama, spec, test, feed, engine, bounds) for test in spec.tests]
-        # VmHWM, because ru_maxrss begins with the peak of the process that started this one.
+        # VmHWM is the peak of this process. ru_maxrss would begin with the peak of the process that started it.
         peak_kib = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
         info = session.store.info() if session is not None else {}
         warned = list(plan.warnings) if session is not None else []
@@ -354,7 +355,8 @@ def run(spec: Spec) -> dict[str, Any]:
         patched = f"moegguf-{__version__}+" if spec.system != "stock" else ""
         return {
             **describe_build(library.llama_cpp(), patched),
-            "model_type": model.desc().replace("?B", human_number(model.n_params())),  # ?B means an unknown size
+            # llama.cpp writes ?B if it does not know the size
+            "model_type": model.desc().replace("?B", human_number(model.n_params())),
             "model_size": model.size(),
             "model_n_params": model.n_params(),
             "routing": imitated_routing(llama.layout.metadata),

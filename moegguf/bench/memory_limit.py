@@ -101,8 +101,8 @@ def _set_limit(version: int, folder: Path, n_bytes: int) -> bool:
 
 
 def make_group(limit_bytes: int, root: Path = ROOT) -> MemoryGroup:
-    """Makes a memory cgroup with this limit and no swap. The caller has to call `remove`. Also removes groups that are
-    left from processes that no longer exist. Raises LimitError if no group can be made."""
+    """Makes a memory cgroup with this limit and no swap. The caller has to call `remove` on it. Also removes groups of
+    processes that no longer exist. Raises LimitError if no group can be made."""
     name = f"moegguf-{os.getpid()}-{next(_numbers)}"
     for version, folder in cgroup_levels("memory", root):
         if not (os.access(folder, os.W_OK) and _limits_memory(version, folder)):
@@ -135,8 +135,8 @@ def die_with_parent() -> None:
 
 @contextlib.contextmanager
 def memory_limit(limit_bytes: int | None, root: Path = ROOT) -> Iterator[MemoryGroup | None]:
-    """Provides a group with this limit, which is removed at the end of the `with`; None without a limit. Raises
-    LimitError."""
+    """Provides a group with this limit inside the `with`, and removes the group at the end. Provides None if
+    `limit_bytes` is None. Raises LimitError."""
     group = make_group(limit_bytes, root) if limit_bytes else None
     try:
         yield group
@@ -148,7 +148,8 @@ def memory_limit(limit_bytes: int | None, root: Path = ROOT) -> Iterator[MemoryG
 def drop_page_cache(paths: Sequence[str | os.PathLike[str]]) -> int:
     """Drops the pages of these files from the page cache. Returns the bytes that stayed because a process maps them.
 
-    Without posix_fadvise (macOS, Windows) nothing is dropped. Returns 0 there, and if pages cannot be counted.
+    Systems without posix_fadvise (macOS, Windows) drop nothing. Returns 0 there, and also if the pages cannot be
+    counted.
     """
     kept = 0
     for path in paths:

@@ -52,7 +52,7 @@ class Evictions:
         return n_used + self.shape.n_layer * self.shape.n_expert_used <= self._n_slots
 
     def pass_us(self) -> float:
-        """Runs one pass. Returns the microseconds that the store needed per miss."""
+        """Runs one pass. Returns the microseconds in the store's hooks, divided by the number of misses."""
         before = self.store.counters()
         for il in range(self.shape.n_layer):
             if self.policy in (SCORES, ALL_SCORES):
@@ -156,8 +156,9 @@ def elapsed_s(copies: Sequence[Callable[[], None]]) -> float:
 
 
 def link_times(_: str, *, link: str, repetitions: int) -> Iterator[Row]:
-    """Yields the times of copies over a simulated link, one and two at once. Each row also has the time by the formula
-    latency + bytes / bandwidth, and the GB/s at which one thread copies within this machine's memory."""
+    """Yields a row for each number of bytes that is copied over a simulated link, by one copy and by two at the same
+    time. A row also has the time by the formula latency + bytes / bandwidth, and the GB/s at which one thread copies
+    within this machine's memory."""
     described = parse_link(link)
     device = link_device(described)
     memory = memory_copy_bytes_per_s() / 1e9

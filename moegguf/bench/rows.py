@@ -80,7 +80,8 @@ OWN_FIELDS = (
     "budget_bytes", "planned_bytes", "error",
 )  # fmt: skip
 
-LOCALITY_KEY = "moegguf.locality"  # GGUF key: the model whose published reuse of experts random weights imitate
+# GGUF key of a file with random weights: the model whose published reuse of experts they imitate
+LOCALITY_KEY = "moegguf.locality"
 
 
 def imitated_routing(metadata: Mapping[str, object]) -> str:

@@ -68,8 +68,8 @@ Progress = Callable[[str], object]
 class Test:
     """A test with `n_parallel` sequences that are evaluated together. Each of the three numbers of tokens may be 0."""
 
-    n_prompt: int  # timed tokens of a sequence that are evaluated in one batch
-    n_gen: int  # timed tokens of a sequence that are then evaluated one by one
+    n_prompt: int  # timed tokens of a sequence, which are evaluated in one batch
+    n_gen: int  # timed tokens of a sequence, which are evaluated one by one after the prompt
     n_depth: int = 0  # tokens of a sequence before the timed ones
     n_parallel: int = 1
 
@@ -191,8 +191,8 @@ class BenchedSystem:
 
     label: str  # name on the command line
     spec: Spec
-    note: str = ""  # details of the run, for people
-    compared: bool = False  # True: the other systems are compared with it
+    note: str = ""  # details of the run, printed below the table
+    compared: bool = False  # True: its rows contain ratios to the systems with False
 
     @property
     def is_llama_cpp(self) -> bool:
@@ -223,7 +223,13 @@ def resident_bytes(layout: ExpertLayout, spec: Spec) -> int:
 
 
 def compared_system(name: str, base: Spec, layout: ExpertLayout, limit_bytes: int | None) -> BenchedSystem:
-    """details of the run, printed below the table"""
+    """Returns the system for a name of `--against`. Possible names are "stock", "mmap", "resident" and "moegguf", each
+    also with "-plain" or "-repacked", names of VARIANTS, and names of strategies.
+
+    Repacked weights are a copy in memory. "stock" and "mmap" load with llama.cpp's default, which repacks. If the copy
+    does not fit into memory, llama.cpp would be killed. These systems then do not repack, and the weights stay in the
+    file. Raises OptionError for an unknown name.
+    """
     if name in DECIDING:
         store = {key: value for key, value in base.store.items() if key not in find_strategy(name).switches}
         alone = replace(base, policy="auto", predictor=None, prefetch=None, store=store)
@@ -253,7 +259,8 @@ def compared_system(name: str, base: Spec, layout: ExpertLayout, limit_bytes: in
 
 
 def combinations(base: Spec, lists: dict[str, Sequence[Any]]) -> list[Spec]:
-    """True: the rows of this system contain ratios to all systems with False"""
+    """Returns copies of `base` with every combination of the listed values, in the order of `lists`. The last list
+    changes fastest."""
     return [replace(base, **dict(zip(lists, values, strict=True))) for values in itertools.product(*lists.values())]
 
 

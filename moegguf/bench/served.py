@@ -1,5 +1,5 @@
-"""Measures a served model: the server's overhead, and the time to a first token if a long prompt was computed
-before."""
+"""Measures a served model: the server's overhead, and the time to the first token when the context of a long prompt is
+reused."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Server:
         self._connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=REPLY_S)
 
     def post(self, path: str, body: dict[str, Any]) -> http.client.HTTPResponse:
-        """Sends a POST request about the model. Returns the response."""
+        """Sends a POST request with the model's name and `body`. Returns the response."""
         self._connection.request("POST", path, json.dumps({"model": self.model, **body}))
         return self._connection.getresponse()
 

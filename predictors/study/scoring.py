@@ -39,7 +39,7 @@ def batch_accuracy(true: npt.NDArray[np.bool_], predicted: npt.NDArray[np.bool_]
     return float(np.mean(np.where(either > 0, both / np.maximum(either, 1), 1.0)))
 
 
-BATCH_SEQUENCES = 8  # the smallest batch of ExpertFlow's table 1
+BATCH_SEQUENCES = 8  # smallest batch size in ExpertFlow's table 1
 
 
 @dataclass(frozen=True)

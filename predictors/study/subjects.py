@@ -116,7 +116,7 @@ class Bench:
         write_collections(self.predictors, [self.learning.trace], n_entries)
 
     def prepare(self) -> None:
-        """Makes the model, recordings and predictors that are missing. Raises CalledProcessError."""
+        """Makes the model, the recordings and the predictors if they are missing. Raises CalledProcessError."""
         self.predictors.mkdir(parents=True, exist_ok=True)
         if not self.model.exists():
             run("recipes.make_lab_model", "-o", str(self.model), *(self.subject.recipe or ()))
@@ -160,7 +160,7 @@ def note_recording(name: str, digest: str) -> None:
 
 
 def chosen_window(name: str, paper: str) -> int | None:
-    """Returns how many layers ahead the paper's strategy prefetches, as chosen on the requests for choosing; None if
-    nothing was chosen."""
+    """Returns the prefetch window of the paper's strategy that was chosen on the requests for choosing, in layers; None
+    if none was chosen."""
     found = read_result(f"{name}/tuned-{paper}")
     return int(found["figures"]["chosen"]) if found else None

@@ -61,7 +61,8 @@ class RoutingPaths:
 class RecentPaths(RoutingPaths):
     """Predicts that a sequence uses the experts of its last tokens.
 
-    The probability is a running mean of uses, in which a token's weight halves after `half_life_tokens` tokens.
+    The probability of an expert is a running mean of its uses. The weight of a token in this mean halves after
+    `half_life_tokens` further tokens.
     """
 
     name: ClassVar[str] = "recent"

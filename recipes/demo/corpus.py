@@ -16,12 +16,13 @@ from pydoc_data import topics
 HELDOUT_ONE_IN = 30
 MAX_DOCUMENT_CHARS = 60_000
 MIN_DOCUMENT_CHARS = 200
-NOT_FREE = ("gcloud", "google-cloud", "bq.", "gsutil")  # thousands of generated pages, not under a free licence
+# Beginnings of the names of thousands of generated pages that have no free licence
+NOT_FREE = ("gcloud", "google-cloud", "bq.", "gsutil")
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text: `name` identifies it on every machine, `kind` is a key of KINDS."""
+    """One text. `name` identifies it on every machine, and `kind` is a key of KINDS."""
 
     kind: str
     name: str

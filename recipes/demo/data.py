@@ -100,7 +100,7 @@ class Windows:
 
 
 class Lengths:
-    """Batches of windows whose length changes from step to step."""
+    """Makes batches of windows. The length of the windows changes from step to step."""
 
     def __init__(self, tokens: Tokens, steps: Sequence[tuple[int, int]]) -> None:
         self.steps = steps

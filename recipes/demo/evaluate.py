@@ -64,7 +64,7 @@ def torch_losses(model: DemoModel, corpus: Corpus, n_ctx: int = LOSS_CTX) -> tup
 
 
 def open_gguf(path: Path, n_ctx: int) -> Any:
-    """Opens the file with llama.cpp on the CPU, which keeps the logits of every token."""
+    """Opens the file with llama.cpp on the CPU. The logits of every token are kept."""
     options = {"n_ctx": n_ctx, "n_batch": n_ctx, "n_threads": 2, "n_gpu_layers": 0}
     return library.llama_cpp().Llama(str(path), logits_all=True, verbose=False, **options)
 
