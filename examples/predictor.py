@@ -1,8 +1,7 @@
 """A user's own predictor. The store prefetches the experts that it predicts.
 
-Prints the number of prefetched experts, and how many of them were used. The watchdog switches prefetching off if it
-saves no time. This example turns the watchdog off, so that prefetching always takes place. `moegguf trace simulate`
-accepts the class, too.
+Prints the number of prefetched experts, and how many of them were used. The watchdog, which stops prefetching that
+saves no time, is off here, so that experts are always prefetched. `moegguf trace simulate` accepts the class, too.
 """
 
 import numpy as np
