@@ -1,7 +1,7 @@
 """A conversation of two questions.
 
-Prints each question and its answer, then how many tokens of the second prompt were reused: the model computes only what
-the conversation has gained.
+Prints each question and its answer. Then prints the number of tokens of the second prompt that were reused. The second
+prompt repeats the first question and its answer, and the model computes only the tokens after them.
 """
 
 from moegguf import Engine

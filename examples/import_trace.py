@@ -1,8 +1,8 @@
-"""Routing that another program recorded: imported, shown and simulated.
+"""Routing that another program recorded is imported as a trace, summarized and replayed.
 
-Prints what the trace holds, and the hit rates of two policies with a quarter of the experts. The
-routing is made up here, and saved as hooks save it (docs/testbed.md has those for transformers and
-vLLM): a file of arrays for each request.
+Prints the counts of the trace, and the hit rates of two policies when a quarter of the experts have slots. This example
+makes the routing up. It saves one file of arrays for each request, as the hooks for transformers and vLLM in
+docs/testbed.md do.
 """
 
 from pathlib import Path
@@ -18,9 +18,10 @@ N_TOKENS, N_LAYERS, N_EXPERTS = 80, 4, 16
 
 
 def save_routing(path: Path, seed: int) -> None:
-    """Saves the router's logits of a request of 80 tokens. The first 16 tokens are its prompt."""
+    """Saves the router's logits of a request of 80 tokens. The first 16 tokens are the prompt."""
     rng = np.random.default_rng(seed)
-    drift = np.cumsum(rng.standard_normal((N_TOKENS, N_LAYERS, N_EXPERTS)), axis=0)  # neighbours are routed alike
+    # Neighbouring tokens use similar experts
+    drift = np.cumsum(rng.standard_normal((N_TOKENS, N_LAYERS, N_EXPERTS)), axis=0)
     np.savez(path, router_logits=drift.astype(np.float32), n_prompt=16)
 
 

@@ -1,8 +1,8 @@
-"""OpenAI's client against a server on this machine: start one with `moegguf serve` first.
+"""OpenAI's client sends requests to a server on this machine; start the server with `moegguf serve` first.
 
-Prints the names of the server's models, a whole answer, and the parts of the same answer as they come. The address of
-another server is the first argument; its key, where it has one, is in MOEGGUF_API_KEY. The client comes with
-`pip install openai`.
+Prints the names of the server's models, a whole answer, and the parts of the same answer as they arrive. The first
+argument is the address of another server. Its key, if it has one, is in the environment variable MOEGGUF_API_KEY. The
+client comes with `pip install openai`.
 """
 
 import os

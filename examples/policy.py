@@ -1,8 +1,8 @@
-"""A policy of your own beside LRU, the least recent use.
+"""A user's own eviction policy, compared with LRU, which evicts the least recently used expert.
 
-Prints the policy, hit rate and evictions of both, then that the two answers are equal. A policy that
-is late, wrong or raises an exception changes the speed and never a token. A command uses it, too:
-`moegguf run demo --policy examples/policy.py:MostUsed`.
+Prints the name, hit rate and evictions of both policies, then that the two answers are equal. A policy that is late,
+wrong or raises an exception changes the speed and never a token. The command line accepts this policy, too: `moegguf
+run demo --policy examples/policy.py:MostUsed`.
 """
 
 from moegguf import Llama
@@ -17,7 +17,8 @@ class MostUsed:
     """Keeps the experts that this request used most. The store evicts the expert with the lowest score first."""
 
     def scores(self, history: History, forecast: Forecast) -> Float32s:
-        """Returns a score for each expert (n_layer, n_expert): its uses in the answer, and a share of the prompt's."""
+        """Returns a score for each expert (n_layer, n_expert): its uses in the answer, plus a tenth of its uses in the
+        prompt."""
         return history.decode + 0.1 * history.prefill
 
 

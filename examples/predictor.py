@@ -1,7 +1,7 @@
-"""A predictor of your own, whose experts are fetched ahead.
+"""A user's own predictor. The store prefetches the experts that it predicts.
 
-Prints how many experts were fetched ahead and how many of them were used. The watchdog, which ends prefetching where it
-saves no time, is off here, so that there is something to see. `moegguf trace simulate` takes the class, too.
+Prints the number of prefetched experts, and how many of them were used. The watchdog, which stops prefetching that
+saves no time, is off here, so that experts are always prefetched. `moegguf trace simulate` accepts the class, too.
 """
 
 import numpy as np
@@ -22,7 +22,8 @@ class Followers(Predictor):
         self._before = np.zeros((1, shape.n_expert_used), np.int32)
 
     def observe(self, event: RoutingEvent) -> None:
-        """Counts which experts followed which; a prompt's last layer is computed for fewer tokens."""
+        """Counts which experts followed the experts of the layer before. Compares only as many of the last tokens as
+        both layers have, because the last layer of a prompt is computed for fewer tokens."""
         n = min(len(event.expert_ids), len(self._before))
         now = event.expert_ids.copy()
         np.add.at(self._counts[event.il], (self._before[-n:, :, np.newaxis], now[-n:, np.newaxis]), 1)

@@ -1,6 +1,6 @@
 """Two answers that are printed while the model computes them.
 
-Prints the parts of both answers as they come, each behind the number of its question, then both whole answers.
+Prints the parts of both answers as they arrive, each after the number of its question. Then prints both whole answers.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ QUESTIONS = ("Who are you?", "What does moegguf do?")
 
 
 async def answer(engine: Engine, number: int) -> str:
-    """Returns the answer to a question, and prints each part as soon as it is there."""
+    """Returns the answer to a question. Prints each part of the answer as soon as it is computed."""
     text = ""
     messages = [{"role": "user", "content": QUESTIONS[number]}]
     async for delta in engine.stream(messages, temperature=0, max_tokens=100):

@@ -1,7 +1,7 @@
 """A tool that the model calls and this program runs.
 
-Prints the call, its result, and the answer that the model gives with it. `tool_choice="required"` forces the call, so
-that the demo model, which is too small to choose a tool or a city, makes one, too.
+Prints the call, the tool's result, and the answer that the model gives with this result. The demo model is too small to
+choose a tool or a city. `tool_choice="required"` therefore forces it to make a call.
 """
 
 import json

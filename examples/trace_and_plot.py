@@ -1,8 +1,8 @@
-"""A recording of what the routers chose, a simulation, and a plot.
+"""Records the routing of a model, replays it with two policies, and plots it.
 
-Writes routing.npz, routing.png and routing.svg into the folder that is given (default: this one).
-Prints how many passes were recorded, and the hit rate that two policies and Belady's bound, which
-knows the future, reach with a quarter of the experts.
+Writes routing.npz, routing.png and routing.svg into the folder that the first argument names (default: the current
+folder). Prints the number of recorded passes. Also prints the hit rates of two policies and of Belady's optimal policy,
+which knows the future, when a quarter of the experts have slots.
 """
 
 import sys
@@ -17,7 +17,7 @@ from moegguf.trace.trace import Trace
 
 
 def plot(trace: Trace, folder: Path) -> None:
-    """Draws how often each expert was used in each layer, as pixels and as vectors."""
+    """Draws how often each expert was used in each layer. Saves the image as routing.png and routing.svg."""
     uses = [np.bincount(layer[layer >= 0], minlength=trace.shape.n_expert) for layer in trace.expert_ids]
     figure = Figure()
     axes = figure.subplots()

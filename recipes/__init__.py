@@ -1,1 +1,4 @@
-"""Recipes that made a model and need not run again: see README.md. Nothing imports them except their own tests."""
+"""Recipes that made the models. They need not run again; see README.md.
+
+Only their own tests import them.
+"""

@@ -33,7 +33,7 @@ from recipes.demo import evaluate
 from recipes.moefication import card, convert, distil, export, source, text
 from recipes.moefication.network import Mixture, Network
 
-CONVERSION_ROWS = 30  # rows of text to cluster and fit on; training uses all rows
+CONVERSION_ROWS = 30  # number of rows of text for clustering and fitting; training uses all rows
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -65,7 +65,7 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def make(args: argparse.Namespace) -> card.Card:
-    """Fetches, converts, trains, writes and measures."""
+    """Fetches the dense model, converts and trains it, writes the new model, and measures it. Returns the card."""
     split = convert.Split(args.experts, args.used, args.neurons, args.shared)
     work = args.work or texts.cache_folder()
     work.mkdir(parents=True, exist_ok=True)
@@ -108,7 +108,8 @@ def make(args: argparse.Namespace) -> card.Card:
 def convert_once(
     network: Network, split: convert.Split, rows: torch.Tensor, rounded: convert.Rounding, path: Path
 ) -> None:
-    """Converts the network and saves it to `path`. If the file exists, loads it instead."""
+    """Converts the network in place, and saves it to `path`. If the file exists, loads the converted network from
+    it."""
     if path.exists():
         for layer in network.layers:
             sizes = split.n_shared, split.n_expert, split.n_ff_exp, split.n_expert_used
@@ -121,14 +122,14 @@ def convert_once(
 
 
 class Clock:
-    """A clock that measures the seconds of each step."""
+    """A clock that measures the duration of each step in seconds."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._start = time.monotonic()
 
     def lap(self, step: str) -> None:
-        """Ends a step, and records its seconds."""
+        """Ends the current step, and records its duration under this name."""
         now = time.monotonic()
         self.seconds[step], self._start = round(now - self._start, 1), now
 

@@ -24,9 +24,11 @@ from recipes.demo.model import DemoModel, Shape
 FILE_NAME = "moegguf-demo-Q4_0.gguf"
 PRETRAIN_LR, RESTART_LR, CHAT_LR, SETTLE_LR = 2e-3, 1e-3, 1e-3, 3e-4
 NEW_SHARE = 0.7
-"""Share of the weights after the conversations in the mean with those before them, which forgets less."""
+"""After the stage `chat` the weights are averaged with the weights before it, so that the model forgets less. The new
+weights have this share in the mean."""
 PRETRAIN_STEPS = ((512, 4), (1024, 2), (512, 4), (2048, 1))
-"""Tokens and rows of one step after the other, again and again: most are short, as attention makes long ones slower."""
+"""The training steps, which are repeated again and again: (tokens per row, number of rows). Most rows are short,
+because attention makes long rows slower."""
 SHOWN = (
     "What does moegguf do?",
     "what is moegguf",
@@ -45,7 +47,7 @@ SHOWN = (
 
 @dataclass(frozen=True)
 class Sources:
-    """The inputs of training: tokenizer and tokens."""
+    """The sources of the training: tokenizer and tokens."""
 
     tokenizer: Tokenizer
     corpus: data.Corpus
@@ -66,7 +68,7 @@ def arguments() -> argparse.Namespace:
 
 
 def prepare(work: Path, start: Path | None) -> Sources:
-    """Collects, tokenises and saves the corpus, unless that was done before."""
+    """Returns tokenizer and tokens. Collects, tokenises and saves the corpus unless this was done in an earlier run."""
     tokenizer_path, tokens_path = work / "tokenizer.json", work / "tokens.npz"
     if start and not tokenizer_path.exists():
         restart.read_tokenizer(start).save(str(tokenizer_path))
@@ -78,7 +80,8 @@ def prepare(work: Path, start: Path | None) -> Sources:
 
 
 def stages(sources: Sources, args: argparse.Namespace) -> list[train.Stage]:
-    """Returns the stages: corpus, then mostly conversations with weights rounded as in Q4_0, then both equally."""
+    """Returns the stages of the training. The first trains on the corpus, the second mostly on conversations, and the
+    third on both equally. The last two round the weights as in Q4_0."""
     texts = data.Lengths(sources.corpus.train, PRETRAIN_STEPS)
     chat = Chat(sources.tokenizer, read_conversations(), sources.corpus.train)
     settling = replace(chat, steps=SETTLING_STEPS)

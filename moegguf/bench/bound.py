@@ -1,9 +1,9 @@
 """Computes the bound of a measurement: the most tokens per second that its file, its slots and its link allow.
 
-Three things happen at the same time: experts are read, copied to a device that lacks them, and computed with. The
-bound is the slowest of the three. The fewest experts that have to be read follow from the routing of the measured
-tokens and from the content of the slots at the beginning (`least_misses`). The routing is recorded while the same
-tokens are evaluated once more, which is not timed.
+Experts are read from the file, copied to a device that lacks them, and used for computing. The bound assumes that these
+three kinds of work overlap completely, so the slowest one determines it. The fewest experts that have to be read follow
+from the routing of the measured tokens and from the content of the slots at the beginning (`least_misses`). To record
+this routing, the same tokens are evaluated once more, without timing.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from moegguf.engine.session import Session
     from moegguf.trace.trace import Trace
 
-IN_SLOT = 2  # value in `Store.residency` of an expert that has a slot
+IN_SLOT = 2  # value in `Store.residency` for an expert that has a slot
 LIMITS = {
     "reads": "bound_read_ms_per_token",
     "copies": "bound_copy_ms_per_token",
     "computing": "bound_compute_ms_per_token",
 }
-"""{what may limit the speed: the figure with its time}."""
+"""{kind of work that may limit the speed: name of the figure with the time of this work}."""
 FIGURES = (
     "bound_ts", "bound_reached_pct", "bound_read_mb_per_token", *LIMITS.values(), "bound_weights_ms_per_token",
     "bound_memory_gb_per_s",
@@ -43,10 +43,11 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class Held:
-    """The experts that have slots, as keys of `Lookups`."""
+    """The experts that have slots at the beginning of a repetition. Each expert is a key as in `Lookups`: index of its
+    layer * n_expert + expert."""
 
-    everywhere: Ints  # experts in any slot
-    computing: Ints  # experts in slots with which layers compute
+    everywhere: Ints  # experts with a slot in any tier
+    computing: Ints  # experts with a slot in the tier from which layers compute
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ class LeastBytes:
 
     read: int  # bytes from the file
     copied: int = 0  # bytes from RAM to a device
-    weights: int = 0  # bytes from memory: a pass reads its experts and all other weights once
+    # Bytes of weights that computing reads from memory: in each pass the used experts and all other weights, once each
+    weights: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,8 @@ class LinkSpeeds:
 def bound_figures(
     least: LeastBytes, speeds: LinkSpeeds, n_tokens: int, taken_s: float, idle_s: float
 ) -> dict[str, float]:
-    """Returns the values of FIGURES. The tokens took `taken_s` seconds. In `idle_s` seconds of these nothing was
-    computed."""
+    """Returns the values of FIGURES for `n_tokens` tokens that took `taken_s` seconds. In `idle_s` of these seconds no
+    layer was computed."""
 
     def ms_per_token(n_bytes: int, bytes_per_s: float) -> float:
         return n_bytes / bytes_per_s / n_tokens * 1e3 if bytes_per_s else 0.0
@@ -94,18 +96,18 @@ def bound_figures(
 
 
 def bound_by(figures: Mapping[str, float]) -> str:
-    """Returns the name of the entry in LIMITS with the longest time."""
+    """Returns the kind of work in LIMITS that takes the longest time, and so determines the bound."""
     return max(LIMITS, key=lambda name: figures[LIMITS[name]])
 
 
 class Bounds:
-    """Computes the bounds of measurements with a model that has slots. `simulate_link` is the text of the simulated
-    link, if the device is simulated."""
+    """Computes the bounds of measurements with a model that has slots. `simulate_link` describes the link to a
+    simulated device, such as "24GB/s,35us"; None: no device is simulated."""
 
     def __init__(self, llama: Llama, session: Session, simulate_link: str | None = None) -> None:
         self._llama = llama
         self._session = session
-        self._copies = 0.0  # bytes per second, like `_memory`
+        self._copies = 0.0  # bytes per second, as in `_memory`; 0: unknown
         self._memory = 0.0
         devices = {device.name or CPU for device in session.store.devices}
         if not llama.plan.on_device and devices == {CPU}:
@@ -163,7 +165,7 @@ class Bounds:
     def figures(
         self, least: LeastBytes, disk_bytes_per_s: float, n_tokens: int, taken_s: float, stats: Stats
     ) -> dict[str, float]:
-        """Returns `bound_figures` of a repetition with these counters. Time in the store's hooks does not count as
-        computing."""
+        """Returns `bound_figures` of one repetition. `stats` is the change of the store's counters during the
+        repetition. Stalls and the time in the store's hooks do not count as computing."""
         speeds = LinkSpeeds(disk_bytes_per_s, self._copies, self._memory)
         return bound_figures(least, speeds, n_tokens, taken_s, stats.stall_s + stats.hook_s)

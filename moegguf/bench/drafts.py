@@ -1,4 +1,5 @@
-"""Compares the time of answers with drafts and without, in turns. The texts of the answers are given."""
+"""Compares the times of answers with drafts and without drafts, in turns. The texts of the answers come from a file,
+not from the model."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from moegguf.generate.engine import Engine
 from moegguf.generate.request import Sampling
 from moegguf.generate.sampler import Sampler
 
-LONGEST = 160  # most tokens of an answer
+LONGEST = 160  # maximum number of tokens in an answer
 
 
 @contextmanager
@@ -34,8 +35,8 @@ def undrafted(engine: Engine) -> Iterator[None]:
 
 @contextmanager
 def taught(tokens: Sequence[int]) -> Iterator[None]:
-    """Makes the sampler return `tokens` one after the other inside the `with`. Each token is sampled as always, but
-    then replaced."""
+    """Makes the sampler return `tokens` one after the other inside the `with`. The sampler still samples each token as
+    always, but the sampled token is then replaced."""
     left = iter(tokens)
     sample = Sampler.sample
 
@@ -62,8 +63,8 @@ def answer(engine: Engine, prompt: str, text: str, with_drafts: bool) -> tuple[f
 
 
 def read_texts(path: str, n_prompts: int) -> list[tuple[str, str, str]]:
-    """Returns about `n_prompts` items (kind, prompt, answer) from a JSON file, and the same number of items whose
-    answer is random words, none of them twice."""
+    """Returns about `n_prompts` items (kind, prompt, answer) from a JSON file. Adds the same number of items of the
+    kind "other". Their answers are random words from the file, and no word occurs twice in an answer."""
     if not path:
         raise OptionError("the preset needs texts; give --set texts=FILE, a list of kind, prompt and answer in JSON.")
     texts = [(each["kind"], each["prompt"], each["answer"]) for each in json.loads(Path(path).read_text())]
@@ -75,8 +76,11 @@ def read_texts(path: str, n_prompts: int) -> list[tuple[str, str, str]]:
 
 def speedup(model: str, *, texts: str, draft: str, expert_cache: str, prompts: int, rounds: int) -> Iterator[Row]:
     """Yields a row for each kind of text: the median ratio of times without and with drafts, the ratio of total times,
-    and counters of drafts. The answers' texts are given, so they do not depend on the model; the computing is the
-    same."""
+    and counters of drafts.
+
+    The texts of the answers come from a file, so they do not depend on the model. The model still computes every token
+    as for an answer of its own.
+    """
     chosen = read_texts(texts, prompts)
     ratios: dict[str, list[float]] = {}
     seconds: dict[str, list[tuple[float, float]]] = {}

@@ -1,10 +1,9 @@
-"""Makes one measurement in its own process: `python -m moegguf.bench.measure '<spec as JSON>'` prints one line of
-JSON.
+"""Makes one measurement in its own process: `python -m moegguf.bench.measure '<spec as JSON>'` prints one line of JSON.
 
 The process shares memory, page cache and limits with no other measurement. Load, prompt and generation are timed
-separately, as in llama-bench, without tokenisation and sampling. Between the timed calls the token that greedy
-sampling would choose is recorded, so that systems can be compared. With `draft`, whole greedy answers are timed, with
-everything that belongs to an answer. bench/series.py runs several systems.
+separately, as in llama-bench, without tokenisation and sampling. Between the timed calls the token that greedy sampling
+would choose is recorded, so that the tokens of systems can be compared. With `draft`, a whole greedy answer is timed,
+including drafts and sampling. bench/series.py runs the measurements of several systems.
 """
 
 from __future__ import annotations
@@ -52,8 +51,9 @@ from moegguf.text import decode_text
 
 
 def describe_build(bindings: ModuleType, patched: str = f"moegguf-{__version__}+") -> dict[str, Any]:
-    """Returns build_commit, build_number, cpu_info, gpu_info and backends of the library behind `bindings`. `patched`:
-    the text with which build_commit begins, the version of the patches; "" for a library without patches."""
+    """Returns build_commit, build_number, cpu_info, gpu_info and backends of the llama.cpp library that `bindings` has
+    loaded. `patched` is the beginning of build_commit and contains the version of the patches; "" for a library without
+    patches."""
     devices = all_devices()
     backends = dict.fromkeys(device.backend for device in devices)
 
@@ -61,7 +61,8 @@ def describe_build(bindings: ModuleType, patched: str = f"moegguf-{__version__}+
         return ", ".join(device.description for device in devices if device.kind in kinds)
 
     return {
-        # ggml_commit() would name the commit of any repository in which it was built.
+        # ggml_commit() is not used: it names the commit of the git repository around the build folder, which may be
+        # any.
         "build_commit": f"{patched}llama-cpp-python-{bindings.__version__}",
         "build_number": 0,
         "cpu_info": by_kind("CPU", "accelerator") or read_processor().model,
@@ -71,7 +72,8 @@ def describe_build(bindings: ModuleType, patched: str = f"moegguf-{__version__}+
 
 
 def _simulation() -> ModuleType:
-    """Returns moegguf.testing.link_device. Raises LibraryError in an installed wheel, which has no test equipment."""
+    """Returns the module moegguf.testing.link_device. Raises LibraryError in an installed wheel, which does not contain
+    this module."""
     try:
         from moegguf.testing import link_device
     except ImportError as error:
@@ -83,8 +85,10 @@ def _simulation() -> ModuleType:
 
 
 def load(spec: Spec) -> Llama:
-    """Loads the model with the options of `spec`. MOEGGUF_HOOKS must be set for the system before."""
-    # n_gpu_layers -1: `placement` decides for a model with experts; plain llama.cpp puts every layer on a GPU.
+    """Loads the model with the options of `spec`. The environment variable MOEGGUF_HOOKS must already have the value
+    for this system: 1 for moegguf, 0 for the others (`environment_of`)."""
+    # If n_gpu_layers is -1, `placement` decides for a model with experts, while plain llama.cpp puts every layer on a
+    # GPU.
     planned = spec.system == "moegguf" and spec.n_gpu_layers < 0 and read_layout(spec.model).is_moe
     gpu_layers: dict[str, Any] = {} if planned else {"n_gpu_layers": spec.n_gpu_layers}
     link = parse_link(spec.simulate_link) if spec.simulate_link else None
@@ -140,7 +144,8 @@ class Feed:
                 raise OptionError(f"there is no text in {spec.text!r}.")
 
     def tokens(self, n: int, repetition: int) -> list[int]:
-        """Returns `n` tokens, different in each repetition: random ones, or the next `n` of the text."""
+        """Returns `n` tokens, different ones in each repetition: the next `n` tokens of the text if there is one,
+        otherwise random tokens."""
         if self._text:
             start = repetition * n % len(self._text)
             tokens = [self._text[(start + i) % len(self._text)] for i in range(n)]
@@ -152,7 +157,7 @@ class Feed:
 
 
 def greedy_token(llama: Llama, row: int = -1) -> int:
-    """Returns the most probable next token by a row of logits (-1: the row of sequence 0)."""
+    """Returns the token with the largest logit. `row` is the index of the row of logits; -1: the row of sequence 0."""
     return int(llama.context.logits(row).argmax())
 
 
@@ -185,7 +190,8 @@ class Sequences:
         return elapsed_ns
 
     def _batches(self, tokens: Sequence[Sequence[int]], phase: Phase) -> Iterator[list[SequenceTokens]]:
-        """Yields batches of at most `n_batch` tokens, with one sequence's tokens after the other's."""
+        """Yields batches of at most `n_batch` tokens. A batch has the tokens of the first sequence, then of the next
+        one, and so on."""
         room = self.llama.n_batch
         batch: list[SequenceTokens] = []
         for sequence, own in enumerate(tokens):
@@ -210,7 +216,7 @@ class Sample:
     """The results of one repetition."""
 
     prompt_ns: int  # time of the prompt
-    token_ns: list[int]  # time of each step of decoding
+    token_ns: list[int]  # times of the steps of decoding
     tokens: list[int]  # most probable tokens after the prompt and after each step
     stats: Stats  # change in the counters
 
@@ -221,7 +227,7 @@ class Sample:
 
 
 def begin(llama: Llama, test: Test, tokens: Sequence[Sequence[int]]) -> Sequences:
-    """Makes the sequences of a repetition, and evaluates the tokens that are not timed."""
+    """Makes the sequences of a repetition, and evaluates their first `n_depth` tokens, which are not timed."""
     sequences = Sequences(llama, test.n_parallel)
     if test.n_depth:
         sequences.evaluate([own[: test.n_depth] for own in tokens], Phase.PREFILL)
@@ -259,8 +265,8 @@ def measure(
 def run_test(
     llama: Llama, spec: Spec, test: Test, feed: Feed, engine: Engine | None = None, bounds: Bounds | None = None
 ) -> dict[str, Any]:
-    """Runs all repetitions of one test. Measures the link before and after each repetition, but never during one. With
-    `bounds`, computes the bound of each repetition after all have ended."""
+    """Runs all repetitions of one test. Measures the reading speed of the file before and after each repetition, but
+    never during one. With `bounds`, computes the bound of each repetition after all repetitions have ended."""
     session = llama.session
     greedy = spec.feed == "greedy"
 
@@ -276,7 +282,7 @@ def run_test(
         return [feed.tokens(one.n_tokens, first + sequence) for sequence in range(one.n_parallel)]
 
     time.sleep(spec.delay_s)
-    if spec.warmup:  # the warm-up of llama-bench: the whole prompt, one token
+    if spec.warmup:  # llama-bench's warm-up: the whole prompt, then at most one token
         short = replace(test, n_depth=0, n_gen=min(test.n_gen, 1))
         tokens = tokens_of(short, spec.repetitions)
         measure(begin(llama, short, tokens), short, tokens, greedy=False)
@@ -328,13 +334,13 @@ def run(spec: Spec) -> dict[str, Any]:
                 f"--parallel {spec.n_parallel}: this model's context holds {llama.n_seq_max} sequences; give fewer."
             )
         if session is not None and plan.resident:
-            session.store.drain()  # waits until every expert is loaded
+            session.store.drain()  # waits until every expert has been read
         fill_s = time.perf_counter() - start - load_s
         feed = Feed(llama, spec)
         bounds = Bounds(llama, session, spec.simulate_link) if spec.bound and session is not None else None
         with nullcontext() if spec.draft is None else Engine(llama) as engine:
             tests = [run_test(llama, spec, test, feed, engine, bounds) for test in spec.tests]
-        # VmHWM, because ru_maxrss begins with the peak of the process that started this one.
+        # VmHWM is the peak of this process. ru_maxrss would begin with the peak of the process that started it.
         peak_kib = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
         info = session.store.info() if session is not None else {}
         warned = list(plan.warnings) if session is not None else []
@@ -349,7 +355,8 @@ def run(spec: Spec) -> dict[str, Any]:
         patched = f"moegguf-{__version__}+" if spec.system != "stock" else ""
         return {
             **describe_build(library.llama_cpp(), patched),
-            "model_type": model.desc().replace("?B", human_number(model.n_params())),  # ?B means an unknown size
+            # llama.cpp writes ?B if it does not know the size
+            "model_type": model.desc().replace("?B", human_number(model.n_params())),
             "model_size": model.size(),
             "model_n_params": model.n_params(),
             "routing": imitated_routing(llama.layout.metadata),
@@ -369,8 +376,8 @@ def run(spec: Spec) -> dict[str, Any]:
 
 
 def open_result() -> TextIO:
-    """Returns a file for this process's result, which is the old stdout. From now on the output of libraries goes to
-    stderr, and the process ends when its parent ends."""
+    """Returns a file that writes to the old stdout, for the result of this process. Stdout then goes to stderr, so that
+    output of libraries does not mix with the result. Also makes this process end when its parent ends."""
     die_with_parent()
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -379,7 +386,7 @@ def open_result() -> TextIO:
 
 if __name__ == "__main__":
     out = open_result()
-    warnings.simplefilter("ignore")  # the result has the warnings
+    warnings.simplefilter("ignore")  # warnings are in the result, so they are not printed
     try:
         found = run(Spec.from_json(sys.argv[1]))
     except MoeggufError as error:

@@ -1,7 +1,7 @@
-"""Sets a memory limit for a child process, and drops files from the page cache.
+"""Runs a child process under a memory limit, and drops files from the page cache.
 
-The limit is a new memory cgroup, v1 or v2, inside this process's cgroup or (only v2) in the same parent. It is removed
-afterwards. Anonymous memory and the page cache that the child fills count.
+The limit is a new memory cgroup, v1 or v2, inside this process's cgroup or (only v2) in the same parent. The cgroup is
+removed afterwards. The limit counts anonymous memory and the page cache that the child fills.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _numbers = itertools.count(1)
 
 
 class LimitError(MoeggufError):
-    """No memory cgroup can be made here. The message names the alternative."""
+    """Raised if no memory cgroup can be made on this machine. The message names another way to set a limit."""
 
 
 def _write(path: Path, text: str) -> bool:
@@ -46,12 +46,12 @@ def _write(path: Path, text: str) -> bool:
 class MemoryGroup:
     """One memory cgroup with a limit. A command that `command` returns runs inside it."""
 
-    version: int  # 1 or 2, of the kernel's cgroups
+    version: int  # version of the kernel's cgroups, 1 or 2
     folder: Path
 
     def command(self, arguments: Sequence[str]) -> list[str]:
-        """Returns the command `arguments` with a shell before it, which joins the group first. So every byte of the
-        child counts."""
+        """Returns the command `arguments`, preceded by a shell that joins the group before it runs them. The limit
+        therefore counts every byte of the child."""
         return ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.folder / "cgroup.procs"), *arguments]
 
     @property
@@ -66,7 +66,8 @@ class MemoryGroup:
         return sum(int(number) for name, number in itertools.pairwise(words) if name == "oom_kill")
 
     def remove(self) -> None:
-        """Removes the group. Tries several times, because the kernel frees the last pages late."""
+        """Removes the group. Tries several times, because the kernel may free the group's last pages only after a
+        while."""
         for _ in range(50):
             try:
                 _rmdir(self.folder)
@@ -84,7 +85,7 @@ def _limits_memory(version: int, folder: Path) -> bool:
     control = folder / "cgroup.subtree_control"
     if "memory" in file_text(control).split():
         return True
-    # The kernel refuses this while processes are in `folder` itself. The parent is tried then.
+    # The kernel refuses this write while processes are in `folder` itself. `make_group` then tries the parent folder.
     return "memory" in file_text(folder / "cgroup.controllers").split() and _write(control, "+memory")
 
 
@@ -100,8 +101,8 @@ def _set_limit(version: int, folder: Path, n_bytes: int) -> bool:
 
 
 def make_group(limit_bytes: int, root: Path = ROOT) -> MemoryGroup:
-    """Makes a memory cgroup with this limit and no swap. The caller has to call `remove`. Also removes groups that are
-    left from processes that no longer exist. Raises LimitError if no group can be made."""
+    """Makes a memory cgroup with this limit and no swap. The caller has to call `remove` on it. Also removes groups of
+    processes that no longer exist. Raises LimitError if no group can be made."""
     name = f"moegguf-{os.getpid()}-{next(_numbers)}"
     for version, folder in cgroup_levels("memory", root):
         if not (os.access(folder, os.W_OK) and _limits_memory(version, folder)):
@@ -126,15 +127,16 @@ def make_group(limit_bytes: int, root: Path = ROOT) -> MemoryGroup:
 
 
 def die_with_parent() -> None:
-    """Makes the kernel kill this process when its parent ends, even by SIGKILL. Works on Linux only."""
+    """Makes the kernel kill this process when its parent ends, even if the parent was killed by SIGKILL. Works on Linux
+    only."""
     with contextlib.suppress(AttributeError, OSError):
         c.CDLL(None).prctl(_PR_SET_PDEATHSIG, c.c_ulong(signal.SIGKILL))
 
 
 @contextlib.contextmanager
 def memory_limit(limit_bytes: int | None, root: Path = ROOT) -> Iterator[MemoryGroup | None]:
-    """Provides a group with this limit, which is removed at the end of the `with`; None without a limit. Raises
-    LimitError."""
+    """Provides a group with this limit inside the `with`, and removes the group at the end. Provides None if
+    `limit_bytes` is None. Raises LimitError."""
     group = make_group(limit_bytes, root) if limit_bytes else None
     try:
         yield group
@@ -146,14 +148,15 @@ def memory_limit(limit_bytes: int | None, root: Path = ROOT) -> Iterator[MemoryG
 def drop_page_cache(paths: Sequence[str | os.PathLike[str]]) -> int:
     """Drops the pages of these files from the page cache. Returns the bytes that stayed because a process maps them.
 
-    Without posix_fadvise (macOS, Windows) nothing is dropped. Returns 0 there, and if pages cannot be counted.
+    Systems without posix_fadvise (macOS, Windows) drop nothing. Returns 0 there, and also if the pages cannot be
+    counted.
     """
     kept = 0
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
         try:
             if hasattr(os, "posix_fadvise"):
-                os.fsync(fd)  # pages that are not written yet would stay
+                os.fsync(fd)  # dirty pages (not yet written to the disk) would stay in the page cache
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
                 kept += cached_bytes(fd)
         finally:
@@ -164,7 +167,7 @@ def drop_page_cache(paths: Sequence[str | os.PathLike[str]]) -> int:
 def cached_bytes(fd: int) -> int:
     """Returns the bytes of an open file that are in the page cache; 0 if the system does not report it."""
     stat = os.fstat(fd)
-    # A user who could not write the file gets all pages reported as cached by mincore().
+    # mincore() reports all pages as cached to a user who could not write the file, so its answer would be wrong.
     if stat.st_size == 0 or (hasattr(os, "geteuid") and os.geteuid() not in (0, stat.st_uid)):
         return 0
     with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as memory:

@@ -21,8 +21,8 @@ from moegguf.testing.link_device import link_device, memory_copy_bytes_per_s
 from moegguf.trace.simulate import layout_of
 
 OPTIONS = StoreOptions(repack=False, fill=False, simulate=True, sweep=False)
-SCORES = "scores"  # scores of one layer change at every routing event
-ALL_SCORES = "scores, all"  # all scores change at every routing event
+SCORES = "scores"  # not a native policy: Python sets new scores for the routed layer before every routing event
+ALL_SCORES = "scores, all"  # not a native policy: Python sets new scores for all layers before every routing event
 
 # A matrix of a Qwen3-30B expert in Q4_0 has 884,736 bytes; the next size is all three of its matrices.
 COPY_BYTES = (1 << 12, 1 << 16, 884_736, 2_654_208, 1 << 24)
@@ -52,7 +52,7 @@ class Evictions:
         return n_used + self.shape.n_layer * self.shape.n_expert_used <= self._n_slots
 
     def pass_us(self) -> float:
-        """Runs one pass. Returns the microseconds that the store needed per miss."""
+        """Runs one pass. Returns the microseconds in the store's hooks, divided by the number of misses."""
         before = self.store.counters()
         for il in range(self.shape.n_layer):
             if self.policy in (SCORES, ALL_SCORES):
@@ -78,8 +78,8 @@ class Evictions:
 def evictions(_: str, *, slots: int, layers: int, experts: int, used: int, events: int) -> Iterator[Row]:
     """Yields a row of times for each policy.
 
-    A row has the microseconds of a miss into a free slot, of a miss that evicts, and of the difference (medians over
-    passes). It also has the seconds of a million lookups in one call.
+    A row has the microseconds of a miss that gets a free slot, of a miss that evicts an expert, and of their difference
+    (medians over passes). It also has the seconds of a million lookups in one call.
     """
     if slots > (layers - 1) * experts:
         raise OptionError(f"slots is {slots}, but at most {(layers - 1) * experts} fill up; give fewer.")
@@ -114,8 +114,8 @@ class _InitParams(c.Structure):
 
 
 def device_copies(device: str, n_bytes: int, n_at_once: int) -> list[Callable[[], None]]:
-    """Returns `n_at_once` functions. Each copies `n_bytes` to the device, into its own tensor, and returns when they
-    are there."""
+    """Returns `n_at_once` functions. Each function copies `n_bytes` to its own tensor on the device, and returns when
+    the copy has ended."""
     library.load()
     ggml = c.CDLL(str(library.find_library() / "libggml.so"))
     for name in (
@@ -143,7 +143,8 @@ def device_copies(device: str, n_bytes: int, n_at_once: int) -> list[Callable[[]
 
 
 def elapsed_s(copies: Sequence[Callable[[], None]]) -> float:
-    """Calls all functions at once, in threads. Returns the seconds until the last one has ended."""
+    """Calls all functions at the same time, each in its own thread. Returns the seconds until the last one has
+    ended."""
     threads = [threading.Thread(target=copy) for copy in copies[1:]]
     start_s = time.perf_counter()
     for thread in threads:
@@ -155,15 +156,16 @@ def elapsed_s(copies: Sequence[Callable[[], None]]) -> float:
 
 
 def link_times(_: str, *, link: str, repetitions: int) -> Iterator[Row]:
-    """Yields the times of copies over a simulated link, one and two at once. Each row also has the time by the formula
-    latency + bytes / bandwidth, and the GB/s at which one thread copies within this machine's memory."""
+    """Yields a row for each number of bytes that is copied over a simulated link, by one copy and by two at the same
+    time. A row also has the time by the formula latency + bytes / bandwidth, and the GB/s at which one thread copies
+    within this machine's memory."""
     described = parse_link(link)
     device = link_device(described)
     memory = memory_copy_bytes_per_s() / 1e9
     for n_at_once in (1, 2):
         for n_bytes in COPY_BYTES:
             copies = device_copies(device, n_bytes, n_at_once)
-            elapsed_s(copies)  # makes the system provide the pages
+            elapsed_s(copies)  # not measured: the first copy makes the system allocate the memory pages
             times = sorted(elapsed_s(copies) for _ in range(repetitions))
             model_s = described.latency_s + n_at_once * n_bytes / described.bytes_per_s
             yield {

@@ -19,22 +19,23 @@ from moegguf.native import library
 from moegguf.trace.format import partial_of
 from moegguf.trace.prompts import Prompt
 
-Progress = Callable[[str, float], object]  # gets the current step, and the share of the work that is done, in [0, 1]
+# Receives the name of the current step, and the finished share of the work (0 to 1)
+Progress = Callable[[str, float], object]
 
 
 @dataclass(frozen=True)
 class RecordOptions:
     """Options of a recording. All other options are `Llama`'s.
 
-    If `Llama` gets `draft`, the recorded passes have drafts, too. A simulation repeats them, with the tokens that were
-    refused.
+    If `Llama` has `draft`, the recorded passes also contain the drafted tokens. A simulation repeats these passes,
+    including the drafted tokens that the model rejected.
     """
 
-    n_predict: int = 128  # tokens to generate for prompts that set no number
+    n_predict: int = 128  # tokens to generate for prompts that do not set a number
     inputs: bool = False  # records the routers' inputs, too
     temperature: float = 0.8
     seed: int = 0
-    most_tokens: int = 0  # no prompt begins after this number of tokens; 0: no limit
+    most_tokens: int = 0  # no further prompt is recorded once the run has evaluated this number of tokens; 0: no limit
 
 
 def record(
@@ -45,12 +46,13 @@ def record(
     progress: Progress | None = None,
     **llama: Any,
 ) -> Stats:
-    """Writes the trace `out`. Returns the counters of the run. If it is interrupted or fails, it leaves no file.
+    """Writes the trace `out`. Returns the counters of the run. If the recording is interrupted or fails, no file
+    remains.
 
     Each prompt is a new request. If a prompt has a completion, the completion's tokens are evaluated one by one
-    (teacher forcing) and no text is generated. Text too long for the context is cut, with a warning. flash_attn is
-    None unless given, as in `moegguf run`, whose routing is recorded. Raises the errors of `Llama`, and OptionError if
-    the model has no experts.
+    (teacher forcing) and no text is generated. Text too long for the context is cut, with a warning. flash_attn is None
+    by default, as in `moegguf run`, so that the recorded routing is the routing of that command. Raises the errors of
+    `Llama`, and OptionError if the model has no experts.
     """
     llama = {"flash_attn": None} | llama
     progress = progress or (lambda what, share: None)
@@ -66,7 +68,7 @@ def record(
                     progress(f"prompt {number + 1} of {len(prompts)}", number / len(prompts))
                     llm.recording.label(llm.context.next_request, prompt.label)
                     n_cut += _run(llm, prompt, options)
-            except BaseException:  # also Ctrl-C: a trace is complete or does not exist
+            except BaseException:  # also on Ctrl-C: an incomplete trace is removed
                 llm.recording.discard()
                 raise
             if n_cut:
@@ -83,8 +85,8 @@ def record(
 
 
 def _run(llm: Llama, prompt: Prompt, options: RecordOptions) -> bool:
-    """Runs one request, whose answer gets at most half of the context. A completion is evaluated token by token;
-    without one the model generates the answer. Returns whether the text was cut."""
+    """Runs one request. The answer gets at most half of the context. A completion is evaluated token by token; without
+    a completion the model generates the answer. Returns True if the prompt or the completion was cut."""
     n_predict = options.n_predict if prompt.n_predict is None else prompt.n_predict
     forced = None
     if prompt.completion is not None:

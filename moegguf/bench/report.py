@@ -1,4 +1,4 @@
-"""Writes one block of text about a measurement, to paste where people compare machines: `moegguf bench --report`."""
+"""Writes a short text about one measurement, for posting where people compare machines: `moegguf bench --report`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from moegguf.quantities import format_bytes
 
 Facts = Mapping[str, Any]
 
-TEXT = Path(__file__).parents[1] / "demo/README.md"  # the default text, from which tokens are taken
-WITHOUT = "mmap"  # name of the system that is llama.cpp in the same build, without expert cache
+TEXT = Path(__file__).parents[1] / "demo/README.md"  # file with the default text for the tokens of a test
+WITHOUT = "mmap"  # the system that is llama.cpp in moegguf's build, without the expert cache
 DIGEST_DIGITS = 12
 
 

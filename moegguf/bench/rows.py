@@ -1,7 +1,7 @@
-"""Makes rows of results: llama-bench's fields, the store's counters, and ratios between systems, paired by round.
+"""Makes rows of results: llama-bench's fields, the store's counters, and ratios of systems in the same round.
 
-Rows are printed in llama-bench's formats (md, json, jsonl, csv, sql). So scripts that read llama-bench's output by
-column name can read these rows.
+Rows are printed in llama-bench's formats (md, json, jsonl, csv, sql). Scripts that read llama-bench's output by column
+name can therefore read these rows, too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ FIELDS = (
     "tensor_buft_overrides", "load_mode", "lazy_mode", "embeddings", "no_op_offload", "no_host", "repack", "fit_target",
     "fit_min_ctx", "n_prompt", "n_gen", "n_depth", "test_time", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts",
 )  # fmt: skip
-# Three groups of fields: equal in every run of a model; given by the user; without an option in moegguf.
+# Three groups of fields: fields with the same value in every run of a model, fields that the user's options set, and
+# constant fields, for which moegguf has no option.
 _OF_MODEL = (
     "build_commit", "build_number", "cpu_info", "gpu_info", "backends", "model_type", "model_size", "model_n_params",
     "routing",
@@ -43,9 +44,11 @@ _ALWAYS = {
 
 
 class Figure(NamedTuple):
-    """A figure about the store. A row has its median over the repetitions of all rounds."""
+    """Describes one figure about the store, and its column in the table. The value in a row is the median over the
+    repetitions of all rounds."""
 
-    of: Callable[[Stats, float], float]  # computes it from a repetition's counters and the link's bytes/s
+    # Computes the figure from a repetition's counters and the link's speed in bytes/s
+    of: Callable[[Stats, float], float]
     title: str = ""  # title of its column in the table; "": no column
     factor: float = 1  # multiplies the value in the table
     digits: int = 2  # decimal places in the table
@@ -77,12 +80,13 @@ OWN_FIELDS = (
     "budget_bytes", "planned_bytes", "error",
 )  # fmt: skip
 
-LOCALITY_KEY = "moegguf.locality"  # GGUF key: the model whose published reuse of experts random weights imitate
+# GGUF key of a file with random weights: the model whose published reuse of experts they imitate
+LOCALITY_KEY = "moegguf.locality"
 
 
 def imitated_routing(metadata: Mapping[str, object]) -> str:
-    """Returns the text of the field `routing`: the model whose routing a GGUF file's random weights imitate. Returns
-    "" for other files."""
+    """Returns the text of the field `routing`. The text names the model whose routing the random weights of a GGUF file
+    imitate. Returns "" for other files."""
     name = metadata.get(LOCALITY_KEY)
     if not isinstance(name, str) or not re.fullmatch(r"[\w.-]{1,40}", name):
         return ""
@@ -90,8 +94,8 @@ def imitated_routing(metadata: Mapping[str, object]) -> str:
 
 
 def make_rows(outcomes: Sequence[Outcome], limit_bytes: int | None = None) -> list[Row]:
-    """Returns one row for each test and system of one group of settings. In rows of compared systems, `against` has an
-    item for each other system."""
+    """Returns one row for each test and system of one group of settings. The field `against` of a row of moegguf has
+    the ratios to each system of `--against`. In the rows of these other systems `against` is empty."""
     groups: dict[int, list[Outcome]] = {}
     for outcome in outcomes:
         groups.setdefault(id(outcome.system), []).append(outcome)
@@ -133,7 +137,8 @@ def _of_settings(system: BenchedSystem, test: Test) -> Row:
 
 
 def _of_process(outcomes: Sequence[Outcome], limit_bytes: int | None) -> Row:
-    """Returns load times (median over all rounds) and memory (maximum over all rounds)."""
+    """Returns the fields about a system's processes: load times (median over all rounds) and memory (maximum over all
+    rounds)."""
     results = [outcome.result for outcome in outcomes if not outcome.error]
     row: Row = {
         "rounds": len(results),
@@ -157,7 +162,7 @@ def _error(outcomes: Sequence[Outcome]) -> str:
 
 
 def _figures(outcomes: Sequence[Outcome], index: int) -> Row:
-    """Returns speed and figures of the store in one test, over all rounds."""
+    """Returns the speed and the store's figures of a system in one test, over all rounds."""
     tests = [outcome.result["tests"][index] for outcome in outcomes if not outcome.error]
     ns = [n for test in tests for n in test["samples_ns"]]
     ts = [speed for test in tests for speed in speeds(test)]
@@ -192,8 +197,8 @@ def _stall_ms(test: Row) -> float:
 
 
 def compare(own: Sequence[Outcome], other: Sequence[Outcome], index: int) -> Row:
-    """Returns the speed and the stall of `own`, each divided by the value of `other` (medians over rounds), and
-    whether both chose the same tokens."""
+    """Returns the speed and the stall of `own`, each divided by the value of `other` in the same round (medians over
+    rounds). Also returns whether both systems chose the same tokens."""
     theirs = _tests(other, index)
     pairs = [(test, theirs[n]) for n, test in _tests(own, index).items() if n in theirs]  # results of the same round
     row: Row = {"error": _error(other)}
@@ -257,9 +262,9 @@ def _object(row: Row) -> Row:
 
 
 Column = tuple[str, int, Callable[[Row], str]]
-"""Title, least width (negative: left-aligned), and the text of a row."""
+"""Title, minimum width (negative: left-aligned), and a function that returns the text of a row."""
 
-# Columns that the table has only if some row differs from llama-bench's default, given first.
+# Columns that are shown only if some row differs from llama-bench's default. {field: (default, width, title)}
 _UNUSUAL = {
     "n_batch": (2048, 7, "n_batch"), "n_ubatch": (512, 8, "n_ubatch"), "type_k": ("f16", 6, "type_k"),
     "type_v": ("f16", 6, "type_v"), "flash_attn": (-1, 3, "fa"),
@@ -368,7 +373,8 @@ def _ratio_table(rows: Sequence[Row]) -> list[str]:
         ("stall", 8, lambda pair: f"{pair['stall_ratio']:.3f}x" if "stall_ratio" in pair else ""),
         ("same tokens", -11, _same_tokens),
     ]
-    if not any("stall_ratio" in pair for pair in pairs):  # plain llama.cpp has no figures about stalls
+    # Plain llama.cpp has no figures about stalls, so the column is dropped
+    if not any("stall_ratio" in pair for pair in pairs):
         del columns[5]
     return ["", *_table(columns, pairs)] if pairs else []
 
@@ -424,7 +430,8 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     notes |= {
         f"{row['system']} {row['expert_cache']}: {row['error']}" for row in rows if row["error"] not in ("", KILLED)
     }
-    deciding: dict[str, dict[str, None]] = {}  # {combination of parts: systems that used it}
+    # {policy, predictor and prefetch of a run: the systems and budgets that used them}
+    deciding: dict[str, dict[str, None]] = {}
     for row in rows:
         if row.get("policy") and row["expert_cache"]:
             settings = f"policy {row['policy']}, predictor {row['predictor']}, prefetch {row['prefetch']}"

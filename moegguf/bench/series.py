@@ -1,9 +1,9 @@
-"""Runs the systems of a measurement in turns, one after the other, A B C, A B C, and defines the options. Each run is
-a separate process under the same memory limit.
+"""Runs the systems of a measurement in turns, A B C A B C, and defines the options of a measurement. Each run is a
+separate process under the same memory limit.
 
 Before each run the model's pages are dropped from the page cache, unless the options keep them, so that no run profits
-from pages that another run has read. A run that the limit kills gives a row with this error, and its system is not run
-again. bench/measure.py measures.
+from pages that another run has read. A run that is killed by the limit gives a row with this error, and its system is
+not run again. bench/measure.py makes the measurement of one run.
 """
 
 from __future__ import annotations
@@ -30,31 +30,33 @@ from moegguf.quantities import parse_link
 from moegguf.settings import parse_option
 
 SYSTEMS = ("moegguf", "stock", "mmap", "resident")
-FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}  # values of llama.cpp's parameter
+FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}  # {option: value of llama.cpp's parameter}
 CHOICES = {"system": SYSTEMS, "feed": ("random", "text", "greedy"), "flash_attn": tuple(FLASH_ATTN)}
 KILLED = "killed by the memory limit"
 
-DECIDING = [name for name in STRATEGIES if name != OWN]  # the strategy "moegguf" has the program's name
+# leaves out moegguf's own strategy, whose name already names a system
+DECIDING = [name for name in STRATEGIES if name != OWN]
 VARIANTS: dict[str, dict[str, Any]] = {
-    # Variants with one feature off. ProMoE's early preemption has two parts: misses are read before all prefetches
-    # ("no-demand-first"), and stale prefetches of the layer are dropped ("no-dropping"). Its reordered inference
-    # computes expert by expert, first the experts that are in slots.
+    # Variants with one feature off. ProMoE's early preemption consists of two features here. Misses are read before all
+    # prefetches (off in "no-demand-first"), and a routing event drops the stale prefetches of its layer (off in
+    # "no-dropping"). Its reordered inference (off in "no-reordering") computes expert by expert, and begins with the
+    # experts that have slots.
     "no-prefetch": {"prefetch": False},
     "no-chunks": {"store": {"chunked": False}},
     "no-demand-first": {"store": {"demand_first": False}},
     "no-dropping": {"store": {"preempt": False}},
     "no-reordering": {"store": {"overlap": False}},
-    # ProMoE's ablation (figures 13 and 14) adds feature after feature to an LRU cache that waits for a layer's experts
-    # (the strategy "none"): prefetching alone, in chunks, with early preemption. With reordered inference it is
-    # ProMoE.
+    # ProMoE's ablation (figures 13 and 14) begins with an LRU cache that waits for all experts of a layer (the strategy
+    # "none") and adds one feature after another. "step-prefetch" adds prefetching, "step-chunks" reads prefetches in
+    # chunks, and "step-preemption" adds early preemption. With reordered inference as well, the result is ProMoE.
     "step-prefetch": {"store": dict.fromkeys(("chunked", "demand_first", "preempt", "overlap"), False)},
     "step-chunks": {"store": dict.fromkeys(("demand_first", "preempt", "overlap"), False)},
     "step-preemption": {"store": {"overlap": False}},
-    # Prompts on a device, other than planned: passes only of as many tokens as have slots, or a fixed number of
-    # staging tensors.
+    # Variants of how a device computes prompts. With "no-staging", a pass has only as many tokens as the slots can
+    # serve. With "staging-N", prompts use N staging tensors instead of the planned number.
     "no-staging": {"store": {"staging": 0}},
     **{f"staging-{n}": {"store": {"staging": n}} for n in range(1, STAGING_TENSORS + 1)},
-    # Variants with another --placement or --draft.
+    # Variants that change only --placement or only --draft.
     **{f"placed-{choice}": {"placement": choice} for choice in PLACEMENTS},
     **{f"draft-{choice}": {"draft": choice} for choice in DRAFTS},
 }
@@ -64,16 +66,16 @@ Progress = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Test:
-    """A test with `n_parallel` sequences that are evaluated together. Each number of tokens may be 0."""
+    """A test with `n_parallel` sequences that are evaluated together. Each of the three numbers of tokens may be 0."""
 
-    n_prompt: int  # timed tokens of a sequence that are evaluated in one batch
-    n_gen: int  # timed tokens of a sequence that are then evaluated one by one
-    n_depth: int = 0  # tokens of a sequence before these, not timed
+    n_prompt: int  # timed tokens of a sequence, which are evaluated in one batch
+    n_gen: int  # timed tokens of a sequence, which are evaluated one by one after the prompt
+    n_depth: int = 0  # tokens of a sequence before the timed ones
     n_parallel: int = 1
 
     @property
     def n_tokens(self) -> int:
-        """The number of tokens of a sequence, timed or not, which the context must hold."""
+        """The number of tokens that the context of a sequence must hold, timed or not."""
         return self.n_depth + self.n_prompt + self.n_gen
 
     @property
@@ -86,23 +88,26 @@ class Test:
 class Spec:
     """The options of one measuring process, which receives them as JSON.
 
-    system: "moegguf", or llama.cpp: "stock" (without patches, bench/stock.py), "mmap" (moegguf's build without the
-    cache; the file is mapped) or "resident" (moegguf's build with every weight in memory).
+    system: "moegguf", or one of three forms of llama.cpp. "stock" is llama.cpp without patches (bench/stock.py). "mmap"
+    is moegguf's build without the expert cache, with the file mapped. "resident" is moegguf's build with every weight
+    in memory.
 
-    strategy: a name of controller.strategies. `policy`, `predictor`, `prefetch` and `store` replace parts of it.
+    strategy: a name of controller.strategies. `policy`, `predictor`, `prefetch` and `store` replace parts of the
+    strategy.
 
     repack: weights are stored in the layout of the CPU's fastest kernels.
 
-    feed: the tokens are random as in llama-bench, or from the file `text`, or the model's own (greedy) after n_depth.
+    feed: "random" tokens as in llama-bench, tokens of the file `text` ("text"), or the model's own most probable tokens
+    in the decoding steps ("greedy").
 
-    warm_start: begins with the experts that earlier runs used, and saves the experts of this run.
+    warm_start: begins with the experts that earlier runs used, and saves the uses of this run.
 
     vram_cache, mirror, placement: as in `Llama`.
 
-    draft: as in `Llama`, with greedy answers that are timed as a whole; None: each token is timed.
+    draft: as in `Llama`. Greedy answers are then timed as a whole; None: each token is timed.
 
     simulate_link: a link such as "24GB/s,35us" to a simulated device, which computes with `simulate_threads` threads
-    (0: the CPU's number). Without vram_cache and placement, the device gets the layers and the slots.
+    (0: as many as the CPU). Without vram_cache and placement, the device computes the layers and has the slots.
     """
 
     model: str
@@ -186,8 +191,8 @@ class BenchedSystem:
 
     label: str  # name on the command line
     spec: Spec
-    note: str = ""  # details of the run, for people
-    compared: bool = False  # True: the other systems are compared with it
+    note: str = ""  # details of the run, printed below the table
+    compared: bool = False  # True: its rows contain ratios to the systems with False
 
     @property
     def is_llama_cpp(self) -> bool:
@@ -204,7 +209,7 @@ class Outcome:
     result: dict[str, Any] = field(default_factory=dict)
     error: str = ""
     cgroup_peak_bytes: int = 0  # peak memory of the cgroup
-    page_cache_kept_bytes: int = 0  # bytes of the file that stayed in the page cache before the run
+    page_cache_kept_bytes: int = 0  # bytes of the file that were still in the page cache before the run
 
 
 Runner = Callable[[BenchedSystem], Outcome]
@@ -218,12 +223,12 @@ def resident_bytes(layout: ExpertLayout, spec: Spec) -> int:
 
 
 def compared_system(name: str, base: Spec, layout: ExpertLayout, limit_bytes: int | None) -> BenchedSystem:
-    """Returns the system for a name of `--against`. Names are "stock", "mmap", "resident" and "moegguf", each also
-    with "-plain" or "-repacked", names of VARIANTS, and names of strategies.
+    """Returns the system for a name of `--against`. Possible names are "stock", "mmap", "resident" and "moegguf", each
+    also with "-plain" or "-repacked", names of VARIANTS, and names of strategies.
 
     Repacked weights are a copy in memory. "stock" and "mmap" load with llama.cpp's default, which repacks. If the copy
-    does not fit, they do not repack and the weights stay in the file, because the default would be killed. Raises
-    OptionError for an unknown name.
+    does not fit into memory, llama.cpp would be killed. These systems then do not repack, and the weights stay in the
+    file. Raises OptionError for an unknown name.
     """
     if name in DECIDING:
         store = {key: value for key, value in base.store.items() if key not in find_strategy(name).switches}
@@ -254,8 +259,8 @@ def compared_system(name: str, base: Spec, layout: ExpertLayout, limit_bytes: in
 
 
 def combinations(base: Spec, lists: dict[str, Sequence[Any]]) -> list[Spec]:
-    """Returns `base` with every combination of the listed values, in the order of `lists`. The last list changes
-    fastest."""
+    """Returns copies of `base` with every combination of the listed values, in the order of `lists`. The last list
+    changes fastest."""
     return [replace(base, **dict(zip(lists, values, strict=True))) for values in itertools.product(*lists.values())]
 
 
@@ -323,7 +328,8 @@ def environment_of(spec: Spec, stock: Path | None = None) -> dict[str, str]:
     patches."""
     environment = child_environment(MOEGGUF_HOOKS=str(int(spec.system == "moegguf")))
     if spec.system == "stock":
-        environment |= {"MOEGGUF_LIBRARY": str(stock), "MOEGGUF_TRIAL_LOAD": "0"}  # a trial load would test the store
+        # No trial load, because it would test moegguf's store
+        environment |= {"MOEGGUF_LIBRARY": str(stock), "MOEGGUF_TRIAL_LOAD": "0"}
     return environment
 
 
@@ -338,8 +344,8 @@ def limit_fault(limit_bytes: int) -> str:
 
 @dataclass(frozen=True)
 class ProcessRunner:
-    """Runs a system in a child process. Before that, drops the model's pages from the page cache. Sets a memory limit
-    if there is one.
+    """Runs a system in a child process, under a memory limit if `limit_bytes` is given. First drops the model's pages
+    from the page cache, unless `drop_cache` is False.
 
     stock: the folder with the libraries of llama.cpp without patches, if one of the systems needs them.
     """

@@ -1,5 +1,5 @@
-"""Measures a served model: the server's overhead, and the time to a first token if a long prompt was computed
-before."""
+"""Measures a served model: the server's overhead, and the time to the first token when the context of a long prompt is
+reused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ REPLY_S = 3600
 
 
 class Server:
-    """The program `moegguf serve` on a free port, with one model. The client here keeps one connection open."""
+    """A running `moegguf serve` on a free port, with one model. This object is also its client, and keeps one
+    connection open."""
 
     def __init__(self, model: Path, context_store: str, **environment: str) -> None:
         self.model = model.stem
@@ -54,7 +55,7 @@ class Server:
         self._connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=REPLY_S)
 
     def post(self, path: str, body: dict[str, Any]) -> http.client.HTTPResponse:
-        """Sends a POST request about the model. Returns the response."""
+        """Sends a POST request with the model's name and `body`. Returns the response."""
         self._connection.request("POST", path, json.dumps({"model": self.model, **body}))
         return self._connection.getresponse()
 
@@ -79,8 +80,8 @@ class Answer:
 
 
 def timed(way: Callable[[], Iterator[str]]) -> Answer:
-    """Runs `way` and joins the pieces of text that it yields. Returns the text with the times of the first piece and
-    the end."""
+    """Calls `way` and joins the pieces of text that it yields. Returns the text, the seconds until the first piece, and
+    the seconds until the end."""
     start_s = time.perf_counter()
     first_s = 0.0
     text = ""
@@ -101,7 +102,7 @@ def in_process(engine: Engine) -> Iterator[str]:
 
 def drop_in(llm: Llama) -> Iterator[str]:
     """Yields the pieces of an answer from `create_chat_completion`, llama-cpp-python's API."""
-    llm.reset()  # a request with a seed starts from an empty context, as in the server
+    llm.reset()  # empties the context, as the server does for a request with a seed
     names = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
     sampling = {name: getattr(SAMPLING, name) for name in names}
     for chunk in llm.create_chat_completion(QUESTION, stream=True, **sampling):
@@ -117,9 +118,12 @@ def over_http(server: Server) -> Iterator[str]:
 
 
 def overhead(model: str, *, rounds: int) -> Iterator[Row]:
-    """Yields a row for each way to an answer: in this process, or through a server. A row has medians of the time to
-    the first text and of the total time, and the server's overhead. With one seed all texts should be equal. Before
-    each counted answer comes one that does not count."""
+    """Yields a row for each way to get an answer: in this process, or through a server.
+
+    A row has the medians of the time to the first text and of the total time, and the server's overhead. All answers
+    have the same seed, so the number of different texts should be 1. Each measured answer follows an answer of the same
+    kind that is not measured.
+    """
     plain: dict[str, Any] = {"n_ctx": 512, "context_store": 0, "draft": "off"}
     with Engine(model, parallel=1, **plain) as engine, ExitStack() as stack:
         server = Server(Path(model), "0")
@@ -148,7 +152,7 @@ def overhead(model: str, *, rounds: int) -> Iterator[Row]:
 
 
 def complete(server: Server, tokens: Sequence[int]) -> tuple[Row, list[Any]]:
-    """Requests a completion. Returns its figures, and its logprobs."""
+    """Requests a completion of `tokens`. Returns figures about its first token, and the logprobs of its tokens."""
     body = {"prompt": tokens, "max_tokens": ANSWER_TOKENS, "temperature": 0, "logprobs": 5, "stream": True}
     start_s = time.perf_counter()
     first_s = 0.0
@@ -164,16 +168,20 @@ def complete(server: Server, tokens: Sequence[int]) -> tuple[Row, list[Any]]:
         "computed": timings["prompt_n"],
         "reused": timings["cache_n"],
     }
-    logprobs: list[Any] = []  # joined over events: the number of tokens in an event depends on time
+    logprobs: list[Any] = []  # collected over all events, because the number of tokens in one event depends on timing
     for choice in (choice for chunk in chunks for choice in chunk["choices"] if choice.get("logprobs")):
         logprobs += zip(choice["logprobs"]["tokens"], choice["logprobs"]["top_logprobs"], strict=True)
     return figures, [list(pair) for pair in logprobs]
 
 
 def resume(model: str, *, tokens: int, folder: str) -> Iterator[Row]:
-    """Yields figures of a first token in five cases: computed, from memory, after unloading, after server and worker
-    were killed, and of another question with the same beginning. If `folder` is from an earlier call, the prompt is
-    not computed again. Raises MoeggufError if an answer has other logprobs than the first one."""
+    """Yields a row about the first token of an answer in each of five cases.
+
+    In the first case the prompt is computed. Then its context is reused from memory, after the model was unloaded, and
+    after server and worker were killed. The last case is another question with the same beginning. If `folder` has the
+    contexts of an earlier call, the prompt is not computed in the first case either. Raises MoeggufError if an answer
+    has other logprobs than the first answer.
+    """
     n_vocab = read_layout(model).n_vocab
     prompt = np.random.default_rng(0).integers(1000, n_vocab - 1000, tokens).tolist()
     other = [*prompt[: tokens - 100], *np.random.default_rng(1).integers(1000, 2000, 60).tolist()]

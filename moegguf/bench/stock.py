@@ -1,7 +1,8 @@
-"""Builds llama.cpp without patches, in the same release: pip builds it from the pinned source once, then it is kept.
+"""Builds llama.cpp without patches, in the same release as moegguf's. pip builds it once from the pinned source, and
+the result is kept.
 
-libmoegguf is copied into the folder of its libraries, so that the same program can measure it with MOEGGUF_HOOKS=0.
-Nothing calls libmoegguf then.
+libmoegguf is copied into the folder of these libraries, so that moegguf's own program can load and measure them. The
+program sets MOEGGUF_HOOKS=0, so that llama.cpp computes without libmoegguf.
 """
 
 from __future__ import annotations
@@ -32,20 +33,21 @@ def stock_library(progress: Callable[[str], object]) -> Path:
     pin = read_pin()
     flags = FLAGS if "amx_tile" in read_processor().flags else ""
     own_flags = [f'-DCMAKE_{language}_FLAGS="{flags}"' for language in ("C", "CXX") if flags]
-    arguments = " ".join([os.environ.get("CMAKE_ARGS", ""), *own_flags]).strip()  # the user's CMAKE_ARGS come first
+    # The user's CMAKE_ARGS come before the own flags
+    arguments = " ".join([os.environ.get("CMAKE_ARGS", ""), *own_flags]).strip()
     key = hashlib.sha256(repr((pin, arguments, sorted(read_processor().flags))).encode()).hexdigest()[:16]
     folder = cache_folder() / "stock" / f"{pin['version']}-{key}"
     if not folder.exists():
         progress(f"building llama.cpp {pin['llama_cpp_commit']} without patches, once; this takes some minutes")
         _build(pin, arguments, folder)
-    for built in own.glob("libmoegguf.*"):  # replaced atomically, because another run may have it loaded
+    for built in own.glob("libmoegguf.*"):  # atomically, because another run may have loaded the old file
         write_atomically(folder / built.name, built.read_bytes())
     return folder
 
 
 def _build(pin: dict[str, str], arguments: str, folder: Path) -> None:
-    """Compiles the package with pip and moves its libraries to `folder`, which never exists in part. Raises
-    LibraryError."""
+    """Compiles the package with pip and moves its libraries to `folder`. The folder appears only when it is complete.
+    Raises LibraryError."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         wanted = Path(scratch, "requirements.txt")

@@ -1,8 +1,8 @@
-"""Compares processes with a loaded model that compute in turns. `python -m moegguf.bench.turns '<spec as JSON>'` is
-one.
+"""Compares processes that each have loaded a model and compute in turns. `python -m moegguf.bench.turns '<spec as
+JSON>'` runs one such process.
 
-A process is stopped while others have their turn. On a machine whose speed changes within seconds, a ratio of
-neighbouring turns says more than a ratio of whole runs.
+A process is stopped while other processes have their turn. On a machine whose speed changes within seconds, a ratio of
+neighbouring turns is more reliable than a ratio of whole runs.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ Result = TypeVar("Result")
 Figures = dict[str, float]
 Row = dict[str, Any]
 
-CONTEXT_TOKENS = 1024  # tokens after the depth; a turn that fills them continues from the start of its decoding
-PROMPT_TOKENS = 256  # tokens of the prompt in a turn while other processes are busy
+# Tokens of room in the context for a turn; a turn that fills it goes back to where its decoding began
+CONTEXT_TOKENS = 1024
+PROMPT_TOKENS = 256  # length of a turn's prompt in `beside_load`, in tokens
 
 SPIN = "while True: pass"
 BURSTS = """
@@ -53,9 +54,10 @@ LOADS: dict[str, list[list[str]]] = {
     "two": [[sys.executable, "-c", SPIN], [sys.executable, "-c", SPIN]],
     "bursts": [[sys.executable, "-c", BURSTS]],
     "niced": [["nice", "-n", "19", sys.executable, "-c", SPIN]],
-    "pair": [],  # two processes of the same system decode at once
+    "pair": [],  # no extra process; two processes of the same system decode at the same time
 }
-"""{name: the commands of its processes}. LAST stands for the last processor that this process may use."""
+"""{name of a load: the commands of its processes}. LAST stands for the number of the last processor that this process
+may use."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +65,13 @@ class Turn:
     """The work of one turn."""
 
     n_depth: int = 0  # tokens in the context before the turn, not timed
-    n_prompt: int = 0  # tokens of the prompt, evaluated at once
-    n_gen: int = 0  # least number of tokens that are then decoded one by one
-    seconds: float = 0.0  # least seconds of decoding
+    n_prompt: int = 0  # tokens of the prompt, evaluated together
+    n_gen: int = 0  # minimum number of tokens to decode one by one after the prompt
+    seconds: float = 0.0  # minimum duration of decoding, in seconds
 
 
 class Side:
-    """A process with a loaded model, which is stopped between its turns."""
+    """One of the compared processes, with a loaded model. The process is stopped between its turns."""
 
     def __init__(self, spec: Spec, environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
@@ -79,7 +81,7 @@ class Side:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.result()  # waits until the model is loaded
+        self.result()  # waits for the first result, which comes when the model is loaded
 
     def start(self, turn: Turn) -> None:
         """Lets the process run, and starts a turn."""
@@ -105,8 +107,8 @@ class Side:
 
 
 def take_turn(llama: Llama, tokens: Sequence[int], turn: Turn) -> Figures:
-    """Computes a turn. Returns the seconds of prompt and decoding, the number of tokens decoded, and the mean number
-    of threads."""
+    """Computes a turn. Returns the seconds of the prompt, the seconds of decoding, the number of decoded tokens, and
+    the mean number of threads."""
     if not 0 < turn.n_depth <= llama.n_tokens or not llama.context.truncate(turn.n_depth):
         llama.reset()
         if turn.n_depth:
@@ -132,7 +134,8 @@ def take_turn(llama: Llama, tokens: Sequence[int], turn: Turn) -> Figures:
 
 
 def serve(spec: Spec, lines: Iterable[str]) -> Iterator[Figures]:
-    """Loads a model. Yields an empty result once it is loaded, then for each line the figures of the turn in it."""
+    """Loads a model, and yields an empty result. Then runs the turn in each line of `lines` (a `Turn` as JSON), and
+    yields its figures."""
     with load(spec) as llama:
         if llama.session is not None:
             llama.session.store.drain()
@@ -143,7 +146,7 @@ def serve(spec: Spec, lines: Iterable[str]) -> Iterator[Figures]:
 
 
 def take_turns(calls: Mapping[Key, Callable[[], Result]], rounds: int) -> dict[Key, list[Result]]:
-    """Calls each function once per round, in every second round in the opposite order. Returns {name: results of its
+    """Calls each function once per round; every second round has the opposite order. Returns {name: results of its
     calls}."""
     results: dict[Key, list[Result]] = {name: [] for name in calls}
     for number in range(rounds):
@@ -153,9 +156,12 @@ def take_turns(calls: Mapping[Key, Callable[[], Result]], rounds: int) -> dict[K
 
 
 def against_stock(model: str, *, prompt: int, tokens: int, depth: int, rounds: int, kernels: str) -> Iterator[Row]:
-    """Yields a row for each system: tokens per second of prompts or of decoding, and the ratio to stock in
-    neighbouring turns with its quartiles. Every expert is in memory. `kernels` lists values of MOEGGUF_KERNELS;
-    moegguf also runs with each."""
+    """Yields a row for each system: its tokens per second, and its speed relative to stock in neighbouring turns
+    (median and quartiles).
+
+    The speed is of prompts if `prompt` is above 0, otherwise of decoding. Every expert is in memory. `kernels` is a
+    list of values of MOEGGUF_KERNELS; moegguf also runs with each of them.
+    """
     test = Test(prompt, CONTEXT_TOKENS, depth)
     own = Spec(model, (test,), expert_cache="100%", n_threads=os.cpu_count() or 1)
     stock = Spec(model, (test,), system="stock", n_threads=os.cpu_count() or 1)
@@ -175,7 +181,7 @@ def against_stock(model: str, *, prompt: int, tokens: int, depth: int, rounds: i
             return figures["prompt_s"] if prompt else figures["decode_s"]
 
         calls = {name: partial(seconds_of, side) for name, side in opened.items()}
-        take_turns(calls, 1)  # fills caches; does not count
+        take_turns(calls, 1)  # fills the caches; these turns are not measured
         seconds = take_turns(calls, rounds)
     for name, found in seconds.items():
         ratios = [theirs / ours for theirs, ours in zip(seconds["stock"], found, strict=True)]
@@ -186,7 +192,7 @@ def against_stock(model: str, *, prompt: int, tokens: int, depth: int, rounds: i
 
 @contextmanager
 def busy_processes(load_name: str) -> Iterator[None]:
-    """Runs the processes of a load in the background during the `with`."""
+    """Runs the processes of the load `load_name` (a key of LOADS) in the background during the `with`."""
     last = str(max(os.sched_getaffinity(0)))
     commands = [[last if word == "LAST" else word for word in command] for command in LOADS[load_name]]
     processes = [subprocess.Popen(command) for command in commands]
@@ -202,8 +208,9 @@ def busy_processes(load_name: str) -> Iterator[None]:
 def beside_load(
     model: str, *, expert_cache: str, seconds: float, rounds: int, loads: str, systems: str
 ) -> Iterator[Row]:
-    """Yields a row for each system under each load: median speeds, and the speed as a share of the first row's.
-    `systems` lists numbers of threads, "auto" (follows the load) and "llama.cpp" (uses every processor)."""
+    """Yields a row for each system under each load, with median speeds. "share" is the decoding speed divided by the
+    decoding speed in the first row. `systems` lists numbers of threads, "auto" (the number follows the load) and
+    "llama.cpp" (all processors)."""
     names = loads.split(",")
     known = systems.split(",")
     if not set(names) <= LOADS.keys():

@@ -1,10 +1,9 @@
-"""Finds and saves files about a model's routing: measured hit rates, trained predictors, its EAM collection, expert
-uses.
+"""Finds and saves files about a model's routing: measured hit rates, trained predictors, the EAM collection, and the
+uses of experts.
 
-Search order: a folder beside the model (`MODEL.gguf.moegguf`), the user's data folder, the package
-(`predictors/NAME`). New files are written beside the model, or to the user's folder if the folder beside the model is
-not writable. A file belongs to a model if it has the model's fingerprint (a hash of its routers). The model's name
-does not matter.
+Search order: a folder beside the model (`MODEL.gguf.moegguf`), the user's data folder, the package (`predictors/NAME`).
+New files are written beside the model, or to the user's folder if the folder beside the model is not writable. A file
+belongs to a model if it has the model's fingerprint (a hash of its routers). The model's name does not matter.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ T = TypeVar("T")
 class Artifacts:
     """Finds and saves the files about one model."""
 
-    layout: ExpertLayout | None  # None: only a trace is given
-    trace_fingerprint: str = ""  # fingerprint in the trace; "": computed from `layout`
+    layout: ExpertLayout | None  # None: there is only a trace, and no model file
+    trace_fingerprint: str = ""  # fingerprint in the trace; "": no trace, so the fingerprint is computed from `layout`
     folder: Path | None = None  # searched before all other folders
-    only_folder: bool = False  # True: no other folder is searched, so that files of earlier runs do not count
+    only_folder: bool = False  # True: only `folder` is searched, so that files of earlier runs are not found
 
     @cached_property
     def fingerprint(self) -> str:
@@ -113,8 +112,8 @@ class Artifacts:
         return None
 
     def save_collection(self, shape: MoeShape, saved: weights.Weights) -> None:
-        """Saves a collection of expert activation matrices (the result of `Eamc.weights()`) atomically. If the folder
-        is not writable, warns and saves nothing."""
+        """Saves a collection of expert activation matrices (the result of `Eamc.weights()`) atomically, in
+        `writable_folder()`. If that folder is not writable, warns and saves nothing."""
         self._save(COLLECTION, "eamc", "the EAM collection was", shape, saved)
 
     def uses(self, shape: MoeShape) -> npt.NDArray[np.float32] | None:
@@ -132,8 +131,8 @@ class Artifacts:
         return None
 
     def save_uses(self, shape: MoeShape, uses: npt.NDArray[np.float32]) -> None:
-        """Saves how often each expert was used, (n_layer, n_expert), atomically. If the folder is not writable, warns
-        and saves nothing."""
+        """Saves how often each expert was used, (n_layer, n_expert), atomically, in `writable_folder()`. If that folder
+        is not writable, warns and saves nothing."""
         self._save(USES, "uses", "the uses of experts were", shape, weights.Weights({"uses": uses}))
 
     def _save(self, name: str, kind: str, subject: str, shape: MoeShape, saved: weights.Weights) -> None:
@@ -169,7 +168,7 @@ def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
     except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:  # the name is too long, so no such folder can exist
+        if error.errno != errno.ENAMETOOLONG:  # no warning if the name is too long: such a folder cannot exist
             warnings.warn(f"{path.parent} is not searched ({error.strerror}); going on without it.", stacklevel=1)
         return False
 

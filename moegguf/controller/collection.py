@@ -18,12 +18,13 @@ from moegguf.controller.weights import Weights
 from moegguf.native.predictor import integers
 
 CAPACITY = 1000
-ENTRIES = "decode"  # name of the array of entries in a file; older files also have entries of prompts
+# Name of the array of entries in a file; files of older versions also have an array with entries of prompts
+ENTRIES = "decode"
 
 
 class Eamc:
-    """A collection of at most `capacity` requests' expert activation matrices (rEAMs), each (n_layer, n_expert) token
-    counts."""
+    """A collection of at most `capacity` rEAMs, each (n_layer, n_expert). An rEAM is the expert activation matrix of
+    one request: counts of tokens."""
 
     def __init__(self, n_layer: int, n_expert: int, capacity: int = CAPACITY) -> None:
         self._table = n_layer, n_expert
@@ -62,8 +63,8 @@ class Eamc:
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Returns the entries as `predictors/counts.cpp` reads them, in two orders. In `columns` the counts of one
-        expert in all entries are contiguous, so matching a layer costs one addition per expert used. In `entries` each
-        entry is contiguous."""
+        expert in all entries are contiguous, so comparing a layer with all entries costs one vector addition per used
+        expert. In `entries` each entry is contiguous."""
         entries = self.state if self._entries else np.zeros((1, *self._table), np.float32)
         return {
             "entries": entries,
@@ -74,8 +75,8 @@ class Eamc:
         }
 
     def add(self, ream: Counts) -> bool:
-        """Adds a rEAM. In a full collection it replaces the entry most similar to it, to keep entries diverse
-        (appendix B.1).
+        """Adds the rEAM of a request. If the collection is full, the new rEAM replaces the entry most similar to it,
+        which keeps the entries diverse (appendix B.1).
 
         Returns False, and adds nothing, for a rEAM that could never be matched: without counts, with NaN, infinite or
         negative counts, or of another shape.
@@ -93,8 +94,8 @@ class Eamc:
         return True
 
     def most_similar(self, ream: Counts) -> int:
-        """Returns the index of the entry with the largest cosine to this EAM (n_layer, n_expert) over all layers; -1
-        if empty."""
+        """Returns the index of the entry with the largest cosine similarity to this EAM (n_layer, n_expert), over all
+        layers together; -1 if there are no entries."""
         if self.n_entries == 0:
             return -1
         # einsum, because a BLAS would start threads that compete with the model's threads

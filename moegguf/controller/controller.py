@@ -1,4 +1,4 @@
-"""The controller: at each routing event it updates the history, predicts, scores resident experts and prefetches.
+"""The controller: at each routing event it updates the history, predicts, scores experts and requests prefetches.
 
 No controller is needed if the policy is native and there is no predictor, because the store then decides alone. If the
 store also computes the predictor, the controller only switches the store's predictor and prefetching on and off.
@@ -33,11 +33,14 @@ class ActingOptions:
     """Options of a controller that acts on predictions."""
 
     prefetch: PrefetchOptions | None = None  # None: nothing is prefetched
-    slowest_s: float = 1.0  # time limit for one event; a slower policy or predictor is switched off
-    strict: bool = False  # a failing policy or predictor raises CallbackError; there is no time limit
-    lockstep: bool = False  # the store applies its own predictions at a fixed place of each pass: reproducible
-    clock_ns: Callable[[], int] | None = None  # the watchdog's clock in ns; None: others call `count_token`
-    link_ns: Callable[[], int] | None = None  # returns the link's busy time so far in ns; None: the link is ignored
+    slowest_s: float = 1.0  # time limit in seconds for one event; a slower policy or predictor is switched off
+    strict: bool = False  # True: a failing policy or predictor raises CallbackError, and there is no time limit
+    # True: the store applies its own predictions at a fixed point of each pass, so that a run is reproducible
+    lockstep: bool = False
+    # The watchdog's clock in ns; None: the caller counts tokens by `count_token`
+    clock_ns: Callable[[], int] | None = None
+    # Returns the link's total busy time so far in ns; None: the watchdog ignores the link
+    link_ns: Callable[[], int] | None = None
 
 
 def build_controller(
@@ -57,11 +60,10 @@ def build_controller(
 
 
 class Controller:
-    """Receives one model's announcements and routing events, from one thread at a time, and controls the model's
-    store.
+    """Receives one model's announcements and routing events, from one thread at a time, and controls the model's store.
 
-    A policy or predictor is switched off, with one warning, if it raises, returns values of the wrong shape or takes
-    too long. The store then uses the remaining parts; without a policy it evicts by LRU.
+    A policy or predictor that raises, returns values of the wrong shape or takes too long is switched off, with one
+    warning. The store then continues without it. Without a policy the store evicts by LRU.
     """
 
     def __init__(
@@ -69,8 +71,8 @@ class Controller:
     ) -> None:
         self.shape = shape
         self._native = predictor.native()
-        self.native = self._native is not None  # the store computes the predictor, and prefetches
-        self.scores = isinstance(policy, Policy)  # the policy is in Python and scores experts
+        self.native = self._native is not None  # True: the store computes the predictor and requests the prefetches
+        self.scores = isinstance(policy, Policy)  # True: the policy is in Python and scores experts
         self.policy: AnyPolicy | None = policy
         self.predictor: Predictor | None = predictor
         self.history = History(shape)
@@ -90,7 +92,9 @@ class Controller:
         self._direct_store()
         if options.prefetch is not None:
             self._forecast = Forecast(shape, options.prefetch.window, options.prefetch.again)
-        else:  # no prefetching, but a policy reads the forecast: few layers if predictions are costly
+        else:
+            # There is no prefetching, but a policy may read the forecast. A predictor that needs inputs is costly, so
+            # it predicts only the default number of layers.
             self._forecast = Forecast(shape, PrefetchOptions.window if predictor.needs_inputs else predictor.reach)
 
     @property
@@ -111,7 +115,7 @@ class Controller:
         return isinstance(self.policy, Policy) or not self.native or isinstance(self.predictor, EamcPredictor)
 
     def announce(self, announcement: Announcement) -> None:
-        """Receives the tokens that are evaluated next. Predictors that work from token ids predict now, before the
+        """Receives the tokens that are evaluated next. Predictors that need only token ids predict now, before the
         first layer."""
         if self.stopped:
             return
@@ -156,12 +160,12 @@ class Controller:
             self.watchdog.pause()
         try:
             self._direct_store()
-        except MoeggufError as error:  # not enough memory for another thread, for example
+        except MoeggufError as error:  # the memory may be too small for another thread, for example
             self._drop_predictor(_reason(error))
 
     def _direct_store(self) -> None:
-        """Switches the store's own predictor and its prefetching on or off, as the watchdog has decided. The predictor
-        is off only while prefetching is off until the next trial."""
+        """Switches the store's own predictor and its prefetching on or off, as the watchdog has decided. While the
+        watchdog waits for its next trial with prefetching off, the predictor is off, too."""
         if self._native is None:
             return
         with self._changing:
@@ -174,7 +178,8 @@ class Controller:
                 self._store.act_on_forecasts(self._acting)
 
     def _learn(self) -> None:
-        """Adds requests that have ended to the EAM collection. The store does not use the collection meanwhile."""
+        """Adds the requests that have ended to the EAM collection. The store's predictor is off while the collection
+        changes."""
         learner = self.predictor
         if not isinstance(learner, EamcPredictor):
             return
@@ -187,7 +192,7 @@ class Controller:
 
     @property
     def _refused(self) -> bool:
-        """Returns whether prefetching is off until the watchdog's next trial begins."""
+        """Returns True if prefetching is off until the watchdog's next trial begins. Nothing is predicted meanwhile."""
         return self.watchdog is not None and self.watchdog.resting and not self.watchdog.on
 
     def _guarded(self, switch_off: Callable[[str], None], call: Callable[..., None], *arguments: object) -> None:
@@ -218,8 +223,9 @@ class Controller:
         scores = policy.scores(self.history, self._forecast)
         if scores is not None and np.shape(scores) != self.shape.table:
             raise ValueError(f"scores have the shape {np.shape(scores)}, not {self.shape.table}")
-        # A prompt's pass needs every layer once, in order. The store's own prefetching of the next layer covers that
-        # better than any probability (DuoServe-MoE, section 5: prefill and decode are scheduled separately).
+        # While a prompt is computed, the policy's scores are not used: each of its passes needs every layer once, in
+        # order. The store's own prefetching of the next layer serves such a pass better than any probability
+        # (DuoServe-MoE, section 5: prefill and decode are scheduled separately).
         if phase == Phase.PREFILL:
             self._clear_scores()
         elif scores is not None:
@@ -228,7 +234,8 @@ class Controller:
 
     def _act(self, phase: Phase) -> None:
         """Sends the forecast to a native policy that uses forecasts, and prefetch requests to the store. Does nothing
-        in a prompt, or if the store predicts by itself."""
+        in a prompt, or if the store predicts by itself. While the watchdog has switched prefetching off, clears the
+        forecast in the store instead."""
         if phase != Phase.DECODE or self.native:
             return
         if self.may_prefetch and not self.prefetching:
@@ -274,12 +281,13 @@ class Controller:
             warnings.warn(f"{what}; {going_on}.", stacklevel=4)
 
     def stop(self) -> None:
-        """Makes the controller ignore all further events, including events that are in the queue now."""
+        """Makes the controller ignore all later events, including events that are already in the queue."""
         self.stopped = True
 
 
 def name_of(policy_or_predictor: object) -> str:
-    """Returns the `title` or `name` of a policy or predictor; if a user's class has neither, the name of the class."""
+    """Returns the `title` or `name` of a policy or predictor. A user's class may have neither; then returns the name of
+    the class."""
     own = type(policy_or_predictor).__name__
     return str(getattr(policy_or_predictor, "title", "") or getattr(policy_or_predictor, "name", "") or own)
 
@@ -292,8 +300,8 @@ def _native_forecast(shape: MoeShape, predictor: Predictor, options: ActingOptio
     prefetch = options.prefetch or PrefetchOptions(budget_bytes=0)
     return NativeForecast(
         window=max(1, min(prefetch.window, len(shape.layers)) if predictor.needs_inputs else predictor.reach),
-        # A predictor that reaches all layers predicts once per pass, because later layers add no information. Only the
-        # EAM collection is matched again at each layer.
+        # `once`: each layer is predicted only once per pass. This suffices for a predictor that reaches all layers,
+        # because later layers add no information. Only the EAM collection is matched again at each layer.
         once=not prefetch.again or (predictor.reach >= len(shape.layers) and not isinstance(predictor, EamcPredictor)),
         most_prefetches=min(most_prefetches(shape, prefetch), len(shape.layers) * shape.n_expert),
         waste_weight=prefetch.waste_weight,

@@ -14,10 +14,10 @@ from moegguf.native.events import Float32s
 class Forecast:
     """The sliding window of ProMoE (section 4.2): at MoE layer i, the next `window` MoE layers can be predicted.
 
-    With `again`, every layer in the window is predicted at each routing event. The new prediction, from a nearer
-    layer, replaces the old one. Without `again`, as in the paper, each layer is predicted once: all layers of the
-    window at the first layer, then layer i+window at layer i (footnote 1). This calls the predictor less often, but
-    from farther away.
+    With `again`, every layer in the window is predicted at each routing event. The new prediction, which was made at a
+    nearer layer, replaces the old one. Without `again`, as in the paper, each layer is predicted once. At the first
+    layer all layers of the window are predicted, and at each later layer i only layer i + window (footnote 1). This
+    calls the predictor less often, but each prediction is made farther ahead.
     """
 
     def __init__(self, shape: MoeShape, window: int, again: bool = True) -> None:
@@ -46,8 +46,8 @@ class Forecast:
         self._predict(predictor, self._shape.row_of[il])
 
     def take(self, probabilities: Float32s, known: npt.NDArray[np.bool_]) -> None:
-        """Replaces all predictions by the store's `probabilities` (n_layer, n_expert). `known` (n_layer,) marks the
-        layers that the store predicted."""
+        """Replaces all predictions by the `probabilities` (n_layer, n_expert) that the store has computed. `known`
+        (n_layer,) is True for the layers that the store predicted."""
         self._known = np.flatnonzero(known).tolist()
         self._table[:] = probabilities * known[:, np.newaxis]
 

@@ -17,8 +17,10 @@ from moegguf.native.events import Phase, RoutingEvent
 
 Counts = npt.NDArray[np.float32]
 
-ABSENT_PASSES = 64  # a request absent from more passes counts as ended: schedulers pause a request for fewer
-MOST_REQUESTS = 256  # requests whose rEAMs are kept at the same time: the most sequences of a context
+# A request that is absent from more passes counts as ended; schedulers pause a request for fewer passes
+ABSENT_PASSES = 64
+# Maximum number of requests whose rEAMs are kept at the same time, as many as a context has sequences
+MOST_REQUESTS = 256
 
 
 @dataclass
@@ -32,24 +34,26 @@ class Request:
 class History:
     """Tables (n_layer, n_expert) of counts over the routing seen so far.
 
-    No event says that a request has ended. A request counts as ended when it was absent from more than ABSENT_PASSES
-    passes. It also counts as ended when it was alone in a pass and a new request is alone in the next pass.
+    No event says that a request has ended. A request counts as ended when more than ABSENT_PASSES passes in a row had
+    none of its tokens. A request that was alone in a pass also counts as ended when a new request is alone in the next
+    pass.
     """
 
     def __init__(self, shape: MoeShape) -> None:
         self.shape = shape
-        self.clock = 0  # routing events so far
-        self.last_use: npt.NDArray[np.int64] = np.full(shape.table, -1, np.int64)  # `clock` at the last use; -1: none
+        self.clock = 0  # number of routing events so far
+        # Value of `clock` at the expert's last use; -1: never used
+        self.last_use: npt.NDArray[np.int64] = np.full(shape.table, -1, np.int64)
         self.uses: Counts = np.zeros(shape.table, np.float32)  # number of routing events that used the expert
         self.iteration: Counts = np.zeros(shape.table, np.float32)  # the iEAM: tokens of the current pass
         self._reams: Counts = np.zeros((len(Phase), *shape.table), np.float32)
         self.prefill, self.decode = self._reams  # sums of the rEAMs of all requests in this pass
-        self.il = -1  # layer of the last event
+        self.il = -1  # number of the layer of the last event
         self.pass_ = -1
-        self.sequence = -1  # the request of the last event; if there are several, the first of them
+        self.sequence = -1  # number of the last event's request; of several requests, the first one
         self.phase = Phase.PREFILL
-        self.new_pass = False  # the last event began a pass
-        self.new_request = False  # the last event began a request
+        self.new_pass = False  # True: the last event began a pass
+        self.new_request = False  # True: the last event began a request
         self.requests: dict[int, Request] = {}  # {sequence: request} of requests that have not ended
         self.finished: list[Counts] = []  # rEAMs (decode) of the requests that ended with the last event
         self._n_pass = 0
@@ -82,7 +86,8 @@ class History:
         self.sequence = event.sequence
 
     def end_all(self) -> list[Counts]:
-        """Ends all requests. Returns their rEAMs of decoding, the least recently active request first."""
+        """Ends all requests. Returns the rEAMs of their decoded tokens, beginning with the request that has been
+        inactive longest."""
         ended = [request.counts[Phase.DECODE] for request in self.requests.values()]
         self.requests.clear()
         self._present = frozenset()
@@ -94,7 +99,8 @@ class History:
         for sequence in self._present - present if one_by_one else ():
             self._end(sequence)
         for sequence in present:
-            request = self.requests.pop(sequence, None)  # inserted again below, as the request used last
+            # Removed and inserted again, so that requests are in order of their last use
+            request = self.requests.pop(sequence, None)
             self.requests[sequence] = request or Request(np.zeros_like(self._reams))
             self.requests[sequence].last_pass = self._n_pass
         for sequence in [s for s, r in self.requests.items() if self._n_pass - r.last_pass > ABSENT_PASSES]:

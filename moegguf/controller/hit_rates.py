@@ -1,8 +1,8 @@
-"""Hit rates of a model: measured on its own routing, or published by others for text. A measurement also decides which
-policy and predictor are chosen.
+"""Hit rates of a model: measured on its own routing, or published by others for other models. A measurement also
+decides which policy and predictor are chosen.
 
-A measurement is a small JSON file. `moegguf trace simulate --save` writes it, and the demo model's file is shipped. A
-policy that did not beat LRU in the measurement is not chosen.
+A measurement is a small JSON file. `moegguf trace simulate --save` writes it, and the demo model's file is shipped with
+moegguf. A policy that did not beat LRU in the measurement is not chosen.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout
 
 VERSION = 1
-LEAST_GAIN = 0.005  # smaller differences of hit rates are noise between traces
-NEAR_SHARE = 0.05  # two shares of experts in memory that differ by less count as the same share
+LEAST_GAIN = 0.005  # smaller differences of hit rates are treated as noise between traces
+NEAR_SHARE = 0.05  # two shares of experts in memory that differ by at most this count as equal
 
 T = TypeVar("T")
 
@@ -35,8 +35,9 @@ class ControllerChoice:
     prefetch: bool = False
 
 
-# The choice for a model that was not measured. It was the best on all routing that was tried: the demo model's, random
-# weights' and synthetic routing with published reuse. A live run prefetches only while this saves time.
+# The choice for a model without a measurement. It had the best results on every routing that was tried: the demo
+# model's, random weights' and synthetic routing with published reuse. In a live run the watchdog allows prefetching
+# only while this saves time.
 UNMEASURED = ControllerChoice("next-use", prefetch=True)
 UNMEASURED_WITHOUT_PREDICTIONS = ControllerChoice("next-use")
 
@@ -45,24 +46,26 @@ UNMEASURED_WITHOUT_PREDICTIONS = ControllerChoice("next-use")
 class Measured:
     """Hit rates of decode passes on a model's recorded routing.
 
-    49 in 50 requests had a hit rate in `ranges`. `ranges` and `bound` come from other requests than `hit_rates`, by
-    which a policy is chosen. So the figures that are printed were not used for the choice. `about` has the number of
-    these other requests under "ranges".
+    A policy is chosen by `hit_rates`. `ranges` and `bound` were measured on other requests, so that the printed figures
+    were not used for the choice. 49 in 50 of these other requests had a hit rate in `ranges`. `about` has their number
+    under "ranges".
     """
 
     fingerprint: str  # fingerprint of the model's routers
     hit_rates: Mapping[str, Mapping[float, float]]  # {policy: {share of experts in slots: hit rate}}
-    predictors: Mapping[str, str] = field(default_factory=dict)  # {policy: predictor used with it when measured}
-    prefetch: str = "none"  # predictor whose prefetching shortened the stall of a live run, or "none"
-    about: Mapping[str, str | int] = field(default_factory=dict)  # numbers of requests and tokens
+    predictors: Mapping[str, str] = field(default_factory=dict)  # {policy: predictor that the policy was measured with}
+    prefetch: str = "none"  # predictor whose prefetching shortened the stall of a live run; "none": prefetching did not
+    # Facts about the measurement, such as its numbers of requests and tokens
+    about: Mapping[str, str | int] = field(default_factory=dict)
     ranges: Mapping[str, Mapping[float, tuple[float, float]]] = field(default_factory=dict)  # {policy: {share: range}}
     bound: Mapping[float, float] = field(default_factory=dict)  # {share in slots: hit rate of Belady's optimal policy}
 
     def choose(self, share: float) -> ControllerChoice:
-        """Returns the policy with the highest hit rate at the measured share nearest to `share`. Policies that are
-        below LRU at any measured share are left out.
+        """Returns the policy with the highest hit rate, and its predictor. The hit rates were measured at several
+        shares of experts with slots; the measured share nearest to `share` decides.
 
-        Chooses LRU unless the best hit rate is higher by at least LEAST_GAIN.
+        Policies that are below LRU at any measured share are left out. Returns LRU unless the best hit rate is higher
+        by at least LEAST_GAIN.
         """
         lru = self.hit_rates.get("lru", {})
         if not lru:
@@ -81,8 +84,8 @@ class Measured:
         return ControllerChoice(policy, self.predictors.get(policy, "none"))
 
     def range_at(self, share: float) -> tuple[float, float] | None:
-        """Returns the range (low, high) of hit rates of the policy chosen at this share, cut at Belady's bound.
-        Returns None if the policy's range was not measured."""
+        """Returns the range (low, high) of hit rates of the policy that `choose` returns for this share. Both ends are
+        limited to Belady's bound. Returns None if the policy's range was not measured."""
         ranges = self.ranges.get(self.choose(share).policy)
         if not ranges:
             return None
@@ -93,8 +96,8 @@ class Measured:
 
 
 def interpolate(rates: Mapping[float, float], share: float) -> float:
-    """Returns the hit rate at `share`, interpolated linearly in {share: hit rate}. The hit rate is 0 at share 0 and 1
-    at share 1."""
+    """Returns the hit rate at `share`, by linear interpolation of `rates`, {share: hit rate}. The hit rate is 0 at
+    share 0 and 1 at share 1."""
     share = min(max(share, 0.0), 1.0)
     for (x0, y0), (x1, y1) in pairwise(((0.0, 0.0), *sorted(rates.items()), (1.0, 1.0))):
         if share <= x1 and x1 > x0:
@@ -164,7 +167,7 @@ def _share(value: Any) -> float:
 
 @dataclass(frozen=True)
 class HitRange:
-    """The range in which the hit rate of an answer is expected."""
+    """The range in which an answer's hit rate is expected."""
 
     low: float
     high: float
@@ -176,7 +179,7 @@ class HitCurve:
     """Hit rates of a model, from one source."""
 
     rates: Mapping[float, float]
-    source: str  # name of the model, and who measured it
+    source: str  # name of the model, and who published the hit rates
     n_expert: int = 0
     n_expert_used: int = 0
 
@@ -185,8 +188,8 @@ class HitCurve:
         return min(1.0, interpolate(self.rates, share))
 
     def corrected(self, reached: Mapping[float, float]) -> HitCurve:
-        """Returns the curve with hit rates that answers reached on this machine, {share: hit rate}. They replace
-        points of the curve within NEAR_SHARE of the same share."""
+        """Returns the curve corrected by `reached`, the hit rates of answers on this machine, {share: hit rate}. These
+        replace the points of the curve whose share differs by at most NEAR_SHARE."""
         if not reached:
             return self
         others = {at: rate for at, rate in self.rates.items() if all(abs(at - share) > NEAR_SHARE for share in reached)}
@@ -218,8 +221,8 @@ def published_for(n_expert: int, n_expert_used: int) -> tuple[tuple[HitCurve, ..
 
 
 def published_curve(n_expert: int, n_expert_used: int) -> HitCurve:
-    """Returns one published curve: among models with these counts of experts, or else among all, the one whose hit
-    rate at a share of 0.25 is the median."""
+    """Returns one published curve: the one with the median hit rate at a share of 0.25. The candidates are the models
+    with these counts of experts, or all models if there are none."""
     curves, same = published_for(n_expert, n_expert_used)
     ordered = sorted(curves, key=lambda curve: curve.at(0.25))
     chosen = ordered[(len(ordered) - 1) // 2]
@@ -228,9 +231,9 @@ def published_curve(n_expert: int, n_expert_used: int) -> HitCurve:
 
 
 def published_range(layout: ExpertLayout, n_slots: int) -> HitRange:
-    """Returns the lowest and the highest hit rate published for models of this shape, or else for all models. The
-    lowest is 0 if there are fewer slots than experts that one token uses over all layers: LRU then hits next to
-    nothing."""
+    """Returns the lowest and the highest hit rate published for models of this shape, or for all models if there are
+    none. If there are fewer slots than one token uses experts over all layers, the lowest rate is 0, because LRU then
+    has almost no hits."""
     share = n_slots / max(1, layout.n_expert_total)
     curves, same = published_for(layout.n_expert, layout.n_expert_used)
     rates = sorted((curve.at(share), curve.source) for curve in curves)
@@ -243,6 +246,6 @@ def published_range(layout: ExpertLayout, n_slots: int) -> HitRange:
 
 
 def typical_hit_rate(layout: ExpertLayout, n_slots: int) -> float:
-    """Returns the middle of the published range. It serves to compare plans, not to predict a speed."""
+    """Returns the middle of the published range. This figure is for comparing plans, not for predicting a speed."""
     found = published_range(layout, n_slots)
     return (found.low + found.high) / 2

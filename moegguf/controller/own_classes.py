@@ -55,7 +55,7 @@ def make_own(name: str, kind: str, base: type[T], shape: object) -> T:
     """Returns a new object of the class that `name`, "FILE.py:CLASS", refers to. Calls CLASS(shape), or CLASS() if the
     constructor takes no argument.
 
-    Raises the OptionErrors of `load_class`, and OptionError if the constructor fails.
+    Raises OptionError as `load_class` does, and if the constructor fails.
     """
     own = load_class(name, kind, base)
     try:
@@ -81,7 +81,7 @@ def _load_module(file: Path, mtime_ns: int, kind: str) -> ModuleType:
     folder. Raises OptionError if the file raises an error."""
     name = f"moegguf_own_{file.stem}_{abs(hash(file)):x}_{mtime_ns:x}"
     spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None  # the suffix is .py
+    assert spec is not None and spec.loader is not None  # never None, because the file's suffix is .py
     module = importlib.util.module_from_spec(spec)
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))

@@ -23,17 +23,20 @@ NO_LIMIT = 1 << 62  # a budget in bytes per token that is never reached
 class PrefetchOptions:
     """Limits of prefetching.
 
-    A store that computes the predictor calibrates the probabilities, and uses `waste_weight` instead of
-    `least_probability`. Only such a store can prefetch by proximity (MoE-Infinity, section 4.5). For predictors in
-    Python the nearest layer always goes first.
+    If the store computes the predictor, it calibrates the probabilities, and uses `waste_weight` instead of
+    `least_probability`. Only then can it order prefetches by layer proximity (MoE-Infinity, section 4.5). With
+    predictors in Python the nearest layer always goes first.
     """
 
     window: int = 2  # number of next layers with experts that are predicted
-    again: bool = True  # a layer is predicted again at each nearer layer; False: once (`Forecast`)
-    budget_bytes: int | None = None  # most bytes prefetched per token; None: half the bytes of a token's experts
-    least_probability: float = 0.2  # experts with probability 0, or with less than this, are not prefetched
-    by_proximity: bool = False  # the largest probability times layer proximity goes first; False: the nearest layer
-    watchdog: bool = True  # prefetching is switched off while it does not save time
+    # True: each layer is predicted again whenever a nearer layer is routed; False: only once per pass (`Forecast`)
+    again: bool = True
+    # Maximum bytes prefetched per token; None: half of the bytes of the experts that a token uses
+    budget_bytes: int | None = None
+    least_probability: float = 0.2  # less probable experts, and experts with probability 0, are not prefetched
+    # True: the largest product of probability and layer proximity goes first; False: the nearest layer
+    by_proximity: bool = False
+    watchdog: bool = True  # True: prefetching is switched off while it does not save time
     waste_weight: float = 0.1  # cost of a useless prefetch, as a share of the stall that a useful one saves
 
 
@@ -46,11 +49,11 @@ def most_prefetches(shape: MoeShape, options: PrefetchOptions) -> int:
 
 
 class Prefetcher:
-    """Chooses experts to prefetch: for each layer at most n_expert_used, the number that a token uses (ProMoE, section
-    4.3).
+    """Chooses experts to prefetch. In each layer it chooses at most n_expert_used experts, as many as a token uses
+    (ProMoE, section 4.3).
 
-    Experts that have a slot do not count against the budget. Each expert is requested at most once in a pass. The
-    nearest layer goes first.
+    Experts that already have a slot are not requested, and do not count against the budget. Each expert is requested at
+    most once in a pass. The nearest layer goes first.
     """
 
     def __init__(self, shape: MoeShape, options: PrefetchOptions) -> None:
@@ -64,8 +67,8 @@ class Prefetcher:
         self._requested.clear()
 
     def requests(self, forecast: Forecast, residency: Callable[[], Residency]) -> list[tuple[int, int]]:
-        """Returns the (layer, expert) pairs to prefetch now: probable, without a slot, and not requested in this pass.
-        Calls `residency` only if the budget and the forecast allow a prefetch."""
+        """Returns the pairs (layer, expert) to prefetch now: probable experts that have no slot and were not requested
+        earlier in this pass. Calls `residency` only if the budget and the forecast allow a prefetch."""
         n_left = self._budget_experts - len(self._requested)
         known = forecast.known()
         if n_left <= 0 or not known:

@@ -1,4 +1,4 @@
-"""The numbers of a model's layers and experts: the only facts about a model that the controller uses."""
+"""The numbers of a model's layers and experts. They are the only facts about a model that the controller uses."""
 
 from __future__ import annotations
 

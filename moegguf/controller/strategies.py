@@ -1,7 +1,8 @@
-"""Strategies by name, from four papers and others: each names a cache, predictor, prefetching, order and prefill.
+"""Defines strategies by name, from four papers and other sources. A strategy names an eviction policy, a predictor,
+prefetching options, and switches of the store.
 
-A strategy only names parts; each part can still be chosen by itself. For each part docs/evidence/strategies.md names
-the place in the papers.
+Each of these parts can also be chosen separately. docs/evidence/strategies.md names the place in the papers for each
+part.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ Prefetch = PrefetchOptions | bool | None
 
 @dataclass(frozen=True)
 class Strategy:
-    """The settings of a strategy. A policy "auto" and settings that are None are replaced by the ones measured to be
-    best for the model."""
+    """The settings of a strategy. A policy "auto" and settings that are None are replaced by the policy and settings
+    with the best measurements for the model."""
 
     name: str
     about: str
     policy: str = "auto"
     predictor: str | None = None
     prefetch: Prefetch = None
-    store: StoreOptions = field(default_factory=StoreOptions)  # only its SWITCHES belong to the strategy
+    store: StoreOptions = field(default_factory=StoreOptions)  # only the options in SWITCHES belong to the strategy
 
     @property
     def switches(self) -> dict[str, Any]:

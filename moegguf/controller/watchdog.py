@@ -15,54 +15,57 @@ from moegguf.decisions import log_decision
 class WatchdogOptions:
     """Lengths and thresholds of the trials that compare decoding with and without prefetching.
 
-    A trial may end early after each pair of periods. With a certainty of 3.4 this happens in about one of a hundred
-    trials in which prefetching makes no difference.
+    After each pair of periods (one without and one with prefetching) a trial may end early. If prefetching makes no
+    difference, a certainty of 3.4 lets about one in a hundred trials end early.
     """
 
     off_tokens: int = 8  # tokens in a period without prefetching
     on_tokens: int = 16  # tokens in a period with prefetching
-    periods: int = 8  # most periods of each kind (with and without prefetching) in a trial
-    least_periods: int = 2  # least periods of each kind before a trial may end early
-    certainty: float = 3.4  # a trial ends early at this many standard errors of the rank-sum test
-    warm_tokens: int = 16  # first tokens, which are decoded with prefetching to fill the slots and are not compared
-    gain: float = 0.03  # share of a token's time that prefetching must save to stay on
-    pause_tokens: int = 1024  # tokens from a trial to the next; doubles after each trial
+    periods: int = 8  # maximum number of periods of each kind (with and without prefetching) in a trial
+    least_periods: int = 2  # minimum number of periods of each kind before a trial may end early
+    # A trial ends early if the rank sum deviates from its expectation by this many standard errors
+    certainty: float = 3.4
+    # First tokens, which fill the slots and are not compared; prefetching is on for them unless `link_ns` is given
+    warm_tokens: int = 16
+    gain: float = 0.03  # share of a token's time that prefetching must save in a trial to stay on
+    pause_tokens: int = 1024  # tokens between the first two trials; doubles after each trial
     max_pause_tokens: int = 1 << 16
-    weighed_tokens: int = 16  # tokens before a trial in which the link's load is measured (median)
-    busy: float = 0.25  # share of a token's time in which the link must be busy for a trial to begin
+    weighed_tokens: int = 16  # number of tokens before a trial over which the link's busy share is measured (median)
+    busy: float = 0.25  # minimum share of a token's time in which the link must be busy for a trial to begin
 
 
 class Watchdog:
     """Switches prefetching on or off, by the time of every decoded token.
 
-    The criterion is time, which includes both the stall and the cost of moving bytes. On a machine of few cores a
-    smaller stall can cost more compute time than it saves. The controller observes, counts and predicts in all
-    periods, so that periods differ only in prefetching.
+    The criterion is time, which includes both the stall and the cost of moving bytes. On a machine of few cores,
+    prefetching can cost more compute time than it saves in stall. The controller observes, counts and predicts in all
+    periods of a trial, so that the periods differ only in prefetching.
 
-    A trial alternates periods with and without prefetching. Periods without are shorter, because prefetching mostly
-    pays. The first token of a period is left out, because the period before affects it. A trial ends early if the
-    difference is clear. For that, token times with prefetching are made longer by the gain that prefetching has to
-    bring. They must then rank below or above the other times by `certainty`, and the medians of the periods must
-    agree. Ranks are used so that a few slow tokens do not decide. At the end of a trial the medians of the periods
-    decide, until the next trial.
+    A trial alternates periods with and without prefetching. Periods without prefetching are shorter, because
+    prefetching mostly pays. The first token of a period is left out, because the preceding period affects it. A trial
+    ends early if the difference is clear. For this test, token times with prefetching are first lengthened by the gain
+    that prefetching must bring. They must then rank below or above the times without prefetching by `certainty`, and
+    the medians of the periods must agree. Ranks are used so that a few slow tokens do not decide. At the end of a trial
+    the medians of the periods decide whether prefetching stays on until the next trial.
 
     If several sequences are decoded together, one token of each sequence counts as one token. A trial compares passes
-    with the same number of sequences. Other passes do not count; if more than `off_tokens` follow each other, the
-    trial begins anew with their number.
+    with the same number of sequences. Other passes do not count. After more than `off_tokens` other passes in a row,
+    the trial begins anew with their number of sequences.
 
-    Prefetching saves no more than the time in which the link copies. `link_ns` returns the link's busy time so far in
-    ns. With it, a trial begins only if the link is busy for a share `busy` of the median token's time. Until then
-    nothing is predicted. The first `warm_tokens` fill slots and are not counted.
+    Prefetching can save at most the time in which the link copies. `link_ns` returns the link's busy time so far in ns.
+    If it is given, a trial begins only if the link is busy for at least a share `busy` of the median token's time.
+    Until then nothing is predicted. The first `warm_tokens` fill slots and are not counted.
     """
 
     def __init__(self, options: WatchdogOptions | None = None, link_ns: Callable[[], int] | None = None) -> None:
         self.options = options or WatchdogOptions()
         self.on = self.options.warm_tokens > 0 and link_ns is None
         self.trials = 0
-        self.last_gain: float | None = None  # share of a token's time that prefetching saved in the last trial
+        # Share of a token's time that prefetching saved in the last trial; None: no trial has ended
+        self.last_gain: float | None = None
         self._link_ns = link_ns
         self._link_before_ns = 0
-        self._busy_shares: list[float] = []  # share of time in which the link was busy, for each measured token
+        self._busy_shares: list[float] = []  # busy share of the link during each measured token
         self._weighs = link_ns is not None
         self._warm_tokens = self.options.warm_tokens
         self._pause_tokens = 0
@@ -72,11 +75,11 @@ class Watchdog:
         self._previous_ns: int | None = None
         self._n_sequences = 1  # number of sequences in the passes that the trial compares
         self._n_last_sequences = 1  # number of sequences in the last pass
-        self._n_others = 0  # passes in a row that had another number of sequences
+        self._n_others = 0  # number of passes in a row that had another number of sequences
 
     @property
     def resting(self) -> bool:
-        """Returns whether the watchdog waits for the next trial, or measures how busy the link is before a trial."""
+        """Returns True while the watchdog waits for the next trial, or measures how busy the link is before a trial."""
         return self._pause_tokens > 0 or self._weighs
 
     def token(self, now_ns: int, n_sequences: int = 1) -> None:
@@ -108,7 +111,7 @@ class Watchdog:
                 self._end_period()
 
     def pause(self) -> None:
-        """Records that a prompt is computed next, whose time does not count."""
+        """Records that the next pass computes a prompt. The time until the following token does not count."""
         self._previous_ns = None
 
     def _weigh(self, busy_share: float) -> None:
@@ -127,8 +130,9 @@ class Watchdog:
         self._next_pause_tokens = min(2 * self._next_pause_tokens, self.options.max_pause_tokens)
 
     def _is_compared(self, n_sequences: int) -> bool:
-        """Returns whether a pass of `n_sequences` counts: whether the trial compares passes with this number of
-        sequences. After more than `off_tokens` other passes in a row, begins the trial anew with their number."""
+        """Returns True if the trial counts a pass of `n_sequences` sequences, because it compares passes with this
+        number. After more than `off_tokens` other passes in a row, begins the trial anew with the number of the last
+        one."""
         self._n_others = self._n_others + 1 if n_sequences != self._n_sequences else 0
         if self._n_others > self.options.off_tokens:
             self._n_sequences = n_sequences
@@ -148,8 +152,8 @@ class Watchdog:
             self._decide()
 
     def _is_clear(self) -> bool:
-        """Returns whether the trial can end early: a rank test (Mann-Whitney) of the single tokens' times is certain,
-        and the medians of the periods agree with it."""
+        """Returns True if the trial can end early: a rank test (Mann-Whitney) of the times of all tokens is certain,
+        and the medians of the periods agree with the test."""
         without, with_ = (np.concatenate(self._periods_ns[on]).astype(np.float64) for on in (False, True))
         with_ /= 1 - self.options.gain
         wins = np.sign(without[:, np.newaxis] - with_).mean()  # -1 to 1; 1: all tokens with prefetching were faster
@@ -163,7 +167,7 @@ class Watchdog:
         return 1 - self._token_ns(True) / without if without > 0 else 0.0
 
     def _token_ns(self, on: bool) -> float:
-        """Returns the median, over the periods, of the mean time of a token in ns. `on` selects periods with
+        """Returns the median, over the periods, of a period's mean time per token in ns. `on` selects the periods with
         prefetching."""
         return median(sum(period) / len(period) for period in self._periods_ns[on])
 

@@ -1,7 +1,8 @@
-"""Reads and writes files of trained predictors and EAM collections: safetensors, with facts as JSON in the header.
+"""Reads and writes files of trained predictors, EAM collections and uses of experts: safetensors, with facts as JSON in
+the header.
 
 Files are never pickled and never executed. A file is ignored with one warning if it is damaged, was made for another
-model, shape or version, or lacks something that its predictor needs.
+model, shape or version, or lacks an array or fact that its predictor needs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from moegguf.controller.shape import MoeShape
 
 FORMAT_VERSION = 1
 MAX_FILE_BYTES = 4 << 30
-SHAPE_KEYS = ("n_layer", "n_expert", "n_expert_used", "layers", "n_embd", "n_vocab")  # must be equal in file and model
+# Keys whose values must be equal in file and model.
+SHAPE_KEYS = ("n_layer", "n_expert", "n_expert_used", "layers", "n_embd", "n_vocab")
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 T = TypeVar("T")
@@ -33,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Weights:
-    """The learned arrays of a predictor."""
+    """The arrays in a file, such as the learned arrays of a predictor, and facts about them."""
 
     arrays: Arrays
     facts: Mapping[str, Any] = field(default_factory=dict)  # JSON values: options of the training, meaning of arrays

@@ -1,4 +1,5 @@
-"""Counts the choices in a recorded trace, for popularity, affinity, the token table and MoE-Infinity's collection."""
+"""Counts which experts the tokens of a recorded trace used: for popularity, affinity, the token table and
+MoE-Infinity's collection."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from moegguf.controller.weights import Weights
 from moegguf.native.events import Float32s
 from moegguf.trace.trace import Trace
 
-MOST_TOKENS = 1 << 15  # most entries of a token table
+MOST_TOKENS = 1 << 15  # maximum number of entries of a token table
 
 
 def multi_hot(expert_ids: npt.NDArray[np.integer], n_expert: int) -> npt.NDArray[np.bool_]:
@@ -33,16 +34,16 @@ def choices(trace: Trace, row: int) -> Float32s:
 
 def count_popularity(trace: Trace) -> Float32s:
     """Returns DuoServe-MoE's popularity P (n_moe_layer, n_expert) (equation 2): each expert's share of its layer's
-    choices. A layer that was never computed has equal shares."""
+    choices. In a layer that was never computed all experts have equal shares."""
     counts = np.stack([choices(trace, row).sum(axis=0) for row in range(len(trace.shape.layers))])
     return _shares(counts, np.full_like(counts, 1 / trace.shape.n_expert))
 
 
 def count_affinity(trace: Trace, popularity: Float32s) -> Float32s:
-    """Returns DuoServe-MoE's affinity A (n_moe_layer - 1, n_expert, n_expert) (equation 3): the shares of choices in
-    layer l + 1, for each expert chosen in layer l.
+    """Returns DuoServe-MoE's affinity A (n_moe_layer - 1, n_expert, n_expert) (equation 3). Row e of layer l has the
+    shares of the experts of layer l + 1 in the choices of tokens that used expert e in layer l.
 
-    Rows sum to 1. The row of an expert that was never chosen is the popularity of the next layer.
+    Each row sums to 1. The row of an expert that was never chosen is the popularity of the next layer.
     """
     hot = [choices(trace, row) for row in range(len(trace.shape.layers))]
     pairs = [here.T @ after for here, after in pairwise(hot)]
@@ -58,8 +59,8 @@ def _shares(counts: Float32s, default: Float32s) -> Float32s:
 
 def count_tokens(trace: Trace, most_tokens: int = MOST_TOKENS) -> Weights:
     """Returns ProMoE's token table (section 4.2): `tokens` (n_entry,), and `counts` (n_entry, n_moe_layer, n_expert),
-    the number of choices made for each token id. Tokens with unknown id are left out. Of the others, only the
-    `most_tokens` smallest ids are kept."""
+    how often each token id used each expert. Tokens whose id is unknown are left out. If there are more than
+    `most_tokens` token ids, only the smallest ones are kept."""
     known = (trace.tokens >= 0) & (trace.tokens < trace.shape.n_vocab)
     tokens = np.unique(trace.tokens[known])[:most_tokens]
     kept = np.isin(trace.tokens, tokens)

@@ -1,7 +1,9 @@
-"""Trains DuoServe-MoE's ExpertMLP (section 4.2): one network for all layers, BCE, BatchNorm, ReLU, dropout 0.1.
+"""Trains DuoServe-MoE's ExpertMLP (section 4.2): one network for all layers, with binary cross-entropy, BatchNorm, ReLU
+and dropout 0.1.
 
 Popularity and affinity are counted on the same trace first. After training, BatchNorm is folded into the matrices. The
-network's input for a sample is computed when a batch needs it, because all inputs together would not fit in memory.
+network's input for a sample is computed when a batch needs it, because the inputs of all samples would not fit in
+memory.
 """
 
 from __future__ import annotations
@@ -26,14 +28,15 @@ class Options(Schedule):
     """Options of a training.
 
     The paper trained 15 to 20 epochs for Mixtral 8x7B and 40 to 45 for 8x22B (section 6.4). Here all epochs are run,
-    because the learning rate is annealed until the last one. The epoch with the best validation accuracy is kept.
+    because the learning rate falls until the last one. The result is the state after the epoch with the best validation
+    accuracy.
     """
 
     epochs: int = 45
     patience: int = 0
     hidden: tuple[int, ...] = HIDDEN_SIZES  # sizes of hidden layers: the paper's, or smaller ones for a small model
     dropout: float = 0.1
-    most_samples: int = 0  # most samples in an epoch; 0: all
+    most_samples: int = 0  # maximum number of samples in an epoch; 0: no limit
 
 
 def train(trace: Trace, options: Options | None = None, report: Report = no_report) -> Weights:
@@ -57,8 +60,8 @@ def train(trace: Trace, options: Options | None = None, report: Report = no_repo
 
 
 def _samples(trace: Trace, popularity: Float32s, affinity: Float32s, seed: int) -> Samples:
-    """Returns one sample for each token and layer, if this layer and all earlier ones were computed for the token. The
-    first layer has no samples."""
+    """Returns one sample for each pair of a token and a layer, if this layer and all earlier ones were computed for the
+    token. There are no samples for the first layer."""
     ids = trace.expert_ids
     computed = np.cumprod(ids.min(axis=2) >= 0, axis=0).astype(np.bool_)
     rows, tokens = np.nonzero(computed[1:])

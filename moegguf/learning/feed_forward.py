@@ -14,7 +14,7 @@ from moegguf.learning.gradients import Floats, Node, add, product, relu, standar
 
 NORM_EPS = 1e-5
 MOMENTUM = 0.1  # weight of one batch in a batch norm's running mean and variance
-MOST_VALIDATION = 8192  # most validation samples; if there are more, only every k-th is used
+MOST_VALIDATION = 8192  # maximum number of validation samples; if there are more, only every k-th is used
 VALIDATION_BATCH = 2048
 
 Indices = npt.NDArray[np.int64]
@@ -25,8 +25,9 @@ Loss = Callable[[Node, Floats], Batch]
 class Samples:
     """Samples for training and validation. Each sample has a number, from 0 to n - 1."""
 
-    validation: npt.NDArray[np.bool_]  # (n,) True for samples that are not trained on and only decide when to stop
-    read: Callable[[Indices], tuple[Floats, Floats]]  # returns inputs (m, n_in) and choices (m, n_expert), 0 or 1
+    validation: npt.NDArray[np.bool_]  # (n,) True: the sample is not used for training, only for deciding when to stop
+    # Function of m sample numbers; returns inputs (m, n_in) and choices (m, n_expert), 0 or 1
+    read: Callable[[Indices], tuple[Floats, Floats]]
 
 
 class FeedForward:
@@ -42,7 +43,7 @@ class FeedForward:
         self.parameters: dict[str, Node] = {}
         self.n_layers = len(sizes) - 1
         self.dropout = dropout
-        self.running: dict[str, Floats] = {}  # running means and variances of the batch norms
+        self.running: dict[str, Floats] = {}  # running means and variances of the batch norms, by name
         for i, (n_in, n_out) in enumerate(pairwise(sizes)):
             most = 1 / np.sqrt(n_in)
             for name, size in ((f"layers.{i}.weight", (n_in, n_out)), (f"layers.{i}.bias", (n_out,))):
@@ -93,14 +94,14 @@ class FeedForward:
 
 
 def dropped(shape: tuple[int, ...], share: float, rng: np.random.Generator) -> Floats:
-    """Returns random factors for dropout: 0 for about `share` of the values. The other factors scale up, so that the
-    mean stays."""
+    """Returns random factors for dropout: 0 for about `share` of the values, and 1 / (1 - share) for the others, so
+    that the mean stays the same."""
     return (rng.random(shape, np.float32) >= share) / np.float32(1 - share)
 
 
 class FeedForwardTrainee(Trainee):
-    """A feed-forward network with the samples that it is fitted to. `most` is the number of samples in an epoch, drawn
-    anew for each epoch; 0: all samples."""
+    """A feed-forward network with the samples that it is fitted to. Each epoch uses `most` samples, which are drawn
+    anew; 0: all samples."""
 
     def __init__(
         self, network: FeedForward, samples: Samples, loss: Loss, batch: int, most: int, rng: np.random.Generator

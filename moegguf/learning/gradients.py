@@ -1,6 +1,6 @@
 """Reverse-mode differentiation of the operations in the predictors' networks.
 
-A node holds a value, and the function that turns the gradient of this value into the gradients of the node's inputs.
+A node holds a value, and the function that computes the gradients of the node's inputs from the gradient of this value.
 tests/pure/test_gradients.py compares each operation with finite differences.
 """
 
@@ -24,14 +24,14 @@ class Node:
     ) -> None:
         self.value = value
         self.inputs = inputs  # nodes from which the value was computed
-        self.back = back  # turns the gradient of the value into the gradients of the inputs
+        self.back = back  # computes the gradients of the inputs from the gradient of the value
         self.learns: bool = learns or any(node.learns for node in inputs)  # needs a gradient
-        self.grad: Floats | None = None  # the sum of gradients, once `backward` was called
+        self.grad: Floats | None = None  # sum of the gradients from all uses of the node; None before `backward`
 
 
 def backward(last: Node, gradient: Floats) -> None:
     """Computes the gradient of every node from which `last` was computed, and adds it to the node's `grad`. `gradient`
-    is the gradient of `last`."""
+    is the gradient of `last` itself."""
     last.grad = gradient
     for node in reversed(_in_order(last)):
         if node.back is None or node.grad is None:
@@ -60,13 +60,13 @@ def _in_order(last: Node) -> list[Node]:
 
 
 def add(a: Node, b: Node) -> Node:
-    """Returns a + b. If one operand has fewer axes, it is repeated along the first axes of the other one."""
+    """Returns a + b. An operand with fewer axes is repeated along the first axes of the other operand."""
     return Node(a.value + b.value, (a, b), lambda g: (_summed(g, a), _summed(g, b)))
 
 
 def times(a: Node, b: Node) -> Node:
-    """Returns a * b, element by element. If one operand has fewer axes, it is repeated along the first axes of the
-    other one."""
+    """Returns a * b, element by element. An operand with fewer axes is repeated along the first axes of the other
+    operand."""
 
     def back(gradient: Floats) -> tuple[Floats | None, ...]:
         of_a = _summed(gradient * b.value, a) if a.learns else None
@@ -76,7 +76,8 @@ def times(a: Node, b: Node) -> Node:
 
 
 def _summed(gradient: Floats, node: Node) -> Floats:
-    """Returns the gradient of a node whose value was repeated along the first axes: the sum over these axes."""
+    """Returns the gradient of a node whose value was repeated along the first axes of an operand: the sum over these
+    axes."""
     shape = node.value.shape
     return gradient if gradient.shape == shape else gradient.reshape(-1, *shape).sum(axis=0)
 

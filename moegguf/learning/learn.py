@@ -1,8 +1,8 @@
 """Learns the arrays that strategies need from one trace of a model, and saves them beside the model.
 
-Requests that were left out of the training judge a strategy: the simulator replays them. This gives two figures. One
-is the share of the predicted experts that the router chose. The other is the hit rate. Each figure is saved together
-with the same figure of a strategy without training.
+Some requests are left out of the training. The simulator replays them to judge what was learned, and gives two figures
+for a strategy. One is the share of the predicted experts that the router chose. The other is the hit rate. Each figure
+is saved together with a figure for comparison, from a method without training.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ LEARNERS = tuple(dict.fromkeys(LEARNT_FOR.values()))
 """The strategies that can be learned."""
 
 TRAINERS: dict[str, ModuleType] = {MLP: mlp, "expert-mlp": expert_mlp, "routing-path": routing_path}
-"""{predictor: the module that trains it: `Options`, whose fields go into the saved facts, and
-`train`}."""
+"""{predictor: the module that trains it}. Each module has a function `train` and a class `Options`, whose fields are
+saved as facts."""
 
 BRIEF: dict[str, Any] = {
     MLP: mlp.Options(windows=(1, 2, 4), n_hidden=256, epochs=10, batch=128),
@@ -47,37 +47,38 @@ BRIEF: dict[str, Any] = {
     ),
     "routing-path": routing_path.Options(epochs=24, patience=3),
 }  # fmt: skip
-"""Options with which a few thousand tokens are learned in minutes on two processors."""
+"""{predictor: training options}, with which a few thousand tokens are learned in minutes on two processors."""
 
 EAMC = "eamc"
 LEAST_REQUESTS = 4
 HELD_OUT_SHARE = 0.2
 JUDGED_SHARE = 0.25  # share of all experts that have slots when strategies are judged
 LAYER_US = 1000.0  # computing time of a layer in the simulation, in microseconds
-LAYER_EXPERTS = 2  # experts that the simulated link copies in the time of a layer
-TRACE_BYTES = 1 << 30  # most bytes of a trace to learn from
-INPUT_BYTES = 768 << 20  # most bytes of router inputs in such a trace; a training holds them twice
+LAYER_EXPERTS = 2  # number of experts that the simulated link copies while a layer computes
+TRACE_BYTES = 1 << 30  # maximum bytes of a trace to learn from
+INPUT_BYTES = 768 << 20  # maximum bytes of the router inputs in a trace; a training needs twice as many bytes of memory
 
 
 @dataclass(frozen=True)
 class Learnt:
-    """The outcome of learning for one strategy. Shares and hit rates come from answers that were not trained on."""
+    """The outcome of learning for one strategy. The shares and hit rates were measured on answers that were not used
+    for training."""
 
     strategy: str
     files: tuple[Path, ...]  # the files that were saved
     tokens: int  # tokens that were trained on
     requests: int  # requests that were trained on
     seconds: float
-    validation: float | None  # accuracy on requests that decided when to stop; None: nothing was trained
-    right: float  # share of the predictor's experts that the router chose
-    popularity: float  # `right` if the most used experts were always predicted
+    validation: float | None  # accuracy on the requests that decided when training stopped; None: nothing was trained
+    right: float  # share of the strategy's predicted experts that the router chose
+    popularity: float  # `right` of a predictor that always predicts the most used experts
     hits: float  # hit rate with the strategy
     lru: float  # hit rate with LRU alone
 
 
 def most_tokens(n_layer: int, n_embd: int, strategies: Iterable[str], wanted: int) -> int:
-    """Returns how many tokens of a trace to learn from: `wanted`, or fewer if a strategy needs router inputs and these
-    would be larger than INPUT_BYTES."""
+    """Returns the number of tokens of a trace to learn from: `wanted`, or fewer if the router inputs of so large a
+    trace would exceed INPUT_BYTES. Only some strategies need router inputs."""
     if not needs_inputs(strategies):
         return wanted
     return max(1, min(wanted, INPUT_BYTES // (2 * n_layer * n_embd)))
@@ -100,8 +101,8 @@ def check_strategies(names: Sequence[str]) -> list[str]:
 class Learning:
     """The requests of a trace, split into requests to learn from and requests that judge what was learned.
 
-    `options` replaces BRIEF's training options of single predictors. Raises OptionError for a trace of another model,
-    and for a trace with too few requests or without answers.
+    `options` replaces training options in BRIEF, predictor by predictor. Raises OptionError for a trace of another
+    model, and for a trace with too few requests or without answers.
     """
 
     def __init__(
@@ -129,8 +130,8 @@ class Learning:
         self._popularity = COUNTED["popularity"](self.training)
 
     def learn(self, name: str, report: Report = no_report) -> Learnt:
-        """Learns, judges and saves one strategy. Raises OptionError, and StorageError if a file cannot be written. If
-        it is interrupted before it saves, the old files stay."""
+        """Learns, judges and saves one strategy. Raises OptionError, and StorageError if a file cannot be written. An
+        interruption before the saving leaves the old files unchanged."""
         start = time.monotonic()
         strategy = find_strategy(name)
         learned = {file: self._train(file, report) for file, of in LEARNT_FOR.items() if of == name}
@@ -187,13 +188,14 @@ class Learning:
         return facts | (self._beside_skip(learned[own]) if own == MLP else {})
 
     def _beside_skip(self, learned: Weights) -> dict[str, float]:
-        """Returns how often the trained networks and the model's own routers are right when the default strategy uses
-        them. The default strategy takes the better ones (`prefetch_predictor`)."""
+        """Returns two shares of right predictions: one with the trained networks (mlp) and one with the model's own
+        routers (skip), each used by the default strategy. `prefetch_predictor` chooses the better of the two for this
+        strategy."""
         default = Strategy("", "", "lru", prefetch=PrefetchOptions(watchdog=False))
         shape = self.training.shape
         try:
             skip = UNTRAINED[SKIP](shape, self.artifacts)
-        except (ModelFormatError, OptionError):  # only llama.cpp can read the routers, or there is only a trace
+        except (ModelFormatError, OptionError):  # only llama.cpp can read these routers, or there is no model file
             return {}
         predictors = {MLP: self._predictor(MLP, learned), SKIP: skip}
         return {f"{name}_right": _right(self._replay(default, each)) for name, each in predictors.items()}

@@ -1,6 +1,7 @@
 """Trains ProMoE's two-layer MLPs (section 4.3), one for each pair of layers that the windows need.
 
-Inputs are standardized for training. Afterwards the standardization is folded into the first matrix.
+For training, inputs are scaled to mean 0 and standard deviation 1. Afterwards this scaling is folded into the first
+matrix.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from moegguf.learning.gradients import Floats
 from moegguf.learning.splitting import validation_tokens
 from moegguf.trace.trace import Trace
 
-LEAST_SPREAD = 0.3  # share of the mean spread; inputs with less spread make weights too large for bytes
+# Least standard deviation of an input, relative to the mean over inputs; smaller ones would lead to weights too large
+# for signed bytes
+LEAST_SPREAD = 0.3
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,8 @@ class Options(Schedule):
     """Options of a training."""
 
     lr: float = 3e-3
-    windows: tuple[int, ...] = (1, 2, 4, 8)  # distances between the layers of a pair
-    n_hidden: int = 512  # hidden values; 970 gives the paper's 2 million weights (2048 inputs, 60 experts)
+    windows: tuple[int, ...] = (1, 2, 4, 8)  # distances between the two layers of a pair
+    n_hidden: int = 512  # size of the hidden layer; 970 gives the paper's 2 million weights (2048 inputs, 60 experts)
 
 
 def train(trace: Trace, options: Options | None = None, report: Report = no_report) -> Weights:
@@ -62,8 +65,8 @@ def train(trace: Trace, options: Options | None = None, report: Report = no_repo
 
 
 def _mean_curve(courses: Sequence[Fitted]) -> list[float]:
-    """Returns the mean validation accuracy of the networks after each epoch. A network that stopped earlier counts
-    with its last accuracy."""
+    """Returns the validation accuracy after each epoch, as mean over the networks. A network that stopped earlier keeps
+    its last accuracy."""
     longest = max((course.epochs for course in courses), default=0)
     rows = [[*course.accuracies, *course.accuracies[-1:] * (longest - course.epochs)] for course in courses]
     return [round(float(mean), 4) for mean in np.mean(rows, axis=0)] if longest else []
@@ -72,7 +75,7 @@ def _mean_curve(courses: Sequence[Fitted]) -> list[float]:
 def train_pair(
     inputs: Floats, chosen: Floats, validation: npt.NDArray[np.bool_], options: Options, report: Report = no_report
 ) -> tuple[dict[str, Floats], Fitted]:
-    """Trains one MLP. Returns its arrays, and the course of the training."""
+    """Trains one MLP. Returns its arrays, and the losses and accuracies of the training."""
     mean = inputs.mean(axis=0)
     spread = inputs.std(axis=0)
     spread = np.maximum(spread, LEAST_SPREAD * spread.mean() + np.finfo(np.float32).tiny)

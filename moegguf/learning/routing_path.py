@@ -5,9 +5,9 @@ A sample is a chunk of a request and the window of tokens before it. In every ep
 other positions.
 
 Training departs from the paper in three ways. A batch of 16 is 16 chunks, not 16 requests. Adam's weight decay is
-decoupled (AdamW), because coupled decay of 0.01 wipes out the embeddings of rare tokens. The network starts from the
-experts that each token id uses by itself (`Samples.first_guess`), because 33,000 tokens are too few to learn this
-soon.
+decoupled (AdamW), because coupled decay of 0.01 wipes out the embeddings of rare tokens. At the start the network
+already predicts the experts that each token id uses on average (`Samples.first_guess`), because 33,000 tokens are too
+few to learn this quickly.
 
 Only tokens in the trace get an embedding in training. The embedding of every other token is zero.
 """
@@ -44,12 +44,13 @@ from moegguf.learning.gradients import (
 from moegguf.learning.splitting import held_out
 from moegguf.trace.trace import Trace
 
-BLOCK_GAIN = 0.1  # scale of a block's first weights, so that its output is small compared to the first guess
+# Scale of the last matrix of a block at the start, so that the block changes the first guess only a little
+BLOCK_GAIN = 0.1
 POSITION_GAIN = 0.2
-MIN_SHARE = 1e-3  # shares are moved into MIN_SHARE ... 1 - MIN_SHARE before a logit is computed
-PRIOR_TOKENS = 1.0  # weight of popularity in a token id's statistics, in tokens
+MIN_SHARE = 1e-3  # shares are limited to the range from MIN_SHARE to 1 - MIN_SHARE before a logit is computed
+PRIOR_TOKENS = 1.0  # popularity counts as much as this number of tokens in a token id's statistics
 N_POWER = 4  # iterations to find the largest singular vectors
-MASKED = np.float32(-1e9)  # attention score of positions that must not be seen
+MASKED = np.float32(-1e9)  # attention score of positions that a token must not attend to
 VALIDATION_SHARE = 0.1
 
 
@@ -95,7 +96,8 @@ class PathModel:
         self.parameters = {name: Node(value.astype(np.float32), learns=True) for name, value in values.items()}
 
     def _matrix(self, *sizes: int, fan_in: int, gain: float = 1.0) -> Floats:
-        """Returns a random normal matrix. It multiplies the spread of an input of length `fan_in` by about `gain`."""
+        """Returns a random normal matrix. The standard deviation of its output is about `gain` times the standard
+        deviation of an input of length `fan_in`."""
         return self._rng.standard_normal(sizes) * (gain / np.sqrt(fan_in))
 
     def _attention(self, name: str) -> dict[str, Floats]:
@@ -173,7 +175,7 @@ class PathModel:
 
 
 def logit(share: Floats) -> Floats:
-    """Returns the logit of `share`, which is first moved into the range from MIN_SHARE to 1 - MIN_SHARE."""
+    """Returns the logit of `share`, after limiting `share` to the range from MIN_SHARE to 1 - MIN_SHARE."""
     share = np.clip(share, MIN_SHARE, 1 - MIN_SHARE)
     return np.log(share / (1 - share))
 
@@ -182,7 +184,7 @@ class Samples:
     """The tokens of all requests of a trace in one array. Padding (token id n_vocab) lies before and after each
     request. Requests with unknown tokens are left out. Raises OptionError if no request remains.
 
-    seen (n_seen,): the token ids that occur, ascending, with n_vocab for padding.
+    seen (n_seen,): the different token ids that occur, ascending, including n_vocab for padding.
 
     tokens (n,): the tokens as indices into `seen`.
 
@@ -219,7 +221,7 @@ class Samples:
         self.known[here] = ids[:, :, 0] >= 0
 
     def tokens_of(self, sequences: list[int]) -> Integers:
-        """Returns the positions of the tokens of these requests in `tokens`."""
+        """Returns the positions in `tokens` of the tokens of these requests."""
         parts = [
             np.arange(start, end)
             for sequence, start, end in zip(self.sequences, self.starts, self.ends, strict=True)
@@ -232,10 +234,11 @@ class Samples:
         return self.paths[places].sum(axis=0) / np.maximum(self.known[places].sum(axis=0), 1)[:, np.newaxis]
 
     def first_guess(self, places: Integers, n_embd: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
-        """Returns an embedding (n_seen, n_embd) and heads (n_embd, n_moe_layer, n_expert) to start the training with.
+        """Returns an embedding (n_seen, n_embd) and heads (n_embd, n_moe_layer, n_expert), from which the training
+        starts.
 
-        Their product approximates, for each token id and expert, the log-odds that this token id uses the expert, less
-        the log-odds of an average token. Only tokens at `places` count.
+        Their product approximates a figure for each token id and expert: the log-odds that the token id uses the
+        expert, minus the log-odds of an average token. Only tokens at the positions `places` count.
         """
         size = self.paths.shape[1:]
         uses = np.zeros((len(self.seen), *size), np.float32)
@@ -255,8 +258,8 @@ class Samples:
         return embedding, heads
 
     def firsts(self, sequences: list[int], rng: np.random.Generator) -> Integers:
-        """Returns the positions at which chunks of these requests begin. Each request is cut into chunks from a random
-        offset."""
+        """Returns the positions at which the chunks of these requests begin. Each request is cut into chunks at a
+        random offset."""
         cuts = [
             np.maximum(np.arange(start - int(rng.integers(self.chunk)), end, self.chunk), start)
             for sequence, start, end in zip(self.sequences, self.starts, self.ends, strict=True)
@@ -266,8 +269,8 @@ class Samples:
 
 
 class PathTrainee(Trainee):
-    """The network with the chunks of a trace. Requests in `validation` are not trained on and only decide when to
-    stop."""
+    """The network with the chunks of a trace. The requests in `validation` are not used for training, only for deciding
+    when to stop."""
 
     def __init__(self, samples: Samples, validation: list[int], options: Options, rng: np.random.Generator) -> None:
         self._training = [sequence for sequence in samples.sequences if sequence not in validation]
@@ -294,7 +297,8 @@ class PathTrainee(Trainee):
     def _computed(
         self, firsts: Integers, training: bool
     ) -> Iterator[tuple[Node, npt.NDArray[np.bool_], npt.NDArray[np.bool_]]]:
-        """Yields (logits, experts used, True where a layer was computed) for one batch of chunks after the other."""
+        """Yields (logits, experts used, known) for each batch of chunks. `known` is True where a layer was computed for
+        a token."""
         samples = self._samples
         for start in range(0, len(firsts), self._batch):
             first = firsts[start : start + self._batch, np.newaxis]
@@ -314,7 +318,7 @@ class PathTrainee(Trainee):
 
 
 def train(trace: Trace, options: Options | None = None, report: Report = no_report) -> Weights:
-    """Trains the network. Returns its arrays by name, which depend only on the trace, the options and the number of
+    """Trains the network. Returns its arrays by name. They depend only on the trace, the options and the number of
     threads."""
     options = options or Options()
     samples = Samples(trace, options.window, options.chunk)
@@ -329,7 +333,8 @@ def train(trace: Trace, options: Options | None = None, report: Report = no_repo
 
 
 def largest_singular(matrix: Floats, n: int, rng: np.random.Generator) -> tuple[Floats, Floats, Floats]:
-    """Returns u, s and v^T for about the n largest singular values, computed by power iteration."""
+    """Returns u, s and v^T of the singular value decomposition, approximately, for the n largest singular values. Uses
+    power iteration."""
     found = matrix @ rng.standard_normal((matrix.shape[1], n)).astype(matrix.dtype)
     for _ in range(N_POWER):
         basis, _ = np.linalg.qr(found)

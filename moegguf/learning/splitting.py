@@ -1,4 +1,5 @@
-"""Splits a trace into sets of requests, never within a request, because neighbouring tokens share experts."""
+"""Splits a trace into sets of whole requests. A request is never divided, because neighbouring tokens use similar
+experts."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ from moegguf.trace.trace import Trace
 
 
 def held_out(trace: Trace, share: float, seed: int) -> list[int]:
-    """Returns the requests to leave out of a training: `share` of each kind of text, at least one request of a kind
-    with several. If every kind has only one request, all requests count as one kind."""
+    """Returns the requests to leave out of a training: `share` of the requests of each kind of text. At least one
+    request is left out of each kind that has several. If every kind has only one request, all requests count as one
+    kind."""
     rng = np.random.default_rng(seed)
     kinds: dict[str, list[int]] = {}
     for sequence in trace.sequences():
@@ -26,5 +28,6 @@ def held_out(trace: Trace, share: float, seed: int) -> list[int]:
 
 
 def validation_tokens(trace: Trace, seed: int, share: float = 0.1) -> npt.NDArray[np.bool_]:
-    """Returns (n_tokens,): True for tokens of requests that are not trained on and only decide when to stop."""
+    """Returns (n_tokens,): True for tokens of the validation requests. These requests are not used for training, only
+    for deciding when to stop."""
     return np.isin(trace.sequence_of, held_out(trace, share, seed))

@@ -37,7 +37,7 @@ from moegguf.trace.simulate import SimOptions, SimResult, Simulation, fitted, sl
 from moegguf.trace.trace import Trace
 
 ALL = "all"
-IN_TIME_US = 1.0  # time of a layer if transfers take no time, in microseconds
+IN_TIME_US = 1.0  # computing time of a layer in microseconds if transfers take no time
 Progress = Callable[[str, float], object]  # "stage: current step", finished share of the stage (0 to 1)
 
 
@@ -46,8 +46,8 @@ def no_progress(step: str, share: float) -> None:
 
 
 def step_reporter(progress: Progress, stage: str, n_steps: int) -> Callable[[str], None]:
-    """Returns a function to call at the start of each of the `n_steps` steps of a stage. It reports the step to
-    `progress`."""
+    """Returns a function that the caller calls at the start of each of the `n_steps` steps of a stage. The function
+    passes the step and the finished share of the stage to `progress`."""
     started = itertools.count()
 
     def report(step: str) -> None:
@@ -57,8 +57,7 @@ def step_reporter(progress: Progress, stage: str, n_steps: int) -> Callable[[str
 
 
 def sample_sequences(trace: Trace, n_tokens: int) -> list[int]:
-    """Returns the numbers of requests with about `n_tokens` decoded tokens together, taken in turn from each kind of
-    text.
+    """Returns the numbers of requests that together have about `n_tokens` decoded tokens. The kinds of text take turns.
 
     The first request of every kind is always among them.
     """
@@ -83,8 +82,8 @@ def _by_kind(trace: Trace) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Row:
-    """The result of one replay, or Belady's bound. For Belady's bound `simulated` is None: it has no store and no
-    times.
+    """The result of one replay, or Belady's bound. In a row of Belady's bound `simulated` is None, because the bound is
+    computed without a store and without times.
 
     `ram_share`: share of all experts that have slots in RAM below a device; None if there is only one tier. `devices`:
     {name of a device: share of all experts that have slots there}; empty unless there are several devices.
@@ -103,8 +102,8 @@ class Row:
 
 
 def gap_closed_by(rows: Sequence[Row], row: Row) -> float | None:
-    """Returns `gap_closed` for the decode hit rate of a row. LRU and Belady's bound are taken from the rows with the
-    same share."""
+    """Returns the share of the gap between LRU and Belady's bound that the decode hit rate of `row` closes
+    (`gap_closed`). LRU and the bound are taken from the rows with the same share of slots."""
     at = {(other.policy, other.predictor): other.decode_hit_rate for other in rows if other.share == row.share}
     return gap_closed(row.decode_hit_rate, at.get((LRU.name, NoPrediction.name)), at.get((BELADY, NoPrediction.name)))
 
@@ -124,7 +123,7 @@ def hit_ranges(rows: Sequence[Row]) -> dict[str, dict[float, tuple[float, float]
 
 
 def _prefetching(options: SimOptions, timed: bool, predictors: Sequence[str]) -> SimOptions:
-    """Returns the options for replays with these predictors. If nothing is `timed`, prefetches always arrive in time.
+    """Returns the options for replays with these predictors. If `timed` is False, prefetches always arrive in time.
     Raises OptionError for prefetching without a predictor."""
     if options.prefetch and set(predictors) == {"none"}:
         raise OptionError("--prefetch needs a predictor; give --predictor NAME.")
@@ -132,8 +131,9 @@ def _prefetching(options: SimOptions, timed: bool, predictors: Sequence[str]) ->
 
 
 def _in_time(options: SimOptions) -> SimOptions:
-    """Returns options for a replay without a link, in which every prefetched expert arrives in time. For this, layers
-    take some time and transfers take none. The watchdog, which stops prefetching that saves no time, is off."""
+    """Returns options for a replay without a link, in which every prefetched expert arrives in time. To achieve this,
+    layers take some time and transfers take none. The watchdog is off, because it would stop prefetching that saves no
+    time."""
     if options.prefetch is None:
         return options
     return replace(options, prefetch=replace(options.prefetch, watchdog=False), layer_pass_us=IN_TIME_US)
@@ -163,14 +163,14 @@ class TraceAnalysis:
         return cls(trace, Artifacts(layout, trace.header.fingerprint, folder))
 
     def limited(self, n_tokens: int) -> Self:
-        """Returns a sample of the requests with about `n_tokens` decoded tokens, of all kinds of text. 0: all
+        """Returns an analysis of only some requests, of all kinds of text, with about `n_tokens` decoded tokens. 0: all
         requests."""
         chosen = sample_sequences(self.trace, n_tokens) if n_tokens else self.trace.sequences()
         return replace(self, trace=self.trace.select(chosen))
 
     def halves(self) -> tuple[Self, Self]:
-        """Splits the requests into two halves, which both have about half of each kind of text. Raises OptionError if
-        there is only one request."""
+        """Splits the requests into two halves. Each half has about half of the requests of each kind of text. Raises
+        OptionError if there is only one request."""
         one_by_one = list(itertools.chain(*_by_kind(self.trace)))
         if len(one_by_one) < 2:
             raise OptionError(
@@ -184,7 +184,8 @@ class TraceAnalysis:
         return (replace(self, trace=self.trace.select([sequence])) for sequence in self.trace.sequences())
 
     def sample_size(self, whole: TraceAnalysis) -> str:
-        """Returns a text with the size of this sample and of `whole`."""
+        """Returns a text such as "3 of 10 requests with 1,000 of 4,000 decoded tokens": the size of this sample and of
+        `whole`."""
         parts = (self.trace, whole.trace)
         n, n_all = (len(trace.sequences()) for trace in parts)
         tokens, all_tokens = (trace.decode().n_tokens for trace in parts)
@@ -199,7 +200,7 @@ class TraceAnalysis:
         """Returns the names of predictors, with "all" replaced by every available predictor. Raises OptionError for a
         predictor that is not available, and if `names` is empty.
 
-        Prints a warning with the predictors that "all" leaves out.
+        Warns about the predictors that "all" leaves out.
         """
         found = self._names("predictor", names, self.known_predictors, self.predictor)
         return [name for name in found if name != "none"] if ALL in names else found
@@ -214,7 +215,7 @@ class TraceAnalysis:
             return list(dict.fromkeys(names))
         reasons = {name: reason for name in known if (reason := self.why_not(make, name))}
         groups: dict[str, list[str]] = {}
-        for name, reason in reasons.items():  # merge reasons that differ only in the name
+        for name, reason in reasons.items():  # groups names whose reasons differ only in the name
             groups.setdefault(reason.replace(f"the {kind} ", "").replace(repr(name), "it"), []).append(name)
         if groups:
             told = "; ".join(f"{', '.join(group)} ({reason})" for reason, group in groups.items())
@@ -238,8 +239,8 @@ class TraceAnalysis:
         return make_policy(name, self.trace.shape, self.artifacts)
 
     def predictor(self, name: str) -> Predictor:
-        """Returns a new predictor with this name. Raises OptionError, also if the predictor needs inputs of routers
-        that the trace does not have."""
+        """Returns a new predictor with this name. Raises OptionError, also if the predictor needs the routers' inputs
+        and the trace does not have them."""
         predictor = self.new_predictor(name)
         if predictor.needs_inputs and self.trace.inputs is None:
             raise OptionError(f"{name!r} reads the inputs of the routers: record the trace with --inputs.")
@@ -283,7 +284,7 @@ class TraceAnalysis:
         """Replays the trace once, with a new policy and a new predictor of these names."""
         result = Simulation(self.trace, self.policy(policy), self.predictor(predictor), n_slots, options).run()
         rates = result.n_slots, result.hit_rate, result.decode_hit_rate
-        if names_file(policy):  # two files may contain classes of the same name
+        if names_file(policy):  # replaces the class name, which may be the same in two files
             result = replace(result, policy=policy)
         if names_file(predictor):
             result = replace(result, predictor=predictor)
@@ -306,10 +307,11 @@ class TraceAnalysis:
         """Replays the trace with slots on devices and slots in RAM below them, for every combination of policy,
         predictor, share in VRAM and share in RAM.
 
-        policies: names of VRAM's policies, with LRU in RAM, or "vram=NAME,ram=NAME".
+        policies: names of policies for VRAM, with LRU in RAM, or "vram=NAME,ram=NAME".
 
-        budgets: {share of the experts in VRAM: devices}. A plan has divided slots and staging tensors among the
-        devices. Prompts are staged, or cut into passes small enough that the slots compute them exactly.
+        budgets: {share of the experts in VRAM: the devices with their numbers of slots and staging tensors, as
+        planned}. Prompts use the staging tensors. On devices without them, prompts are cut into passes small enough
+        that the slots compute them exactly.
 
         Raises OptionError as `simulate` does.
         """
@@ -351,8 +353,8 @@ class TraceAnalysis:
         None.
 
         options: the link and the time of a layer. Raises OptionError for unknown names, and for parts that this model
-        lacks. Also raises it if a strategy prefetches but there is no link, unless `prefetch` is True. Prints a
-        warning with the strategies that "all" leaves out.
+        lacks. Also raises OptionError if a strategy prefetches but there is no link, unless `prefetch` is True. Warns
+        about the strategies that "all" leaves out.
         """
 
         def check_parts(name: str) -> None:
@@ -401,10 +403,10 @@ class TraceAnalysis:
     def save(self, rows: Sequence[Row], reported: Sequence[Row], alone: Sequence[Row] = ()) -> Path:
         """Saves decode hit rates in the file that `policy="auto"` reads. Returns the path.
 
-        rows: replays of the requests from which `auto` learns. If a policy has several predictors, the one with the
-        highest mean hit rate is saved.
+        rows: replays of the requests from which `auto` chooses its policy. If a policy was replayed with several
+        predictors, the predictor with the highest mean hit rate is saved.
 
-        reported: replays of other requests, which `show` and `estimate` print.
+        reported: replays of other requests, whose hit rates `show` and `estimate` print.
 
         alone: replays of each of these other requests by itself, starting from an empty cache.
         """

@@ -1,8 +1,8 @@
-"""Belady's optimum (Belady 1966): replays a trace's lookups with the fewest misses that are possible.
+"""Belady's optimum (Belady 1966): replays a trace's lookups with the fewest possible misses.
 
 Rules: each distinct expert of a routing event is one lookup; all layers share one pool; there is no prefetching.
-`belady` needs a slot for every expert of an event at the same time. `least_misses` may also compute with an expert
-that gets no slot (bypass), as for streamed prompts. No policy can read fewer experts. This module does not use the
+`belady` needs a slot for every expert of an event at the same time. In `least_misses`, an expert may be computed
+without getting a slot (bypass), as for streamed prompts. No policy can read fewer experts. This module does not use the
 store or the native library.
 """
 
@@ -54,17 +54,18 @@ def gap_closed(rate: float | None, lru: float | None, bound: float | None) -> fl
 
 @dataclass(frozen=True)
 class Lookups:
-    """A trace as events. Event i looks up the distinct experts keys[start[i]:start[i + 1]], in order of first
-    choice."""
+    """A trace as a sequence of routing events. Event i looks up the distinct experts keys[start[i]:start[i + 1]], in
+    the order in which they first occur."""
 
     keys: Ints  # (n_lookups,) index of the MoE layer * n_expert + expert
     start: Ints  # (n_events + 1,)
-    next_use: Ints  # (n_lookups,) the event that looks up the key next; n_events: none
+    next_use: Ints  # (n_lookups,) the next event that looks up the same key; n_events: there is none
     decode: npt.NDArray[np.bool_]  # (n_events,) True: the event belongs to a decode pass
 
     @classmethod
     def of(cls, trace: Trace) -> Lookups:
-        """Returns the events of a trace in their live order: pass by pass, and layer by layer within a pass."""
+        """Returns the events of a trace in the order of the live run: pass by pass, and layer by layer within a
+        pass."""
         n_row = len(trace.shape.layers)
         n_expert = trace.shape.n_expert
         pass_of = np.repeat(np.arange(trace.n_pass), np.diff(trace.pass_start))
@@ -72,7 +73,7 @@ class Lookups:
         event = np.broadcast_to((pass_of * n_row)[:, None] + np.arange(n_row)[:, None, None], ids.shape)
         keys = ids + np.arange(n_row)[:, None, None] * n_expert
         present = ids >= 0
-        order = np.argsort(event[present], kind="stable")  # keeps the order within an event
+        order = np.argsort(event[present], kind="stable")  # a stable sort keeps the order within an event
         events = event[present][order]
         keys = keys[present][order]
         _, first = np.unique(events * (n_row * n_expert) + keys, return_index=True)
@@ -96,11 +97,11 @@ def _next_use(keys: Ints, events: Ints, never: int) -> Ints:
 
 
 def belady(lookups: Lookups, n_slots: int) -> ReplayCounts:
-    """Returns the most hits that any policy can have. Always evicts the expert whose next use is farthest in the
-    future.
+    """Returns the counts of a replay that always evicts the expert whose next use is farthest in the future. No policy
+    can have more hits.
 
-    Experts of the current event are used now, so they are never evicted. Raises OptionError if an event needs more
-    than `n_slots` experts.
+    The experts of the current event are never evicted. Raises OptionError if an event needs more than `n_slots`
+    experts.
     """
     looked_up = np.diff(lookups.start)
     widest = int(looked_up.max(initial=0))
@@ -112,9 +113,10 @@ def belady(lookups: Lookups, n_slots: int) -> ReplayCounts:
 
 
 def least_misses(lookups: Lookups, n_slots: int, resident: Iterable[int] = ()) -> Ints:
-    """Returns the keys of the experts that must be read, in order. No policy can read fewer, with or without bypass.
+    """Returns the keys of the experts that must be read, in the order of reading. No policy can read fewer, with or
+    without bypass.
 
-    An expert that is read twice appears twice. resident: keys of the experts that have slots at the start.
+    An expert that must be read twice appears twice. resident: keys of the experts that have slots at the start.
     """
     return lookups.keys[_missed(lookups, n_slots, resident, bypass=True)]
 
@@ -122,8 +124,8 @@ def least_misses(lookups: Lookups, n_slots: int, resident: Iterable[int] = ()) -
 def _missed(
     lookups: Lookups, n_slots: int, resident: Iterable[int] = (), bypass: bool = False
 ) -> npt.NDArray[np.bool_]:
-    """Returns (n_lookups,), True for each lookup that misses. The expert whose next use is farthest is always evicted.
-    With `bypass`, this may be an expert of the current event."""
+    """Returns (n_lookups,), True for each lookup that misses. Always evicts the expert whose next use is farthest in
+    the future. With `bypass`, that may be an expert of the current event."""
     keys = lookups.keys.tolist()
     start = lookups.start.tolist()
     next_use = lookups.next_use.tolist()
@@ -132,7 +134,8 @@ def _missed(
     for event in reversed(range(n_events)):
         first_use |= dict.fromkeys(keys[start[event] : start[event + 1]], event)
     due = {key: first_use.get(key, n_events) for key in resident}  # expert with a slot -> event of its next use
-    farthest = [(-event, key) for key, event in due.items()]  # heap; entries that differ from `due` are outdated
+    # Heap of (-next use, expert); an entry that differs from `due` is outdated and ignored
+    farthest = [(-event, key) for key, event in due.items()]
     heapq.heapify(farthest)
     missed = np.zeros(len(keys), np.bool_)
     for event in range(n_events):
@@ -151,7 +154,8 @@ def _missed(
 
 
 def _evict(farthest: list[tuple[int, int]], due: dict[int, int], n_slots: int) -> None:
-    """Removes the experts whose next use is farthest from `due` until only `n_slots` are left."""
+    """Removes from `due` the experts whose next use is farthest in the future, until only `n_slots` experts are
+    left."""
     while len(due) > n_slots:
         negative, key = heapq.heappop(farthest)
         if due.get(key) == -negative:

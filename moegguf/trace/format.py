@@ -45,7 +45,7 @@ Flag = Annotated[int, Field(ge=0, le=1)]
 
 
 class Block(NamedTuple):
-    """The size of one block of a trace file, and its optional arrays."""
+    """The size of one block of a trace file, and which optional arrays it has."""
 
     n_pass: Count
     n_tokens: Count
@@ -82,7 +82,7 @@ class FileHeader(BaseModel, strict=True):
     fingerprint: Text
     labels: dict[Sequence, Text]
     settings: dict[Text, int | FiniteFloat | Text]
-    weights: bool  # True: the factors of the experts' outputs were recorded
+    weights: bool  # True: the file has the router's weights, by which the experts' outputs are multiplied
     inputs: bool  # True: the routers' inputs were recorded
     n_pass: Count
     n_tokens: Count
@@ -133,8 +133,8 @@ def decode(data: bytes) -> FileHeader:
 
 MAX_HEADER_BYTES = 32 << 20
 HEADER = "header.json"
-MAX_TRACE_BYTES = 16 << 30  # limit for a whole trace in memory
-_NPY_BYTES = 4096  # most bytes of the npy header of a member
+MAX_TRACE_BYTES = 16 << 30  # maximum bytes of a whole trace in memory
+_NPY_BYTES = 4096  # maximum bytes of the npy header of a member
 _DEFLATE_LEVEL = 1  # other levels change the size of routing by less than a tenth
 # Exceptions that zipfile, numpy and json raise for invalid data.
 DAMAGE = (
@@ -174,15 +174,15 @@ def _require(holds: Any, name: str, rule: str) -> None:
 
 
 def _computes_last_tokens(trace: Trace) -> bool:
-    """Returns True if layers that skip tokens of a pass skip only its first tokens. Only passes of a single request
-    and phase are checked."""
+    """Returns True if a layer that was not computed for all tokens of a pass was computed for the last ones. Checks
+    only passes of a single request and phase."""
     lengths = np.diff(trace.pass_start)
     of_pass = np.repeat(np.stack([trace.pass_sequence, trace.pass_phase]), lengths, axis=1)
     other = (of_pass != np.stack([trace.sequence_of, trace.phase_of])).any(axis=0)
     n_others = np.diff(np.concatenate([[0], np.cumsum(other)])[trace.pass_start])
     computed = trace.expert_ids[:, :, 0] >= 0
     ends = computed[:, :-1] & ~computed[:, 1:] & np.repeat(n_others == 0, lengths)[:-1]
-    ends[:, trace.pass_start[1:-1] - 1] = False  # a pass's last token is followed by another pass
+    ends[:, trace.pass_start[1:-1] - 1] = False  # not a fault: after a pass's last token another pass begins
     return not bool(ends.any())
 
 
@@ -215,7 +215,8 @@ def _spec_bytes(spec: Spec) -> int:
 
 
 def _array_bytes(dtype: npt.DTypeLike, shape: tuple[int, ...]) -> int:
-    return np.dtype(dtype).itemsize * math.prod(shape)  # Python integers, so no forged header overflows
+    # Computed in Python integers, which no forged header can make overflow
+    return np.dtype(dtype).itemsize * math.prod(shape)
 
 
 def _member(name: str, block: int) -> str:
@@ -223,7 +224,7 @@ def _member(name: str, block: int) -> str:
 
 
 def partial_of(path: Path) -> Path:
-    """Returns the temporary path of a trace that is still being written."""
+    """Returns the temporary path at which a trace is written until it is complete."""
     return path.with_name(path.name + ".partial")
 
 
@@ -261,7 +262,8 @@ class TraceWriter:
             for name in spec:
                 member = _member(name, len(self._blocks))
                 array = getattr(block, name)
-                # A member opened by a ZipInfo is stored; one opened by name is compressed.
+                # zipfile stores a member opened by a ZipInfo without compression, and compresses a member opened by
+                # name.
                 target: str | zipfile.ZipInfo = zipfile.ZipInfo(member) if name == "inputs" else member
                 with self._zip.open(target, "w", force_zip64=array.nbytes > 1 << 30) as file:
                     np.lib.format.write_array(file, np.ascontiguousarray(array), allow_pickle=False)
@@ -277,7 +279,7 @@ class TraceWriter:
 
     def discard(self) -> None:
         """Removes the unfinished file. Does nothing after `close`."""
-        with suppress(OSError):  # if the disk is full: the file is removed anyway
+        with suppress(OSError):  # closing fails if the disk is full, but the file is removed anyway
             self._zip.close()
         self.partial.unlink(missing_ok=True)
 
@@ -327,7 +329,7 @@ def _read(archive: zipfile.ZipFile, max_bytes: int) -> Trace:
     spec = _spec(moe, header.n_pass, header.n_tokens, weights=header.weights, inputs=header.inputs, batches=batches)
     if _spec_bytes(spec) > max_bytes:
         raise TraceError(f"holds {_spec_bytes(spec)} bytes, at most {max_bytes} are allowed; record a shorter one.")
-    # np.zeros, not np.empty: blocks may lack inputs, and zero pages that are never written take no memory.
+    # np.zeros, because blocks may lack inputs. Pages of zeros that are never written take no memory.
     arrays: dict[str, Any] = {name: np.zeros(shape, dtype) for name, (dtype, shape) in spec.items()}
     first_pass = first_token = 0
     for number, block in enumerate(header.blocks):
@@ -370,7 +372,7 @@ def _load(archive: zipfile.ZipFile, member: str, dtype: np.dtype[Any], shape: tu
 
 
 def _copy_block(target: npt.NDArray[Any], name: str, part: npt.NDArray[Any], first_pass: int, tokens: slice) -> None:
-    """Copies an array of one block to its position in the array of the whole trace."""
+    """Copies an array of one block to its place in the array of the whole trace."""
     if name == "pass_start":
         if part[0] != 0 or part[-1] != tokens.stop - tokens.start:
             raise TraceError(f"pass_start must go from 0 to {tokens.stop - tokens.start}; record the trace again.")
@@ -384,7 +386,8 @@ def _copy_block(target: npt.NDArray[Any], name: str, part: npt.NDArray[Any], fir
 
 
 def _fill_in(arrays: dict[str, Any], passes: slice) -> None:
-    """Sets the request and phase of each token in these passes, which each have only one request and phase."""
+    """Sets the request and phase of each token in these passes. All tokens of such a pass have the request and phase of
+    the pass."""
     starts = arrays["pass_start"][passes.start : passes.stop + 1]
     for of_token, of_pass in (("token_sequence", "pass_sequence"), ("token_phase", "pass_phase")):
         arrays[of_token][starts[0] : starts[-1]] = np.repeat(arrays[of_pass][passes], np.diff(starts))

@@ -1,7 +1,7 @@
 """Makes traces from routing that other programs recorded: `moegguf trace import`.
 
-Such a trace has the form of a recorded one, without times, weights and router inputs. A prompt is divided into passes
-of at most PROMPT_PASS tokens, and each later token is a separate pass, as llama.cpp evaluates them.
+Such a trace has the form of a recorded trace, but no times, weights and router inputs. A prompt is divided into passes
+of at most PROMPT_PASS tokens, and each later token is a separate pass, as in llama.cpp.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _NEEDED = {
     "n_expert_used": "--used N, the experts that a token uses in a layer",
     "expert_bytes": "--expert-size SIZE, the bytes of one expert, such as 9MiB",
 }
-"""Facts without which there is no trace, and the options that name them."""
+"""Facts that a trace must have, and the options with which the user can give them."""
 
 
 @dataclass(frozen=True)
 class ImportOptions:
     """Facts about the model that the user gives in addition to the files, with the names of `MoeShape`'s fields.
 
-    A fact that is None is taken from the files or from the model.
+    If a fact is None, it is taken from the files or from the model.
     """
 
-    model: Path | None = None  # GGUF file of the recorded model: the trace gets its shape and fingerprint
+    model: Path | None = None  # GGUF file of the recorded model; the trace gets the model's shape and fingerprint
     n_expert: int | None = None
     n_expert_used: int | None = None
     layers: tuple[int, ...] | None = None
@@ -56,8 +56,9 @@ class ImportOptions:
 def import_trace(paths: Sequence[Path], out: Path, options: ImportOptions) -> Trace:
     """Combines the routing in these files into one trace, writes it to `out`, and returns it.
 
-    Raises TraceError for a file that breaks a rule, for files or options that contradict each other about the model,
-    and for a fact that is given nowhere. `out` is then unchanged. Also raises the errors of `read_layout`.
+    Raises TraceError for a file that breaks a rule, and for files or options that contradict each other about the
+    model. Also raises TraceError if a necessary fact is missing everywhere. `out` is then unchanged. Also raises the
+    errors of `read_layout`.
     """
     facts = _Facts()
     header = TraceHeader(paths[0].stem, settings={"imported_from": paths[0].name, "imported_files": len(paths)})
@@ -123,7 +124,7 @@ def _short(value: Any) -> str:
 
 
 def _with_experts(name: str, routing: Routing, facts: _Facts) -> Routing:
-    """Returns a request with expert ids. If it has logits instead, chooses the experts with the largest ones. Raises
+    """Returns the request with expert ids. If it has logits, chooses the experts with the largest logits. Raises
     TraceError."""
     if not routing.has_logits:
         return routing
@@ -161,8 +162,8 @@ def _check_ids(name: str, routing: Routing, shape: MoeShape) -> None:
 
 
 def _trace(shape: MoeShape, header: TraceHeader, requests: Iterable[Routing], n_prompt: int) -> Trace:
-    """Returns a trace of these requests, one after another. `n_prompt`: tokens of each prompt that does not state its
-    own number. Raises TraceError for a prompt that is longer than its request."""
+    """Returns a trace of these requests, one after another. `n_prompt` is the number of prompt tokens of each request
+    that does not state it. Raises TraceError for a prompt that is longer than its request."""
     lengths = list[int]()
     firsts = list[int]()
     phases = list[int]()

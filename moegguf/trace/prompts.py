@@ -25,12 +25,13 @@ Label = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, ma
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt of a file, and the answer to compute."""
+    """One prompt of a file, with an optional answer."""
 
     text: str
     label: str  # kind of text
-    n_predict: int | None = None  # tokens to generate; None: the caller's default
-    completion: str | None = None  # an answer whose tokens are evaluated; None: tokens are sampled
+    n_predict: int | None = None  # number of tokens to generate; None: the caller's default
+    # A given answer, whose tokens are evaluated one by one; None: the model generates an answer
+    completion: str | None = None
 
 
 class _Line(BaseModel, strict=True, extra="forbid"):
@@ -46,7 +47,8 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
     Raises OptionError for a file that is missing, not UTF-8 or without prompts, or for the first invalid line.
     """
     path = Path(path)
-    lines = _read_text(path).replace("\r\n", "\n").split("\n")  # splitlines would also split within JSON
+    # Not splitlines(), which would also split at line separators inside JSON strings
+    lines = _read_text(path).replace("\r\n", "\n").split("\n")
     label = path.stem[:MAX_LABEL_CHARACTERS] or "text"
     if path.suffix.lower() == ".jsonl":
         found = [_prompt(path, number, line, label) for number, line in enumerate(lines, 1) if line.strip()]

@@ -23,15 +23,15 @@ from moegguf.trace.format import TraceWriter, encode
 from moegguf.trace.trace import MAX_TEXT, Setting, Trace, TraceHeader
 
 BLOCK_PASSES = 256
-BLOCK_BYTES = 64 << 20  # most bytes of a block in memory; a single pass may have more
+BLOCK_BYTES = 64 << 20  # maximum bytes of a block in memory; a block with a single pass may be larger
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class _Pass:
-    """A pass that is being recorded. `announced`: the announcement of its tokens. `layers`: for each event, the
-    layer's index among the MoE layers, and a copy of the event."""
+    """A pass that is being recorded. `announced`: the announcement of the pass's tokens, or None. `layers`: for each
+    event, the layer's index among the MoE layers, and a copy of the event."""
 
     first: RoutingEvent
     announced: Announcement | None
@@ -39,8 +39,8 @@ class _Pass:
 
     @property
     def n_tokens(self) -> int:
-        """The number of tokens: the maximum over the layers, because the last layer may be computed for some tokens
-        only."""
+        """The number of tokens in the pass. This is the maximum over the layers, because the last layer may be computed
+        for only some of the tokens."""
         return max((len(event.expert_ids) for _, event in self.layers), default=0)
 
     @property
@@ -53,7 +53,8 @@ class _Pass:
         return self.first.first_token >= 0 and self.announced is not None and self.announced.sequences is not None
 
     def of_tokens(self, name: str, unknown: int) -> Int32s:
-        """Returns (n_tokens,), the part of an array of the announcement for this pass. Unknown values are `unknown`."""
+        """Returns (n_tokens,): the values for this pass from the array `name` of the announcement. Values that are not
+        known are `unknown`."""
         found = np.full(self.n_tokens, unknown, np.int32)
         values = getattr(self.announced, name, None)
         if self.first.first_token >= 0 and values is not None:
@@ -62,8 +63,8 @@ class _Pass:
         return found
 
     def of_layers(self, shape: MoeShape, name: str, size: int, empty: npt.ArrayLike) -> npt.NDArray[Any]:
-        """Returns (n_moe_layer, n_tokens, size), an array of the events of all layers. Missing values are `empty`,
-        which also determines the type of the array."""
+        """Returns (n_moe_layer, n_tokens, size): the values `name` of the events of all layers. Missing values are
+        `empty`, which also determines the type of the array."""
         n_tokens = self.n_tokens
         found = np.full((len(shape.layers), n_tokens, size), empty)
         for row, event in self.layers:
@@ -71,7 +72,8 @@ class _Pass:
             if values is None:
                 continue
             here: Any = slice(n_tokens - len(values), n_tokens)
-            if len(values) < n_tokens and self.is_mixed:  # the layer was computed only for tokens with logits
+            # The layer was computed only for the tokens whose logits were needed
+            if len(values) < n_tokens and self.is_mixed:
                 wanted = np.flatnonzero(self.of_tokens("outputs", 0))
                 here = wanted if len(wanted) == len(values) else here
             found[row, here, : values.shape[1]] = values
@@ -81,15 +83,16 @@ class _Pass:
 class Recorder:
     """Writes routing to a trace file, which has a temporary name until close().
 
-    inputs: True if the routers' inputs are recorded when events have them. Raises TraceError if `path` cannot be
-    written or `header` is invalid. A later write error ends only the recording, not the model's run; close() raises
-    it.
+    inputs: True: the routers' inputs are recorded, too, if events have them. Raises TraceError if `path` cannot be
+    written or `header` is invalid. If writing fails later, only the recording ends, and the model runs on. close() then
+    raises the error.
     """
 
     def __init__(
         self, path: str | os.PathLike[str], shape: MoeShape, header: TraceHeader, *, inputs: bool = False
     ) -> None:
-        encode(shape, header, weights=True, inputs=inputs, blocks=[])  # raises an error now, not only in close()
+        # Raises TraceError for an invalid header now, not only in close()
+        encode(shape, header, weights=True, inputs=inputs, blocks=[])
         self.shape = shape
         self.header = header
         self._labels = dict(header.labels)
@@ -104,7 +107,7 @@ class Recorder:
         self._writer = TraceWriter(path, shape, weights=True, inputs=inputs)
 
     def announce(self, announcement: Announcement) -> None:
-        """Notes the tokens that are evaluated next."""
+        """Keeps a copy of the announcement, which has the tokens that are evaluated next."""
         copied: dict[str, Any] = announcement._asdict()
         for name in ("tokens", "sequences", "phases", "outputs"):
             copied[name] = None if copied[name] is None else copied[name].copy()
@@ -127,7 +130,7 @@ class Recorder:
         current.layers.append((row, event._replace(expert_ids=event.expert_ids.copy(), weights=weights, inputs=inputs)))
 
     def label(self, sequence: int, text: str) -> None:
-        """Sets the kind of text of a request."""
+        """Sets the label of a request, which names its kind of text."""
         self._labels[sequence] = text[:MAX_TEXT]
 
     def close(self, **settings: Setting) -> None:
@@ -162,7 +165,7 @@ class Recorder:
         return self._open
 
     def _finish(self) -> None:
-        """Finishes the current pass. A pass without tokens is dropped."""
+        """Finishes the current pass. Discards a pass without tokens."""
         if self._open is not None and self._open.n_tokens:
             self._finished.append(self._open)
         self._open = None

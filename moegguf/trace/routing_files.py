@@ -1,10 +1,10 @@
 """Reads files of routing from other programs: arrays (npz, npy, safetensors) and tables (CSV, JSONL).
 
 A file of arrays has one request. Its array `expert_ids` has the axes (token, layer, expert of the token), or its array
-`router_logits` has the axes (token, layer, expert). `_OPTIONAL` has the names of optional arrays. The type of a .npy
-file's array shows which of the two it is. A table has a row for each request, position and layer, with the columns
-`request`, `position`, `layer` and `experts`, and optionally `token` and `phase`. Every value is checked; nothing in a
-file is ever executed.
+`router_logits` has the axes (token, layer, expert). `_OPTIONAL` has the names of optional arrays. A .npy file has only
+one array. Floating-point numbers are logits, and whole numbers are expert ids. A table has a row for each request,
+position and layer, with the columns `request`, `position`, `layer` and `experts`, and optionally `token` and `phase`.
+Every value is checked; nothing in a file is ever executed.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from moegguf.regular_file import open_regular
 from moegguf.trace.format import DAMAGE, HEADER, MAX_TRACE_BYTES
 
 IDS, LOGITS = "expert_ids", "router_logits"
-_FACTS = ("n_expert", "n_expert_used", "n_layer", "n_vocab", "expert_bytes")  # each is a single number
+_FACTS = ("n_expert", "n_expert_used", "n_layer", "n_vocab", "expert_bytes")  # names of facts; each is a single number
 _OPTIONAL = ("tokens", "n_prompt", "layers", *_FACTS)
 _COLUMNS = ("request", "position", "layer", "experts")
 PHASES = ("prefill", "decode")
-_MOST = 1 << 31  # all numbers in a file are smaller
+_MOST = 1 << 31  # all numbers in a file must be smaller than this
 
 Ids = npt.NDArray[np.int64]
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -46,9 +46,9 @@ Row = Mapping[str, Any]
 class Routing:
     """The routing of one request."""
 
-    chosen: npt.NDArray[Any]  # ids (n_tokens, n_layers, n_expert_used), or logits (n_tokens, n_layers, n_expert)
+    chosen: npt.NDArray[Any]  # expert ids (n_tokens, n_layers, n_expert_used), or logits (n_tokens, n_layers, n_expert)
     tokens: Ids  # (n_tokens,), -1 if unknown
-    n_prompt: int | None = None  # tokens of the prompt; None: not in the file
+    n_prompt: int | None = None  # number of tokens of the prompt; None: the file does not state it
 
     @property
     def has_logits(self) -> bool:
@@ -149,7 +149,8 @@ def _checked(arrays: Arrays) -> RoutingFile:
 
 
 def _agree(facts: dict[str, Any], fact: str, found: int, name: str) -> None:
-    """Adds a fact that follows from an array's shape. Raises TraceError if the file contains another number for it."""
+    """Adds a fact that follows from the shape of an array. Raises TraceError if the file states another number for this
+    fact."""
     if facts.setdefault(fact, found) != found:
         raise TraceError(f"{fact} is {facts[fact]}, but {name} has {found} of them in its last axis; save both anew.")
 
@@ -231,7 +232,7 @@ def _request(name: str, table: Ids, ids: Ids, layers: Ids) -> Routing:
     """Returns one request from its sorted rows. Raises TraceError if a layer is missing at a position or appears
     twice."""
     n_rows = len(table)
-    row = np.arange(n_rows + 1)  # one more, to name a missing last row
+    row = np.arange(n_rows + 1)  # one row more than the table has, to name the missing row if the last one is missing
     expected = np.stack([row // len(layers), layers[row % len(layers)]], axis=1)
     wrong = np.flatnonzero((table[:, 1:3] != expected[:-1]).any(axis=1))
     if len(wrong) or n_rows % len(layers):

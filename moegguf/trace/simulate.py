@@ -1,8 +1,8 @@
-"""Replays a trace with the same store and the same controller as a live run, and a simulated link. The results are
+"""Replays a trace with the same store and the same controller as a live run, over a simulated link. The results are
 hits, bytes, stall and tokens per second.
 
-The counters are equal to the counters of a live run with the same trace, policy and slots. The native library is
-needed but no model: the layout comes from the trace's shape. One or several devices may compute layers from their
+The counters equal the counters of a live run with the same trace, policy and slots. The native library is needed, but
+no model: the layout of the experts comes from the trace's shape. One or several devices may compute layers from their
 slots, with slots in RAM below them.
 """
 
@@ -28,9 +28,9 @@ from moegguf.native.slot_sizes import slot_tokens
 from moegguf.native.store import DeviceSlots, Store, StoreContext, StoreOptions, Tier
 from moegguf.trace.trace import Trace
 
-GGML_TYPE_I8 = 24  # one byte per value, so a matrix of any size can be a single row
-NO_LIMIT = 1 << 30  # no limit of the tokens in a pass
-REAL_TIME = ("hook_ns", "forecast_ns")  # counters that are measured in real time and do not follow from the trace
+GGML_TYPE_I8 = 24  # an expert matrix of any size can be a single row, because this type has one byte per value
+NO_LIMIT = 1 << 30  # a number of tokens that no pass reaches
+REAL_TIME = ("hook_ns", "forecast_ns")  # counters of measured time, which does not follow from the trace
 VRAM, RAM, STAGING = "VRAM", "RAM", "staging"  # keys of `SimResult.tiers`
 SIMULATED = "CUDA"  # ggml's name for the backend of simulated devices
 
@@ -42,11 +42,11 @@ class SimOptions:
     prefetch: PrefetchOptions | None = None  # None: no prefetching
     link_bytes_per_s: float = 0.0  # 0: transfers take no time
     link_latency_s: float = 0.0
-    layer_compute_us: float = 0.0  # time of a layer for each token
-    layer_pass_us: float = 0.0  # additional time of a layer for each pass
+    layer_compute_us: float = 0.0  # computing time of a layer for each token
+    layer_pass_us: float = 0.0  # computing time of a layer for each pass, in addition
     store: StoreOptions = field(default_factory=StoreOptions)
     n_ram_slots: int = 0  # slots in RAM below the slots of devices
-    ram_policy: str = LRU.name  # native policy of the slots in RAM
+    ram_policy: str = LRU.name  # name of the native policy for the slots in RAM
 
     @property
     def timed(self) -> bool:
@@ -91,24 +91,25 @@ class Span(_Sums):
     bytes_prefetched: int = 0
     stall_ns: int = 0
     clock_ns: int = 0  # simulated time of the passes
-    bytes_useful: int = 0  # bytes of prefetched experts that were in their slots when they were used
+    bytes_useful: int = 0  # bytes of prefetched experts that had arrived in their slots before they were used
 
     @property
     def moved_per_useful(self) -> float | None:
-        """Prefetched bytes per byte that was used and came in time; None if there was no such byte."""
+        """Prefetched bytes divided by the prefetched bytes that were used and arrived in time; None if no such byte
+        arrived."""
         return self.bytes_prefetched / self.bytes_useful if self.bytes_useful else None
 
 
 @dataclass(frozen=True)
 class TierSpan(_Sums):
-    """Counters of one tier over some of the passes. In RAM below a device, each lookup is a miss of the device."""
+    """Counters of one tier over some of the passes. A lookup in RAM below a device is a miss of the device."""
 
     lookups: int = 0
     hits: int = 0
     evictions: int = 0
-    bytes_in: int = 0  # bytes that came into the tier's slots
+    bytes_in: int = 0  # bytes that were read or copied into the tier's slots
     copy_ns: int = 0  # time of copies into the tier's slots
-    stall_ns: int = 0  # time that layers waited; in RAM: for reads from the file
+    stall_ns: int = 0  # time that layers waited for this tier; for RAM, the time of waiting for reads from the file
 
     @classmethod
     def of(cls, figures: Mapping[str, int]) -> TierSpan:
@@ -124,19 +125,20 @@ class SimResult:
     """The result of a replay.
 
     `tiers` has counters by tier: "VRAM", "RAM" and, if prompts are staged, "staging". With several devices, "VRAM" is
-    their sum, and each device also has an entry with its name. `decode_tiers` has the same for decode passes only.
-    Both are empty if there is only one tier.
+    the sum of the devices, and each device also has an entry with its name. `decode_tiers` has the same entries for
+    decode passes only. Both dictionaries are empty if there is only one tier.
     """
 
     policy: str
     predictor: str
     n_slots: int
     share: float
-    counters: Mapping[str, int]  # the store's counters, except for measured times
+    counters: Mapping[str, int]  # all counters of the store except the measured times
     whole: Span  # all passes
     decode: Span  # decode passes
-    sequences: Mapping[int, Span] = field(default_factory=dict)  # {request: its decode passes, or else all passes}
-    t_per_s: float | None = None  # decoded tokens per simulated second; None without a link
+    # {request: counters of its decode passes, or of its other passes if there are none}
+    sequences: Mapping[int, Span] = field(default_factory=dict)
+    t_per_s: float | None = None  # decoded tokens per second of simulated time; None: transfers take no time
     tiers: Mapping[str, TierSpan] = field(default_factory=dict)
     decode_tiers: Mapping[str, TierSpan] = field(default_factory=dict)
 
@@ -147,7 +149,8 @@ class SimResult:
 
     @property
     def prefetch_accuracy(self) -> float | None:
-        """The share of prefetched experts that were used, in time or late; None if there were no prefetches."""
+        """The share of prefetched experts that were used, whether they arrived in time or late; None if there were no
+        prefetches."""
         used = self.counters["prefetch_useful"] + self.counters["prefetch_late"]
         return used / self.counters["prefetch_started"] if self.counters["prefetch_started"] else None
 
@@ -183,23 +186,23 @@ def layout_of(shape: MoeShape) -> ExpertLayout:
 
 
 def slots_of(shape: MoeShape, share: float) -> int:
-    """Returns the number of slots for a share (0 to 1) of all experts, but at least n_expert_used. Raises
-    OptionError."""
+    """Returns the number of slots for a share of all experts, but at least n_expert_used. Raises OptionError if the
+    share is not above 0 and up to 1."""
     if not 0 < share <= 1:
         raise OptionError(f"a share of the experts lies above 0 and up to 1 (100%), but is {share}.")
     return max(shape.n_expert_used, round(share * len(shape.layers) * shape.n_expert))
 
 
 def fitted(trace: Trace, n_slots: int) -> Trace:
-    """Returns the trace with long passes split, so that no routing event needs more than n_slots experts. A store that
-    cannot stream experts needs this."""
+    """Returns the trace with long passes split, so that no routing event needs more than n_slots experts. This is
+    necessary for a store that cannot stream experts."""
     return _cut(trace, _most_tokens(trace, n_slots, len(trace.shape.layers), NO_LIMIT))
 
 
 def _most_tokens(trace: Trace, n_slots: int, n_layers: int, slot_tokens: int) -> int:
-    """Returns the most tokens that a pass may have with n_slots slots for n_layers layers.
+    """Returns the maximum number of tokens that a pass may have with n_slots slots for n_layers layers.
 
-    slot_tokens: additional limit if not every expert has a slot.
+    slot_tokens: a further limit, which counts if not every expert has a slot.
     """
     shape = trace.shape
     longest = int(np.diff(trace.pass_start).max(initial=0))
@@ -226,11 +229,12 @@ def _cut(trace: Trace, most: int) -> Trace:
 
 
 class Simulation:
-    """One replay of a trace. The policy and the predictor must be new, because they keep state.
+    """One replay of a trace. The policy and the predictor must be new objects, because they keep state.
 
-    n_slots: slots of the CPU, which then computes every layer, or slots of devices. Devices may have staging tensors
-    for passes of more than one token. Without these, passes are cut to the number of tokens that slots compute
-    exactly. Raises OptionError if the slots cannot hold one token's experts of a layer.
+    n_slots: the number of slots of the CPU, which then computes every layer, or the devices with their slots. Devices
+    may have staging tensors for passes of more than one token. On devices without staging tensors, passes are cut to
+    the number of tokens that slots compute exactly. Raises OptionError if the slots cannot hold one token's experts of
+    a layer.
     """
 
     def __init__(
@@ -285,7 +289,7 @@ class Simulation:
         meter = _Meter(store, self.trace.shape.expert_bytes)
         if controller is None and self.trace.token_sequence is None and not self._is_staged:
             self._replay_passes(store.context, meter)
-        else:  # events one by one: the store must know where a staged prompt ends
+        else:  # Events are replayed one by one, because with staging the store must know where a prompt ends.
             self._replay_events(store, controller, meter)
         failure = store.context.take_failure()
         if failure is not None:
@@ -359,26 +363,25 @@ def announce_to(context: StoreContext, event: Announcement) -> None:
 
 
 class _Meter:
-    """Divides the store's counters by phase and request. It reads the counters only when the phase or the request
-    changes.
+    """Divides the store's counters by phase and request. Reads the counters only when the phase or the request changes.
 
-    A pass in which any token decodes counts as a decode pass, with all of its counters. But its prompt tokens are not
-    counted as decoded tokens.
+    A pass in which any token decodes counts as a decode pass, with all of its counters. The prompt tokens of such a
+    pass do not count as decoded tokens.
     """
 
     def __init__(self, store: Store, expert_bytes: int) -> None:
         self._store = store
         self._expert_bytes = expert_bytes
         self._now: tuple[int, Phase] | None = None
-        self._tokens = self._n_read = 0  # n_read: prompt tokens in decode passes
+        self._tokens = self._n_read = 0  # _n_read: number of prompt tokens in decode passes
         self._parts: dict[tuple[int, Phase], Span] = {}
         self.counters = store.counters()
         self.tiers = _tier_spans(store)
         self.decode_tiers: dict[str, TierSpan] = {}
 
     def begin(self, sequence: int, phase: Phase, n_tokens: int, n_decoded: int) -> None:
-        """Notes a pass of n_tokens tokens before its first routing event. n_decoded of the tokens decode, the others
-        belong to prompts."""
+        """Notes a pass of n_tokens tokens before its first routing event. Of these tokens, n_decoded decode and the
+        others belong to prompts."""
         if (sequence, phase) != self._now:
             self.end()
             self._now = sequence, phase
@@ -387,7 +390,7 @@ class _Meter:
         self._n_read += n_read
 
     def end(self) -> None:
-        """Adds the counters since the last call to the current phase and request."""
+        """Adds the growth of the counters since the last call to the phase and request that were current."""
         before = self.counters
         self.counters = self._store.counters()
         earlier = self.tiers
@@ -417,7 +420,8 @@ class _Meter:
         return sum(self._parts.values(), Span(self._n_read))
 
     def requests(self) -> dict[int, Span]:
-        """Returns {request: its decode passes, or its other passes if it has no decode passes}."""
+        """Returns {request: counters of its decode passes}. A request without decode passes has the counters of its
+        other passes."""
         return {
             sequence: self._parts.get((sequence, Phase.DECODE)) or self._parts[sequence, phase]
             for sequence, phase in self._parts

@@ -1,4 +1,4 @@
-"""Counts that describe a trace, for `moegguf trace show`."""
+"""Counts figures that describe a trace, for `moegguf trace show`."""
 
 from __future__ import annotations
 

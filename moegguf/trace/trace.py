@@ -1,7 +1,7 @@
 """Recorded routing in memory: the tokens of each pass, and the experts that the router chose for them.
 
-A trace yields the events of the recorded run (`events`). It can be reduced to some requests, and its tokens can be
-rearranged for control experiments. The file format is in format.py, the recorder in recorder.py.
+A trace yields the events of the recorded run (`events`). Methods reduce a trace to some requests, or rearrange its
+tokens for control experiments. The file format is in format.py, the recorder in recorder.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Announcement, Int32s, Phase, RoutingEvent
 
-MAX_TEXT = 4096  # most characters of a label, a name or a setting
+MAX_TEXT = 4096  # maximum number of characters in a label, a name or a setting
 
 Setting = str | int | float
 
@@ -36,10 +36,12 @@ class Trace:
     """Routing of n_pass passes over n_tokens tokens, in the order in which they were evaluated.
 
     An announcement has the tokens of one or more passes before they are evaluated. pass_sequence, pass_phase,
-    pass_first_token and pass_ns have the meaning of the corresponding fields of `RoutingEvent`.
+    pass_first_token and pass_ns have the same meaning as the fields `sequence`, `phase`, `first_token` and `time_ns` of
+    `RoutingEvent`.
 
-    If passes have tokens of several requests, token_sequence and token_phase are not None, and pass_sequence and
-    pass_phase then belong to the announcement. `sequence_of` and `phase_of` work in both cases.
+    If passes have tokens of several requests, token_sequence and token_phase have the request and phase of each token.
+    pass_sequence and pass_phase then belong to the whole announcement. Otherwise token_sequence and token_phase are
+    None. `sequence_of` and `phase_of` work in both cases.
     """
 
     shape: MoeShape
@@ -47,11 +49,12 @@ class Trace:
     pass_sequence: Int32s  # (n_pass,) number of the request
     pass_phase: npt.NDArray[np.uint8]  # (n_pass,) see `Phase`
     pass_first_token: Int32s  # (n_pass,) index of the pass's first token in its announcement; -1: not announced
-    pass_ns: npt.NDArray[np.int64]  # (n_pass,) time of the pass's first routing event
+    pass_ns: npt.NDArray[np.int64]  # (n_pass,) time of the pass's first routing event, in ns
     pass_start: npt.NDArray[np.int64]  # (n_pass + 1,) pass p has tokens[pass_start[p]:pass_start[p + 1]]
     tokens: Int32s  # (n_tokens,) -1: unknown
     expert_ids: npt.NDArray[np.int16]  # (n_moe_layer, n_tokens, n_expert_used); -1: no expert
-    weights: npt.NDArray[np.float16] | None = None  # factors of the experts' outputs, in the shape of expert_ids
+    # Router weights by which the experts' outputs are multiplied, in the shape of expert_ids
+    weights: npt.NDArray[np.float16] | None = None
     inputs: npt.NDArray[np.float16] | None = None  # (n_moe_layer, n_tokens, n_embd) inputs of routers; 0: not recorded
     token_sequence: Int32s | None = None  # (n_tokens,) request of each token
     token_phase: npt.NDArray[np.uint8] | None = None  # (n_tokens,) phase of each token
@@ -100,13 +103,13 @@ class Trace:
         starts = np.concatenate([[0], np.cumsum(wanted)])[self.pass_start]
         passes = np.flatnonzero(np.diff(starts))
         if np.array_equal(starts[passes + 1] - starts[passes], np.diff(self.pass_start)[passes]):
-            return self.take(passes)  # only whole passes stay
+            return self.take(passes)  # a fast way, because only whole passes are kept
         tokens = np.flatnonzero(wanted)
         return self.rearranged(tokens, starts[:-1][passes], passes, self.announced_at()[tokens])
 
     def announced_at(self) -> npt.NDArray[np.int64]:
-        """Returns (n_tokens,): for each token, the index of the first token of its announcement. If a pass has no
-        known announcement, its tokens have a negative number that no other pass has."""
+        """Returns (n_tokens,): for each token, the index in the trace of the first token of its announcement. Tokens of
+        a pass that was not announced have a negative number, which differs from pass to pass."""
         announced = np.where(self.pass_first_token < 0, -1, self.pass_start[:-1] - self.pass_first_token)
         unknown = -1 - np.arange(self.n_pass)
         return np.repeat(np.where(announced < 0, unknown, announced), np.diff(self.pass_start))
@@ -118,10 +121,10 @@ class Trace:
         passes: npt.NDArray[np.int64],
         announcements: npt.NDArray[np.int64],
     ) -> Trace:
-        """Returns a trace with these tokens, in this order. `starts`: index in `tokens` of each new pass's first
-        token. `passes`: the old pass that gives each new pass its time.
+        """Returns a trace with these tokens, in this order. `starts` has the index in `tokens` of the first token of
+        each new pass. `passes` has an old pass for each new pass, which takes over the time of the old one.
 
-        announcements (len(tokens),): equal for tokens that are announced together.
+        announcements (len(tokens),): equal numbers for tokens that are announced together.
         """
         known = self.announced_at()[tokens[starts]] >= 0
         _, firsts, group = np.unique(announcements, return_index=True, return_inverse=True)
@@ -153,7 +156,7 @@ class Trace:
         )
 
     def of_tokens(self, tokens: npt.NDArray[np.int64]) -> dict[str, Any]:
-        """Returns {name: array} for the arrays with one entry per token, reduced to these tokens."""
+        """Returns {name: array} for the arrays with one entry per token, with the entries of `tokens` (indices)."""
         rows = {"tokens": self.tokens, "token_sequence": self.token_sequence, "token_phase": self.token_phase}
         columns = {"expert_ids": self.expert_ids, "weights": self.weights, "inputs": self.inputs}
         found = {name: None if array is None else array[tokens] for name, array in rows.items()}
@@ -162,14 +165,14 @@ class Trace:
     def events(self) -> Iterator[Announcement | RoutingEvent]:
         """Yields the announcements and routing events of the recorded run, in order. `pass_` counts from 0.
 
-        Announcements are built again from their passes. If the trace has only some passes of an announcement, these
-        passes count as unannounced (first_token -1). The arrays of an event may be views of the trace, so copy what
-        you keep.
+        Announcements are reconstructed from their passes. If the trace has only some passes of an announcement, these
+        passes count as unannounced (first_token -1). The arrays of an event may be views of the trace, so a caller that
+        keeps them must copy them.
         """
         used = self.used()
         computed = self.computed()
         announcements = self._announcements()
-        announced: dict[int, int] = {}  # request -> last pass of its last announcement
+        announced: dict[int, int] = {}  # {request: last pass of its last announcement}
         several = False
         for p in range(self.n_pass):
             sequence = int(self.pass_sequence[p])
@@ -216,9 +219,10 @@ class Trace:
         return np.diff(sums[:, self.pass_start], axis=1).T.tolist()
 
     def _announcements(self) -> dict[int, tuple[int, Announcement]]:
-        """Returns {first pass of an announcement: (last pass of it, the announcement)}."""
+        """Returns {first pass of an announcement: (last pass of this announcement, the announcement)}."""
         parts: dict[int, list[int]] = {}
-        open_: dict[int, tuple[int, int, int]] = {}  # request -> first pass, phase, next first_token
+        # {request: (first pass, phase and next first_token of its unfinished announcement)}
+        open_: dict[int, tuple[int, int, int]] = {}
         lengths = np.diff(self.pass_start).tolist()
         facts = zip(self.pass_sequence.tolist(), self.pass_phase.tolist(), self.pass_first_token.tolist(), strict=True)
         for p, (sequence, phase, first) in enumerate(facts):

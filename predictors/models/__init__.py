@@ -1,1 +1,2 @@
-"""Tests of the demo model: `quiz_demo.py` asks questions and counts right answers. `recipes/` holds the training."""
+"""Tests of the demo model: `quiz_demo.py` asks it questions and counts the right answers. The code that trains it is in
+`recipes/`."""

@@ -1,1 +1,1 @@
-"""Studies of recorded routing, and of systems on a running model: one module per command."""
+"""Studies of recorded routing, and of strategies on a running model. Each command is a module of its own."""

@@ -7,8 +7,8 @@ first MoE layer if i < k (ProMoE, section 4, footnote 1). The distance is theref
 - precision and recall of a prefetcher that requests the n most probable experts.
 - FETCHRATE_i(k), which predictors/study/fetching.py counts, and GOODPRED_i(k) = ACCURACY_i(k) x FETCHRATE_i(k).
 An expert with probability 0 is not predicted: its rank counts as wrong in ACCURACY and as not requested in precision.
-Figures are over the predictions that were made; `coverage` is their share of the predictions that were due. No layer
-precedes the first MoE layer, so means over layers leave it out.
+These figures count only predictions that were made; `coverage` is the share of the due predictions that were made.
+Means over layers leave out the first MoE layer, because no layer precedes it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from moegguf.controller.shape import MoeShape
 
-NO_PREDICTION, NOT_DUE = -1, -2  # stand-ins for an expert id
-PADDING = 2  # extra columns that NO_PREDICTION and NOT_DUE index
+NO_PREDICTION, NOT_DUE = -1, -2  # take the place of an expert id where there is no prediction
+PADDING = 2  # number of extra columns for the ids NO_PREDICTION and NOT_DUE
 WRONG, RIGHT, ABSENT, N_KINDS = 2, 4, 1, 6
 
 Ids = npt.NDArray[np.int64]
@@ -32,8 +32,8 @@ Mask = npt.NDArray[np.bool_]
 class Figures:
     """Figures of one predictor at one distance, for one layer or as the mean over layers.
 
-    A figure is None without any prediction. Item n - 1 of a tuple is for a prefetcher that requests the n most probable
-    experts, for n up to 2 x n_expert_used.
+    A figure is None if there was no prediction. Item n - 1 of a tuple is for a prefetcher that requests the n most
+    probable experts, where n is at most 2 x n_expert_used.
     """
 
     due: int  # number of predictions that were due
@@ -43,7 +43,7 @@ class Figures:
     at_least_one: float | None
     precision: tuple[float | None, ...]
     recall: tuple[float | None, ...]
-    # Bytes fetched for one byte that was used. Only experts that an LRU cache lacks are fetched.
+    # Bytes fetched divided by bytes used. Only experts that an LRU cache lacks are fetched.
     moved_per_useful: tuple[float | None, ...]
 
 
@@ -54,10 +54,12 @@ class PredictorScore:
     name: str
     means: dict[int, Figures]  # {distance: mean over layers}
     layers: dict[int, dict[int, Figures]]  # {distance: {il: figures}}
-    # The fresh-gate control: the router with its own input, at distance 0. Its accuracy must be 1. None: no control.
+    # The control fresh-gate: the router with its own input, at distance 0. Its accuracy must be 1. None: not measured.
     fresh: Figures | None = None
-    batch_accuracy: dict[int, float | None] | None = None  # ExpertFlow's, {distance: accuracy}; set only by `score`
-    fetch_rates: dict[int, float | None] = field(default_factory=dict)  # {distance: FETCHRATE}; empty without a link
+    # ExpertFlow's measure: {distance: accuracy}; None: not computed
+    batch_accuracy: dict[int, float | None] | None = None
+    # {distance: FETCHRATE}; empty if no link is given
+    fetch_rates: dict[int, float | None] = field(default_factory=dict)
 
     def good_pred(self, distance: int) -> float | None:
         """Returns GOODPRED; None if one of its two factors is unknown."""
@@ -67,9 +69,9 @@ class PredictorScore:
 
 
 class LayerLru:
-    """The contents of an LRU cache that holds a share of each layer's experts, at least n_expert_used of them.
+    """An LRU cache with a fixed share of each layer's experts, but at least n_expert_used of them.
 
-    absent (n_row, n_expert): True if the cache lacks the expert.
+    absent (n_row, n_expert): True if the expert is not in the cache.
     """
 
     def __init__(self, shape: MoeShape, share: float) -> None:
@@ -90,11 +92,11 @@ class LayerLru:
 class Tally:
     """Counts of one predictor by distance and MoE layer.
 
-    tokens (n_distance, n_row, 4): sums over the predictions that were made. The four counts are the experts used, the
-    experts predicted right, the times that all were right, and the times that any was right.
+    tokens (n_distance, n_row, 4): sums over the predictions that were made. The four columns count used experts,
+    rightly predicted experts, predictions in which all experts were right, and predictions in which any was right.
 
-    ranks (n_distance, n_row, n_rank, 6): the number of times that the prediction at a rank was of each kind. The kinds
-    are NOT_DUE, NO_PREDICTION, and an expert (WRONG or RIGHT, plus ABSENT when the LRU cache lacked the expert).
+    ranks (n_distance, n_row, n_rank, 6): how often the prediction at a rank was of each kind. The kinds are NOT_DUE,
+    NO_PREDICTION, and an expert (WRONG or RIGHT, plus ABSENT when the LRU cache lacked the expert).
     """
 
     def __init__(self, shape: MoeShape, distances: tuple[int, ...]) -> None:
@@ -129,23 +131,26 @@ class Tally:
         self.tokens[:, row] += self._increments_of(n_used)[n_right]
 
     def _increments_of(self, n_used: int) -> Ids:
-        """Returns the increments of `tokens` for 0, 1, ..., n_used right experts. The last row is for no prediction."""
+        """Returns a table of increments of `tokens`, whose row n is for n right experts (n from 0 to n_used). The last
+        row is for a token without a prediction."""
         if n_used not in self._increments:
             rows = [(n_used, n_right, n_right == n_used, n_right > 0) for n_right in range(n_used + 1)]
             self._increments[n_used] = np.array([*rows, (0, 0, 0, 0)], np.int64)
         return self._increments[n_used]
 
     def mean(self, column: int) -> Figures:
-        """Returns the figures of one distance, over all layers except the first."""
+        """Returns the figures at one distance, over all MoE layers except the first. `column` is the position in
+        `distances`."""
         first = 1 if self.distances[column] > 0 and len(self.shape.layers) > 1 else 0
         return self.figures(column, np.arange(first, len(self.shape.layers)))
 
     def by_layer(self, column: int) -> dict[int, Figures]:
-        """Returns {il: figures} of one distance."""
+        """Returns {il: figures} at one distance. `column` is the position in `distances`."""
         return {il: self.figures(column, np.array([row])) for row, il in enumerate(self.shape.layers)}
 
     def figures(self, column: int, rows: Ids) -> Figures:
-        """Returns the figures of one distance (by its position in `distances`), pooled over these MoE layers."""
+        """Returns the figures at one distance, counted over all of these MoE layers together. `column` is the position
+        in `distances`."""
         used, right, all_right, any_right = self.tokens[column, rows].T
         ranks = self.ranks[column, rows].sum(axis=0)
         due = int(ranks[0, 1:].sum())

@@ -1,4 +1,4 @@
-"""Rearranges a trace: splits passes by request, groups tokens into passes, joins requests, shuffles routing."""
+"""Rearranges traces: splits passes by request, groups tokens into passes, joins two traces, shuffles routing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def arranged(trace: Trace, sequences: Iterable[int]) -> Trace:
 
 
 def separated(trace: Trace) -> Trace:
-    """Splits each pass of several requests into one pass for each request and phase. The tokens stay."""
+    """Splits each pass that has tokens of several requests into one pass for each request and phase. The tokens do not
+    change."""
     if trace.token_sequence is None or trace.n_tokens == 0:
         return trace
     pass_of = np.repeat(np.arange(trace.n_pass), np.diff(trace.pass_start))
@@ -44,9 +45,10 @@ def separated(trace: Trace) -> Trace:
 
 
 def joined(trace: Trace, before: Trace) -> Trace:
-    """Returns the passes of `before` and then the passes of `trace`. The requests of `before` get new numbers.
+    """Returns a trace with the passes of `before` and then the passes of `trace`. The requests of `before` get new
+    numbers.
 
-    Both traces must be of one model, and each pass must have one request.
+    Both traces must be from the same model, and each pass must have only one request.
     """
     first = 1 + max(trace.sequences(), default=-1)
     parts = replace(before, pass_sequence=before.pass_sequence + np.int32(first)), trace
@@ -64,9 +66,10 @@ def joined(trace: Trace, before: Trace) -> Trace:
 
 
 def grouped(trace: Trace, passes: Sequence[Indices], names: Sequence[npt.NDArray[np.int32]] | None = None) -> Trace:
-    """Returns a trace with passes of these tokens (indices into `trace`). A pass is announced if its tokens are known.
+    """Returns a trace whose passes have these tokens (indices into `trace`). A pass counts as announced if the ids of
+    all its tokens are known.
 
-    names: the request of each token, pass by pass; None: the request in `trace`.
+    names: arrays with the request of each token, one array per pass; None: each token keeps its request in `trace`.
     """
     lengths = [len(tokens) for tokens in passes]
     tokens = np.concatenate([np.empty(0, np.int64), *passes])
@@ -90,11 +93,12 @@ def grouped(trace: Trace, passes: Sequence[Indices], names: Sequence[npt.NDArray
 
 
 def shuffled(trace: Trace, seed: int) -> Trace:
-    """Makes a control without order: permutes each request's choices in decode passes, in each layer separately.
+    """Returns a control for predictors: a trace in which the order of routing has no meaning. In each layer the expert
+    choices of a request's decoded tokens are permuted among these tokens.
 
-    The tokens, the inputs, and each request's number of uses of an expert are unchanged. The correlation of choices
-    with tokens and inputs, between layers and between tokens is removed. A predictor's remaining accuracy comes from
-    the request as a whole. Weights are permuted with their experts.
+    The tokens, the inputs, and each request's number of uses of an expert are unchanged. Choices no longer depend on
+    the token, its input, other layers or neighbouring tokens. If a predictor is still right, it has learned only which
+    experts the request uses often. Weights are permuted together with their experts.
     """
     rng = np.random.default_rng(seed)
     decode = trace.phase_of == Phase.DECODE
@@ -112,7 +116,8 @@ def shuffled(trace: Trace, seed: int) -> Trace:
 
 
 def answered(trace: Trace, n_prompt: Mapping[int, int]) -> Trace:
-    """Splits each request's only pass into a prompt of n_prompt[sequence] tokens and one decode pass per token."""
+    """Splits the only pass of each request into a prompt of n_prompt[sequence] tokens and one decode pass for each
+    later token."""
     starts = list[int]()
     phases = list[Phase]()
     sequences = list[int]()

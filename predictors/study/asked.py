@@ -1,4 +1,4 @@
-"""Runs the store's own predictors one layer at a time, so that a study measures the engine's predictors."""
+"""Runs the store's own predictors one layer at a time, so that a study measures the same code as a live run."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from moegguf.trace.simulate import announce_to, layout_of
 
 
 class Asked(Predictor):
-    """A predictor that a store without files computes. It returns the latest prediction of a layer, at any distance.
+    """A predictor that a simulated store computes. `predict` returns the store's latest prediction for a layer,
+    whatever the distance.
 
-    The store has slots for all experts but one, since a store with a slot for every expert predicts nothing. The store
-    follows each sequence by itself.
+    The store has one slot less than there are experts, because a store with a slot for every expert predicts nothing.
+    It follows each sequence separately.
     """
 
     def __init__(self, make: Callable[[], Predictor]) -> None:
         self._make, inner = make, make()
         super().__init__(inner.shape, inner.reach)
-        # ClassVars of Predictor, here set to the values of the inner predictor:
+        # ClassVars of Predictor. An object of this class has the values of the inner predictor.
         self.name, self.needs_inputs = inner.name, inner.needs_inputs  # type: ignore[misc]
         n_layer = len(self.shape.layers)
         options = StoreOptions(repack=False, simulate=True)
@@ -45,7 +46,8 @@ class Asked(Predictor):
             self._controller.observe(event)
 
     def predict(self, il: int, distance: int) -> Float32s | None:
-        """Returns the probabilities of a layer's experts (n_expert,), or None if unknown or beyond the reach."""
+        """Returns the probabilities of a layer's experts (n_expert,). Returns None if there is no prediction or the
+        distance is beyond the reach."""
         probabilities, known = self._store.forecast()
         return probabilities[il] if known[il] and distance <= self.reach else None
 
@@ -57,5 +59,5 @@ class Asked(Predictor):
 
 
 def asked(make: Callable[[], Predictor]) -> Predictor:
-    """Returns the predictor of `make`. If the predictor is native, the result runs it in a store (`Asked`)."""
+    """Returns the predictor that `make` makes. A native predictor is wrapped, so that a store computes it (`Asked`)."""
     return Asked(make) if make().native() is not None else make()

@@ -1,10 +1,10 @@
-"""The claims of four papers, and their verdicts here: the first table of docs/evidence.md.
+"""The claims of four papers, and the verdicts on them here: the first table of docs/evidence.md.
 
-A verdict follows from recorded figures (`predictors/study/figures.py`), by one rule for every row: a claim holds if
-half of the claimed gain is reached. If the paper does not state how large a gain is, any gain counts. A figure over
-requests has an interval. A claim holds if all of the interval is at or above the bound, and fails if all of it is
-below. Otherwise the claim is undecided. A claim that needs a GPU or other programs cannot be judged. Confidence is
-medium if the simulator has the paper's times, base and batches, and low otherwise.
+A verdict follows from recorded figures (`predictors/study/figures.py`), by one rule for every row: a claim holds if at
+least half of the claimed gain is reached. If the paper does not state the size of a gain, any gain is enough. A figure
+that is measured on several requests has an interval. A claim holds if the whole interval is at or above the bound, and
+fails if the whole interval is below. Otherwise the claim is undecided. A claim that needs a GPU or other programs
+cannot be judged. Confidence is medium if the simulator has the paper's times, base and batches, and low otherwise.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from predictors.study.figures import NotCountedError, estimate_of, steps_of, tex
 
 HOLDS, FAILS, UNDECIDED, UNTESTED, OPEN = "holds", "fails", "undecided", "not tested", "cannot be judged"
 VERDICTS = (HOLDS, FAILS, UNDECIDED, UNTESTED, OPEN)
-ANY = 1.0  # a speed of at least the base's
+ANY = 1.0  # the bound if any gain is enough: as fast as the base
 Condition = tuple[str, float | str]
 
 
 def half(claimed: float, without: float = 1.0) -> float:
-    """Returns the bound of a claim: the value `without` the claimed method, plus half of the claimed gain."""
+    """Returns the bound of a claim: the value `without` the claimed method, plus half of the gain up to `claimed`."""
     return without + (claimed - without) / 2
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A paper's headline claim, its place in the paper, and the figures here."""
+    """A paper's headline claim with its place in the paper, and the figures that decide it."""
 
     paper: str
     text: str
-    judged: str | tuple[Condition, ...]  # UNTESTED, OPEN, or (question, least answer: a number or a question)
-    figure: str  # `figures` answers the questions in braces
+    judged: str | tuple[Condition, ...]  # UNTESTED, OPEN, or conditions: (question, least answer that holds)
+    figure: str  # text with questions in braces, which `figures` answers
     confidence: str = "medium"
-    only_on: str | None = None  # the only model that is like the paper's in this respect; None: any model is
+    only_on: str | None = None  # the only model that resembles the paper's for this claim; None: every model does
 
     def verdict(self, model: str) -> str:
         """Returns the verdict on one model, one of VERDICTS."""
@@ -50,7 +50,7 @@ class Claim:
         return next((outcome for outcome in (FAILS, UNDECIDED) if outcome in found), HOLDS)
 
     def resolved(self, model: str) -> str:
-        """Returns the figures on one model, as text."""
+        """Returns the text of the figures on one model, with all questions answered."""
         try:
             return text_of(self.figure, model)
         except NotCountedError as error:
@@ -58,7 +58,7 @@ class Claim:
 
     @property
     def steps(self) -> set[str]:
-        """The recorded steps whose figures decide the claim."""
+        """The names of the steps whose recorded figures decide the claim."""
         asked = () if isinstance(self.judged, str) else self.judged
         found = steps_of(self.figure)
         return found.union(*(steps_of(text) for condition in asked for text in condition if isinstance(text, str)))
@@ -73,14 +73,14 @@ def _outcome(question: str, least: float | str, model: str) -> str:
 
 
 def _claims(paper: str, *claims: tuple[Any, ...]) -> Iterator[Claim]:
-    """Returns the claims of one paper. Each tuple has the other fields of a `Claim`."""
+    """Returns the claims of one paper. Each tuple has the remaining fields of a `Claim`."""
     return (Claim(paper, *claim) for claim in claims)
 
 
 PROGRAMS = "needs those programs on a GPU"
 BUDGET = "a store's size is its budget here"
 LOW = "low"
-# A difference from the papers' baselines, which is stated in each row that it concerns.
+# This text states a difference from the papers' baselines. It stands in each row that the difference concerns.
 SAME_SLOTS = "each baseline has the strategy's slots, where the papers' have one layer's experts or none"
 
 SHARES = (0.125, 0.25, 0.375, 0.5, 0.75)  # shares of experts in ProMoE's sweep

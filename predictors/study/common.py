@@ -1,4 +1,4 @@
-"""Parts that the commands of this folder share: a trace with its model's artifacts, and the start of a command."""
+"""Parts that the commands of this folder share: a trace with its model's artifacts, and the running of a command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moegguf.trace.simulate import SimOptions
 from predictors.study.controls import ORACLE, FreshGate, Oracle
 from predictors.study.token_scheduler import RoutingPaths, make_paths
 
-DEFAULT_TOKENS = 2500  # enough for figures that are precise to about a percent, in a minute or two
+DEFAULT_TOKENS = 2500  # enough for a precision of about one percent, within a minute or two
 
 PredictorNames = Annotated[
     list[str], typer.Option("--predictor", metavar="NAMES", help="Predictors, separated by commas, or all.")
@@ -24,17 +24,18 @@ PredictorNames = Annotated[
 
 
 class Study(TraceAnalysis):
-    """An analysis that also knows the oracle, a control, and routing paths for the token scheduler."""
+    """An analysis that also offers the oracle and the fresh-gate control as predictors, and routing paths for the token
+    scheduler."""
 
     @classmethod
     def load(cls, file: Path, model: str | None, folder: Path | None) -> Self:
-        """Calls `open` with the model of this name. Raises what `open` and `find_model` raise."""
+        """Calls `open` with the file of the model `model`. Raises the errors of `open` and `find_model`."""
         return cls.open(file, find_model(model) if model else None, folder)
 
     known_predictors: ClassVar[tuple[str, ...]] = (*TraceAnalysis.known_predictors, FreshGate.name)
 
     def new_predictor(self, name: str) -> Predictor:
-        """Returns the predictor of this name; it may also be the oracle or the fresh-gate control."""
+        """Returns the predictor of this name. The name may also be the oracle's or the fresh-gate control's."""
         if name == FreshGate.name:
             return FreshGate(self.trace.shape, self.artifacts.routers())
         return Oracle(self.trace) if name == ORACLE else super().new_predictor(name)
@@ -45,7 +46,8 @@ class Study(TraceAnalysis):
 
 
 def sim_options(link: float | None, latency: float, layer_compute: float) -> SimOptions | None:
-    """Returns the options of a replay over a link with these figures (GB/s, us, us); None without a link."""
+    """Returns the options of a replay over a link. `link` is in GB/s, `latency` and `layer_compute` are in
+    microseconds. Returns None without a link."""
     if not link:
         return None
     return SimOptions(link_bytes_per_s=link * 1e9, link_latency_s=latency / 1e6, layer_compute_us=layer_compute)

@@ -1,6 +1,7 @@
 """Controls for the measurements of predictors: an oracle that no predictor can beat, and the router itself.
 
-The router's figures show whether events and model fit together. Neither control predicts.
+The accuracy of the router with its own input shows whether the events belong to the model. Neither control is a real
+predictor, because both use the routing that is to be predicted.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ ORACLE = "oracle"
 
 
 class Oracle(Predictor):
-    """Reads the replayed trace. Predicts the whole pass in progress as it was recorded, with probabilities 0 and 1.
+    """Reads the trace that is replayed, and predicts the whole pass in progress exactly as it was recorded, with
+    probabilities 0 and 1.
 
-    The oracle follows the tokens, not the numbers of passes, since a replay may split a pass.
+    The oracle finds the pass by counting tokens, not passes, because a replay may split a pass.
     """
 
     name: ClassVar[str] = ORACLE
@@ -29,8 +31,8 @@ class Oracle(Predictor):
     def __init__(self, trace: Trace) -> None:
         super().__init__(trace.shape, reach=len(trace.shape.layers))
         self._expert_ids = trace.expert_ids
-        self._first = 0  # first token of the pass in progress
-        self._n_tokens = 0  # tokens of that pass that have been routed
+        self._first = 0  # index in the trace of the first token of the pass in progress
+        self._n_tokens = 0  # number of tokens of the pass in progress that have been routed
         self._pass = -1
 
     def announce(self, announcement: Announcement) -> None:
@@ -38,7 +40,7 @@ class Oracle(Predictor):
         self._end_pass()
 
     def observe(self, event: RoutingEvent) -> None:
-        """Counts the tokens of the pass."""
+        """Counts the tokens of the pass in progress."""
         if event.pass_ != self._pass:
             self._end_pass()
             self._pass = event.pass_
@@ -49,7 +51,8 @@ class Oracle(Predictor):
         self._n_tokens = 0
 
     def predict(self, il: int, distance: int) -> Float32s | None:
-        """Returns 1 for the experts of the pass's first token, at any distance; None after the end of the trace."""
+        """Returns 1 for the experts that the pass's first token used, at any distance; None after the end of the
+        trace."""
         row = self.shape.row_of.get(il)
         if row is None or self._first >= self._expert_ids.shape[1]:
             return None
@@ -60,7 +63,8 @@ class Oracle(Predictor):
 
 
 class FreshGate(Predictor):
-    """A control, not a prediction: a router with its own input, at distance 0. Its accuracy must be 100 %."""
+    """A control, not a real predictor: the router applied to its own layer's input, at distance 0. Its accuracy must be
+    100 %."""
 
     name: ClassVar[str] = "fresh-gate"
 
@@ -76,7 +80,7 @@ class FreshGate(Predictor):
         self._input = None
 
     def observe(self, event: RoutingEvent) -> None:
-        """Keeps the input of one token."""
+        """Keeps the router's input if the event has only one token."""
         self._input = None
         if event.inputs is not None and event.inputs.shape == (1, self.shape.n_embd):
             self._input = event.il, event.inputs[0].copy()
@@ -91,8 +95,8 @@ class FreshGate(Predictor):
 def probabilities(routers: Routers, il: int, inputs: Float32s) -> Float32s:
     """Returns a value in [0, 1] for each expert (n_expert,), from one router input (n_embd,).
 
-    llama.cpp chooses the experts with the highest values. Experts of excluded groups have the value 0. An expert has
-    the value 0.5 if its share of all scores is 1 / n_expert_used.
+    llama.cpp chooses the experts with the highest values. Experts of excluded groups have the value 0. An expert whose
+    share of the sum of all scores is 1 / n_expert_used has the value 0.5.
     """
     router = routers.routers[il]
     scores = _scores(routers, router, inputs)
@@ -103,7 +107,8 @@ def probabilities(routers: Routers, il: int, inputs: Float32s) -> Float32s:
 
 
 def _scores(routers: Routers, router: Router, inputs: Float32s) -> Float32s:
-    """Returns the scores by which experts are chosen (n_expert,). Experts in groups that were not chosen have -inf."""
+    """Returns the scores (n_expert,) by which the router chooses experts. Experts in groups that the router excluded
+    have -inf."""
     logits = router.matrix @ inputs
     if router.logit_bias is not None:
         logits += router.logit_bias

@@ -1,8 +1,9 @@
-"""Measures the time of one prediction, which the store computes on its own thread: a step of `regenerate`.
+"""Measures the time of one prediction, which the store computes on a thread of its own. This is the step `costs` of
+`regenerate`.
 
     python -m predictors.study.regenerate --only costs
 
-Weights are random, since times depend only on their sizes. A time is measured by the thread's own clock, and does not
+Weights are random, because times depend only on their sizes. A time is measured by the thread's own clock, and does not
 include a layer's compute. The machine should be idle.
 """
 
@@ -49,11 +50,11 @@ Random = np.random.Generator
 
 @dataclass(frozen=True)
 class Cost:
-    """Times of a predictor, in microseconds."""
+    """Times of a predictor, in microseconds per prediction."""
 
-    layer: float  # median for one layer
-    layer_99: float  # 99th percentile for one layer
-    before: float  # median of the work before each pass
+    layer: float  # median of the time at one layer
+    layer_99: float  # 99th percentile of the time at one layer
+    before: float  # median of the time before the first layer of a pass
 
     def figures(self) -> dict[str, float]:
         """Returns the figures by name, rounded to 0.1 us."""
@@ -132,9 +133,9 @@ PREDICTORS: Mapping[str, tuple[Callable[[MoeShape, Random], Predictor], str]] = 
 
 
 def cost(shape: MoeShape, predictor: Predictor, name: str) -> Cost:
-    """Measures a predictor with the options of the strategy `name`.
+    """Measures the time of a predictor with the prefetching options of the strategy `name`.
 
-    A quarter of the experts is in memory, and routing is random.
+    A quarter of the experts has slots, and routing is random.
     """
     rng = np.random.default_rng(0)
     n_slots = len(shape.layers) * shape.n_expert // 4

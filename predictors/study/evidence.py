@@ -51,7 +51,8 @@ SCHEDULES = {"fifo": None, "expertflow": ExpertFlow.of}
 
 @dataclass(frozen=True)
 class Batch:
-    """One measurement: `n_requests` answers of `n_tokens` each, `batch` at once, in the order of `schedule`."""
+    """One measurement: `n_requests` answers of `n_tokens` tokens each, `batch` of them at the same time, scheduled by
+    `schedule`."""
 
     model: str
     expert_cache: str
@@ -67,7 +68,7 @@ class Batch:
         return dict(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.splitlines()[-1]))
 
     def measure(self) -> dict[str, float]:
-        """Returns the figures, measured in this process over prompts and decoding. Loading is left out."""
+        """Measures in this process, and returns the figures. They cover prompts and decoding, but not loading."""
         options: dict[str, Any] = {"expert_cache": self.expert_cache, "n_ctx": self.n_ctx}
         with Engine(
             self.model, self.batch, schedule=SCHEDULES[self.schedule], context_store=0, draft="off", **options
@@ -109,7 +110,7 @@ def batches_table(found: Mapping[Batch, Sequence[Mapping[str, float]]]) -> str:
     """Returns a Markdown table with a row for each batch and schedule.
 
     Its columns are the experts of a layer that a pass needs, the hits, bytes, memory and speed. The last column is the
-    ratio of speeds to the first row, paired by round, as median (least to greatest).
+    speed divided by the speed in the first row, round by round, as median (least to greatest).
     """
     lines = ["| at once | schedule | experts a pass | hits | MB a token | peak MB | t/s | against the first |"]
     lines.append("|---" * 8 + "|")
@@ -140,7 +141,7 @@ class Bound:
         """Returns the figures by name.
 
         experts: distinct experts of a layer in a pass. hit_rate and mb_per_token: the most hits and the least MB per
-        token, by Belady's eviction. own_mb_per_token: MB per token of the store's own eviction.
+        token that any eviction can reach (Belady's). own_mb_per_token: MB per token with the store's own eviction.
         """
         trace = together_in_passes(synthetic(self.routing, shape, self.n_tokens, self.batch), self.batch)
         lookups = Lookups.of(trace)
@@ -156,9 +157,11 @@ class Bound:
 
 
 def synthetic(routing: str, shape: MoeShape, n_tokens: int, n_requests: int) -> Trace:
-    """Returns requests whose topics are independent. With the routing "random", every token is independent."""
+    """Returns a trace of requests whose topics are independent of each other. With the routing "random", each token's
+    experts are drawn independently."""
     made = synthesize("qwen3-30b" if routing == RANDOM else routing, shape, n_tokens, 0, n_requests)
-    made = replace(made, tokens=np.zeros(made.n_tokens, np.int32))  # known tokens, so that passes are announced
+    # The id 0 for every token, because only passes with known token ids are announced
+    made = replace(made, tokens=np.zeros(made.n_tokens, np.int32))
     if routing != RANDOM:
         return made
     random = np.random.default_rng(0)
@@ -168,7 +171,7 @@ def synthetic(routing: str, shape: MoeShape, n_tokens: int, n_requests: int) -> 
 
 
 def together_in_passes(trace: Trace, n_requests: int) -> Trace:
-    """Puts one token of every request into each pass."""
+    """Returns a trace in which each pass has one token of every request."""
     if n_requests == 1:
         return trace
     n_tokens = trace.n_tokens // n_requests
@@ -176,7 +179,7 @@ def together_in_passes(trace: Trace, n_requests: int) -> Trace:
 
 
 def bound_table(bounds: Sequence[Bound], shape: MoeShape) -> str:
-    """Returns a Markdown table of the bounds. Bytes are also shown relative to the first row of a routing."""
+    """Returns a Markdown table of the bounds. Bytes are also shown relative to the first row with the same routing."""
     lines = ["| routing | at once | experts of a layer | hits at most | MB a token at least | | the store's | |"]
     lines.append("|---" * 8 + "|")
     first: dict[str, dict[str, float]] = {}
@@ -193,9 +196,11 @@ def bound_table(bounds: Sequence[Bound], shape: MoeShape) -> str:
 
 
 def passes(model: str, batches: Sequence[int], n_passes: int, rounds: int) -> str:
-    """Measures one thread's processor time per token, in passes of each number of sequences in `batches`.
+    """Measures the processor time per token of one thread, in passes of several sequences. `batches` lists the numbers
+    of sequences.
 
-    All numbers take turns in each round. Returns a Markdown table with the least time of all rounds, in ms.
+    In each round every number of sequences has a turn. Returns a Markdown table with the shortest time of all rounds,
+    in ms.
     """
     options: dict[str, Any] = {"n_ctx": 1024, "n_threads": 1, "flash_attn": None, "verbose": False}
     found: dict[int, list[float]] = {batch: [] for batch in batches}

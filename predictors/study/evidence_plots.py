@@ -22,7 +22,7 @@ STYLE = {"svg.hashsalt": "moegguf", "svg.fonttype": "none", "font.size": 8, "axe
 
 
 def draw(folder: Path) -> None:
-    """Writes every plot. The same results lead to the same bytes."""
+    """Writes every plot. The same results always give the same bytes."""
     with pyplot.rc_context(STYLE):
         if read_result(f"{LABORATORY}/hits") and read_result(f"{LABORATORY}/accuracy"):
             _save(_model(), folder / "laboratory-model.svg")
@@ -39,7 +39,7 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def _model() -> Any:
-    """Plots LRU's hit rates by share and skip's accuracy by distance, with the published values."""
+    """Plots LRU's hit rates by share of experts, and skip's accuracy by distance, each with published values."""
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(7.2, 2.6))
     own = {float(share): rate for share, rate in figures(f"{LABORATORY}/hits")["lru"].items()}
     left.plot(list(own), list(own.values()), "o-", color="black", label="laboratory model, 8 of 64")
@@ -60,7 +60,7 @@ def _model() -> Any:
 
 
 def _speeds(names: Sequence[str], step: str, title: str) -> Any:
-    """Plots each system's speed against the papers' base on each model: the median over requests, and its interval."""
+    """Plots each system's speed relative to the base, for each model: the median over requests, and its interval."""
     figure, axes = pyplot.subplots(len(names), squeeze=False, sharex=True, layout="constrained")
     height = 0.4
     for axis, name in zip(axes[:, 0], names, strict=True):

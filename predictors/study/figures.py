@@ -1,7 +1,8 @@
-"""Computes the figures that the pages name, from the recorded results: as text, and as estimates for verdicts.
+"""Computes the figures that the pages of docs/evidence name, from the recorded results: as text, and as estimates for
+verdicts.
 
-A question for a figure is `KIND,STEP,...`, and what follows depends on its kind. STEP:SETTING is one setting of a step
-that has several. A result's name is MODEL/STEP, and its file lies in predictors/results/
+A question for a figure is a text `KIND,STEP,...`. The words after STEP depend on the kind. If a step has several
+settings, STEP:SETTING selects one of them. A result's name is MODEL/STEP, and its file is in predictors/results/
 (`predictors/study/regenerate.py`).
 """
 
@@ -28,11 +29,11 @@ from predictors.study.intervals import (
 RESULTS = Path(__file__).parents[1] / "results"
 FIGURE = re.compile(r"\{([^}]+)\}")
 NONE = "–"
-WITHIN, RUN = 1.02, 3  # a system has recovered if the mean over RUN requests is within this factor
+WITHIN, RUN = 1.02, 3  # recovered: the mean over RUN requests is at most this factor
 
 
 class NotCountedError(KeyError):
-    """A figure is missing, because no result of its step is recorded."""
+    """Raised if a figure is missing because no result of its step is recorded."""
 
     def __str__(self) -> str:
         model, _, step = self.args[0].partition("/")
@@ -40,14 +41,14 @@ class NotCountedError(KeyError):
 
 
 class NotThereError(NotCountedError):
-    """A figure is missing, because its step has no figure of this kind for this model."""
+    """Raised if a figure is missing because the recorded result of its step does not contain it."""
 
     def __str__(self) -> str:
         return "this model, or the earlier version that was recorded, has no such figure"
 
 
 def read_result(name: str) -> dict[str, Any] | None:
-    """Returns a recorded result; None if nothing is recorded."""
+    """Returns a recorded result by its name MODEL/STEP; None if there is none."""
     path = RESULTS / f"{name}.json"
     return dict(json.loads(path.read_text("utf-8"))) if path.exists() else None
 
@@ -71,12 +72,12 @@ def systems(name: str) -> Mapping[str, Any]:
 
 
 def ratios(base: Mapping[str, Any], other: Mapping[str, Any], of: str = "token_ms") -> list[float]:
-    """Returns how many times as fast as `base` the other system is, for each request. of: the field with the times."""
+    """Returns the speed of `other` divided by the speed of `base`, for each request. of: the field with the times."""
     return [one / two for one, two in zip(base[of], other[of], strict=True)]
 
 
 def wholes(of: Mapping[str, Any]) -> list[float]:
-    """Returns the milliseconds of each request's prompt and answer together."""
+    """Returns the milliseconds of prompt and answer together, for each request."""
     return [first + n * ms for first, n, ms in zip(of["prompt_ms"], of["tokens"], of["token_ms"], strict=True)]
 
 
@@ -92,9 +93,10 @@ def percent(share: float | None) -> str:
 
 
 def text_of(text: str, model: str) -> str:
-    """Returns the text with every question in braces replaced by its answer for a model.
+    """Returns the text with every question in braces replaced by its answer for a model. A question without an answer
+    becomes "–".
 
-    Raises NotCountedError if no question has an answer.
+    Raises NotCountedError if there are questions and none of them has an answer.
     """
     missing = list[NotCountedError]()
 
@@ -112,8 +114,8 @@ def text_of(text: str, model: str) -> str:
 
 
 def estimate_of(question: str, model: str) -> Estimate:
-    """Returns the answer with its interval. A figure that is not computed over requests has no interval. Raises
-    NotCountedError."""
+    """Returns the answer to a question, with its interval. A figure that is not computed over requests has no interval.
+    Raises NotCountedError."""
     kind, name, *keys = _parts(question, model)
     if kind in PAIRED:
         return PAIRED[kind](name, keys).estimate
@@ -121,13 +123,13 @@ def estimate_of(question: str, model: str) -> Estimate:
 
 
 def speed_of(name: str, system: str, base: str) -> Estimate:
-    """Returns the speed of a system relative to another one, in a step or in one of its settings. Raises
-    NotCountedError."""
+    """Returns the speed of a system relative to the system `base`. `name` names a step, or one setting of a step.
+    Raises NotCountedError."""
     return _speeds(name, [system, base]).estimate
 
 
 def steps_of(text: str) -> set[str]:
-    """Returns the names of the steps in the questions in braces, or in the text if it is a question itself."""
+    """Returns the names of the steps in the questions in braces. A text without braces may itself be a question."""
     questions = FIGURE.findall(text) or ([text] if "," in text else [])
     return {question.split(",")[1].partition(":")[0] for question in questions}
 
@@ -168,7 +170,7 @@ def _text(kind: str, name: str, *keys: str) -> str:
 
 
 def _at(name: str, keys: Sequence[str]) -> Any:
-    """Returns the figure at these keys. Raises NotThereError."""
+    """Returns the figure in a result that the keys lead to, one after another. Raises NotThereError."""
     found: Any = figures(name)
     try:
         for key in keys:
@@ -187,7 +189,7 @@ def _number(name: str, keys: Sequence[str]) -> float:
 
 @dataclass(frozen=True)
 class Paired:
-    """A statistic over columns of figures, in which each row is one request."""
+    """A statistic of several columns of figures. Each row is one request, so that the columns are paired."""
 
     columns: list[Sequence[float]]
     statistic: Statistic
@@ -199,7 +201,7 @@ class Paired:
 
 
 def _base(name: str, keys: Sequence[str]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Returns the figures of the base and of the system. The base is keys[1], or the first system. Raises
+    """Returns the figures of the base and of the system keys[0]. The base is keys[1], or else the first system. Raises
     NotCountedError."""
     found = systems(name)
     base = keys[1] if keys[1:] else next(iter(found))
@@ -221,24 +223,25 @@ def _wholes(name: str, keys: Sequence[str]) -> Paired:
 
 
 def _by_request(of: Mapping[str, Any], name: str) -> Sequence[float]:
-    """Returns a figure for each request. If an earlier version recorded only one figure of all requests, returns this
-    one."""
+    """Returns a figure for each request. If an earlier version recorded only one figure for all requests together,
+    returns a list with this one."""
     return of["by_request"][name] if "by_request" in of else [of[name]]
 
 
 def _of_each(measure: str, statistic: Statistic) -> Callable[[str, Sequence[str]], Paired]:
-    """Returns a function that compares a measure of the base with the measure of the system, request by request."""
+    """Returns a function that compares a measure of the base with the same measure of the system, request by
+    request."""
     return lambda name, keys: Paired([_by_request(of, measure) for of in _base(name, keys)], statistic)
 
 
 def _points(name: str, keys: Sequence[str]) -> Paired:
-    """Returns the share of hits of the system less the share of hits of the base."""
+    """Returns the share of hits of the system minus the share of hits of the base."""
     base, own = _base(name, keys)
     return Paired([_by_request(own, "ready"), _by_request(base, "ready")], difference_of_means)
 
 
 def _mean_speed(name: str, keys: Sequence[str]) -> Paired:
-    """Returns the system's speed relative to the base, as mean over settings."""
+    """Returns the system's speed relative to the base, as mean over the settings of a step."""
     pairs = [_speeds(f"{name}:{setting}", keys).columns for setting in figures(name)["settings"]]
     return Paired([column for pair in pairs for column in pair], mean_of_median_ratios)
 
@@ -250,13 +253,14 @@ def _tail(name: str, keys: Sequence[str]) -> float:
 
 
 def _less(name: str, keys: Sequence[str]) -> float:
-    """Returns the second of two figures, less the first."""
+    """Returns the difference of two figures: the second minus the first. Each half of `keys` leads to one of them."""
     half = len(keys) // 2
     return _number(name, keys[half:]) - _number(name, keys[:half])
 
 
 def _steadier(name: str, keys: Sequence[str]) -> float:
-    """Returns the hits that the base loses between two settings, less the hits that the system loses."""
+    """Returns how much more the base loses than the system from the first setting to the second. The loss is the drop
+    in the share of hits."""
     own, base, first, second = keys
     lost = [_number(name, ["settings", first, of, "ready"]) - _number(name, ["settings", second, of, "ready"])
             for of in (base, own)]  # fmt: skip
@@ -269,10 +273,10 @@ def _saved(name: str, keys: Sequence[str]) -> float:
 
 
 def _recovered(of: Mapping[str, Sequence[float]]) -> int | None:
-    """Counts the requests after a shift until the system has recovered; None if it did not.
+    """Counts the requests after a shift of the kind of text until the system has recovered; None if it did not recover.
 
-    The system has recovered when RUN successive requests take on average at most WITHIN times the time that they take
-    with a collection that knows the kind.
+    A request's time is compared with its time when the collection already knows the kind. The system has recovered when
+    RUN successive requests take on average at most WITHIN times as long.
     """
     slower = [shifted / known for shifted, known in zip(of["shifted_ms"], of["known_ms"], strict=True)]
     runs = [fmean(slower[at : at + RUN]) for at in range(len(slower) - RUN + 1)]
@@ -280,13 +284,14 @@ def _recovered(of: Mapping[str, Sequence[float]]) -> int | None:
 
 
 def _loss(name: str, keys: Sequence[str]) -> float:
-    """Returns the time of the first request after a shift, divided by its time with a known kind: the median over
-    kinds."""
+    """Returns the time of the first request after a shift of the kind of text, divided by its time when the collection
+    knows the kind: the median over kinds."""
     return median(of["shifted_ms"][0] / of["known_ms"][0] for of in figures(name)["kinds"].values())
 
 
 def _regained(name: str, keys: Sequence[str]) -> float:
-    """Returns the largest number of requests until recovery among all kinds, times -1.
+    """Returns the largest number of requests until recovery among all kinds of text, times -1, because in a verdict
+    larger figures are better.
 
     Raises NotCountedError if a kind did not recover within the counted requests.
     """

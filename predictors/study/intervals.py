@@ -1,4 +1,5 @@
-"""Paired intervals of figures, by bootstrap over requests: each draw takes the same requests for all systems."""
+"""Computes paired intervals of figures, by bootstrap over requests: each draw takes the same requests for all
+systems."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ LEVEL = 0.95
 N_DRAWS = 1000
 
 Columns = npt.NDArray[np.float64]
-Statistic = Callable[[Columns], Columns]  # maps (n_columns, ..., n_requests) to (...)
+Statistic = Callable[[Columns], Columns]  # computes (...) from columns (n_columns, ..., n_requests)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure, and the ends of its interval. Both ends equal the figure if it has no interval."""
+    """A figure, and the two ends of its interval. If it has no interval, both ends equal the figure."""
 
     value: float
     low: float
@@ -30,9 +31,10 @@ class Estimate:
 
 
 def paired_estimate(columns: Sequence[Sequence[float]], statistic: Statistic, seed: int = 0) -> Estimate:
-    """Returns a statistic of several columns over the same requests, with its percentile interval at LEVEL.
+    """Returns a statistic of several columns over the same requests, with its interval at the confidence LEVEL
+    (percentiles of the bootstrap).
 
-    Raises ValueError if a column has another number of requests than the first one.
+    Raises ValueError if the columns have different numbers of requests.
     """
     if len({len(column) for column in columns}) != 1:
         raise ValueError(f"every column must have the same requests, but they have {[len(c) for c in columns]}")
@@ -47,12 +49,12 @@ def paired_estimate(columns: Sequence[Sequence[float]], statistic: Statistic, se
 
 
 def median_ratio(columns: Columns) -> Columns:
-    """Returns the median over requests of the first column divided by the second."""
+    """Returns the median over requests of the first column divided by the second column."""
     return np.asarray(np.median(columns[0] / columns[1], axis=-1))
 
 
 def mean_of_median_ratios(columns: Columns) -> Columns:
-    """Returns the mean of `median_ratio` over consecutive pairs of columns."""
+    """Returns the mean of `median_ratio` over pairs of columns: the first two, the next two, and so on."""
     return np.asarray(np.median(columns[0::2] / columns[1::2], axis=-1).mean(axis=0))
 
 
@@ -63,6 +65,6 @@ def ratio_of_means(columns: Columns) -> Columns:
 
 
 def difference_of_means(columns: Columns) -> Columns:
-    """Returns the mean of the first column less the mean of the second."""
+    """Returns the mean of the first column minus the mean of the second."""
     first, second = columns.mean(axis=-1)
     return np.asarray(first - second)

@@ -18,24 +18,25 @@ from predictors.study.accuracy import NO_PREDICTION, NOT_DUE, Ids, LayerLru, Pre
 from predictors.study.fetching import FetchCount
 
 DISTANCES = (1, 2, 4, 8)
-BEFORE = -1  # the row before a pass's first MoE layer
+BEFORE = -1  # stands for the row before the first MoE layer of a pass
 
 
 class _Plan(NamedTuple):
-    """The predictions to make after a row. They are stored by pending[rows, columns] = predictions[lines]."""
+    """The predictions to make after the routing of one layer. The results are stored by pending[rows, columns] =
+    predictions[lines]."""
 
-    targets: list[tuple[int, int]]  # (il, distance) of each line of predictions
+    targets: list[tuple[int, int]]  # layer and distance of each line of predictions: (il, distance)
     rows: Ids
     columns: Ids
     lines: Ids
 
 
 class Judge:
-    """Figures of one predictor at several distances. Memory does not grow with the number of events.
+    """Measures one predictor at several distances. Memory does not grow with the number of events.
 
-    control: a predictor that is the router itself, at distance 0 for the event just observed. If its accuracy is not 1,
-    the events do not match the model. A predictor with a reach of 0 is its own control. lru_share: the share of each
-    layer's experts in the LRU cache that moved_per_useful and FETCHRATE assume. link: the link on which FETCHRATE is
+    control: the router itself as a predictor, at distance 0 for the event just observed. If its accuracy is not 1, the
+    events do not belong to the model. A predictor with a reach of 0 is its own control. lru_share: moved_per_useful and
+    FETCHRATE assume an LRU cache with this share of each layer's experts. link: the link for FETCHRATE; None: not
     counted.
     """
 
@@ -117,10 +118,12 @@ class Judge:
         )
 
     def on_comparison(self, event: RoutingEvent, row: int, predicted: Ids, used: Ids) -> None:
-        """Does nothing. A subclass may override it to receive each comparison, with the arguments of `Tally.add`."""
+        """Does nothing. A subclass may override this method, which is called with each comparison of predicted and used
+        experts."""
 
     def _make_plans(self) -> dict[int, _Plan]:
-        """Returns the predictions to make after each row of the MoE layers, and before the first row."""
+        """Returns a plan for each MoE layer, with the predictions to make after its routing. The key BEFORE has the
+        plan for the time before the first layer."""
         n_row = len(self.shape.layers)
         targets: dict[int, dict[int, list[int]]] = {row: {} for row in range(BEFORE, n_row)}
         for column, distance in enumerate(self.distances):
@@ -130,7 +133,8 @@ class Judge:
         return {row: self._plan_after(row, columns) for row, columns in targets.items()}
 
     def _plan_after(self, row: int, targets: dict[int, list[int]]) -> _Plan:
-        """Returns the plan of one row. targets: {later row: columns of the distances to predict it for}."""
+        """Returns the plan of one row. targets: {later row: columns (positions in `distances`) for which it is
+        predicted}."""
         cells = [(target, column, line) for line, target in enumerate(targets) for column in targets[target]]
         rows, columns, lines = np.array(cells, np.int64).reshape(-1, 3).T
         return _Plan([(self.shape.layers[target], target - row) for target in targets], rows, columns, lines)
@@ -154,7 +158,7 @@ class Judge:
             self.fresh.add(row, ranks, used, self._lru.absent[row])
 
     def _predict_from(self, row: int) -> None:
-        """Makes and stores the predictions due after a row."""
+        """Makes and stores the predictions that are due after a row."""
         plan = self._plans[row]
         if not plan.targets:
             return
@@ -168,13 +172,13 @@ class Judge:
             self._fetches[column].predict(target, named[self._lru.absent[target, named]].tolist())
 
     def _predict(self, predictor: Predictor, il: int, distance: int, line: Float32s) -> None:
-        """Writes the predicted probabilities into `line` (n_expert,), or zeros if there are no valid ones."""
+        """Writes the predicted probabilities into `line` (n_expert,), or zeros if there is no valid prediction."""
         found = predictor.predict(il, distance)
         valid = found is not None and found.shape == line.shape and math.isfinite(found.sum())
         line[:] = found if valid else 0
 
     def _ranked(self, probabilities: Float32s) -> Ids:
-        """Returns experts (n, n_rank), the most probable first. An expert with probability 0 is NO_PREDICTION.
+        """Returns experts (n, n_rank), the most probable first. NO_PREDICTION replaces experts with probability 0.
 
         probabilities: (n, n_expert).
         """

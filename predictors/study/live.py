@@ -42,16 +42,19 @@ RESIDENT = "resident"
 
 @dataclass(frozen=True)
 class Worker:
-    """The options of a process that answers requests with one strategy behind a link."""
+    """The options of a process that answers requests with one strategy over a simulated link."""
 
     model: str
-    system: str  # name of a strategy, or "NAME with PREDICTOR": this predictor replaces the strategy's, and prefetches
-    link: str  # speed of the simulated link
+    # Name of a strategy, or "NAME with PREDICTOR", in which this predictor replaces the strategy's and prefetching is
+    # on
+    system: str
+    link: str  # the simulated link, such as "24GB/s"
     share: str  # share of the experts in memory; "100%": every expert is resident
     n_ctx: int
 
     def serve(self, requests: IO[str], answers: IO[str]) -> None:
-        """Reads {"prompt": tokens, "answer": tokens} from each line, and writes a line with the answer's figures."""
+        """Reads a request {"prompt": tokens, "answer": tokens} from each line. Evaluates it, and writes a line with its
+        figures."""
         strategy, _, predictor = self.system.partition(" with ")
         spec = Spec(
             self.model, (Test(self.n_ctx, 0),), strategy=strategy, predictor=predictor or None,
@@ -88,7 +91,7 @@ def _answer(llm: Llama, prompt: list[int], answer: list[int]) -> dict[str, Any]:
 
 
 def _divide_processors() -> None:
-    """Moves this thread, which computes, to the first processor, and all other threads of the process to other
+    """Moves this thread, which computes, to the first processor, and all other threads of the process to the other
     processors."""
     first, *others = sorted(os.sched_getaffinity(0) | _machine())
     for task in os.listdir("/proc/self/task"):
@@ -102,7 +105,8 @@ def _machine() -> set[int]:
 
 @contextmanager
 def serving(worker: Worker) -> Iterator[subprocess.Popen[str]]:
-    """Starts the worker's process. At the end of the `with` block, closes its input and waits for its end."""
+    """Starts the worker's process. At the end of the `with` block, closes the process's input and waits until it has
+    ended."""
     command = [sys.executable, "-m", "predictors.study.live", "--worker", json.dumps(vars(worker))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield process
@@ -119,7 +123,7 @@ def ask(process: subprocess.Popen[str], request: Mapping[str, list[int]]) -> dic
 
 
 def requests_of(bench: Bench) -> list[dict[str, list[int]]]:
-    """Returns the requests for warming up, then the counted requests, which the simulation counts too."""
+    """Returns the requests for warming up, then the counted requests. The simulation counts the same requests."""
     trace = bench.reporting.trace
     counted = bench.some(N_COUNTED).counted
     chosen = [*[s for s in trace.sequences() if s not in counted][:N_WARM], *counted[:N_COUNTED]]
@@ -130,7 +134,8 @@ def requests_of(bench: Bench) -> list[dict[str, list[int]]]:
 
 
 def layer_us(model: str, requests: Sequence[Mapping[str, list[int]]], n_ctx: int) -> float:
-    """Returns the median microseconds of a token with every expert resident, over the first four requests."""
+    """Returns the median time of a whole token in microseconds with every expert resident, over the first four
+    requests."""
     with serving(Worker(model, "lru", "10GB/s", "100%", n_ctx)) as process:
         return median(ask(process, request)["token_ms"] for request in requests[:4]) * 1e3
 
@@ -141,7 +146,7 @@ def measure(bench: Bench, paper: str, systems: Sequence[str]) -> dict[str, Any]:
     shape = bench.reporting.trace.shape
     n_ctx = max(len(of["prompt"]) + len(of["answer"]) for of in requests)
     models = {name: _model(bench, trained=name in LINKS) for name in systems}
-    if "moe-infinity" in systems:  # MoE-Infinity's collection has the last requests of the learning part
+    if "moe-infinity" in systems:  # fills MoE-Infinity's collection with the last requests for learning
         write_collections(_folder(models["moe-infinity"]), [bench.learning.trace], N_ENTRIES)
     layer = layer_us(models[systems[0]], requests, n_ctx) / len(shape.layers)
     expert_us = LINKS[paper].expert_us_of(shape) / LINKS[paper].layer_us * layer
@@ -171,7 +176,8 @@ def _figures(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _model(bench: Bench, trained: bool) -> str:
-    """Returns the path of the laboratory model, with its trained predictors beside it or without any."""
+    """Returns the path of a copy of the laboratory model. If `trained` is True, its trained predictors lie beside
+    it."""
     path = bench.work / "live" / ("trained.gguf" if trained else "bare.gguf")
     path.parent.mkdir(exist_ok=True)
     if not path.exists():
@@ -199,7 +205,7 @@ def main(given: Sequence[str] | None = None) -> int:
     args = parser.parse_args(given)
     if args.worker:
         answers = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # lines that libraries print go to stderr instead
+        os.dup2(2, 1)  # output of libraries goes to stderr, so that stdout has only figures
         Worker(**args.worker).serve(sys.stdin, answers)
         return 0
     bench = Bench(LABORATORY, args.work)

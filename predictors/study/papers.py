@@ -1,9 +1,9 @@
-"""Simulates strategies at a paper's link and compute times. Results are exact and do not depend on the machine.
+"""Simulates strategies with the link and compute times of a paper. Results are exact and do not depend on the machine.
 
-A token uses several experts of a layer. Their transfer time over the modelled link, relative to the layer's compute
-time, is as in the paper. A pass of several tokens takes a layer's compute time once, as on a GPU that is far from busy.
-Some requests warm a system's cache first and are not counted. Each counted request has its own figure, so that an
-interval is over requests. Simulated time leaves out the cost of a predictor.
+A token uses several experts of a layer. Their transfer time over the modelled link, divided by the layer's compute
+time, is the same as in the paper. A pass of several tokens takes a layer's compute time only once, as on a GPU with
+little load. Some requests first fill a system's cache and are not counted. Each counted request has a figure of its
+own, so that intervals over requests can be computed. Simulated time does not include the cost of a predictor.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from predictors.study.replay import Replay
 class Link:
     """The link and compute times of a paper."""
 
-    expert_us: float  # time of one expert on the paper's link
-    layer_us: float  # compute time of a layer in a pass
-    n_expert_used: int  # experts of a layer that a token of the paper's model uses
+    expert_us: float  # transfer time of one expert over the paper's link, in microseconds
+    layer_us: float  # compute time of a layer in a pass, in microseconds
+    n_expert_used: int  # number of experts of a layer that a token of the paper's model uses
     source: str
 
     def expert_us_of(self, shape: MoeShape) -> float:
-        """Returns the time of an expert of this shape on the link, in microseconds.
+        """Returns the transfer time of one expert of this shape, in microseconds.
 
-        All experts that a token uses in a layer then take as long together as in the paper.
+        It is chosen so that all experts that a token uses in a layer together take as long as in the paper.
         """
         return self.expert_us * self.n_expert_used / shape.n_expert_used
 
     def options(self, shape: MoeShape) -> SimOptions:
-        """Returns the options of a replay at these times."""
+        """Returns the options of a replay with these transfer and compute times."""
         link_bytes_per_s = shape.expert_bytes / self.expert_us_of(shape) * 1e6
         return SimOptions(link_bytes_per_s=link_bytes_per_s, layer_pass_us=self.layer_us)
 
@@ -85,24 +85,24 @@ class System(NamedTuple):
     predictor: str = "none"
     prefetch: PrefetchOptions | None = None
     store: StoreOptions = StoreOptions()
-    next_layer: bool = False  # True: prefetches the whole next layer instead of predicting
+    next_layer: bool = False  # True: prefetches all experts of the next layer instead of predicting
 
     def settings(self) -> dict[str, Any]:
-        """Returns the parts that identify the system, with only the options that differ from the defaults."""
+        """Returns the parts that identify the system. Options contain only the fields that differ from the defaults."""
         prefetch = None if self.prefetch is None else changed(self.prefetch)
         parts = self._asdict() | {"prefetch": prefetch, "store": changed(self.store)}
         return parts
 
 
 def changed(options: Any) -> dict[str, Any]:
-    """Returns the fields of a dataclass that are not its defaults."""
+    """Returns the fields of a dataclass object that differ from their defaults, {name: value}."""
     defaults = vars(type(options)())
     return {name: value for name, value in vars(options).items() if value != defaults[name]}
 
 
 def strategy(name: str) -> System:
-    """Returns the parts of a strategy. For moegguf, these are the parts for a model without measurements or
-    training."""
+    """Returns the parts of a strategy. For moegguf's own strategy, returns the parts for a model without measurements
+    and without trained predictors."""
     found = STRATEGIES[name]
     if found.policy == AUTO:
         return System(UNMEASURED.policy, SKIP, PrefetchOptions(), found.store)
@@ -112,31 +112,33 @@ def strategy(name: str) -> System:
 
 BASES = ("none", "lru", "moegguf")
 BARE = STRATEGIES["none"].store
-# A miss waits for the whole layer that was requested before it.
+# A miss waits until the whole layer that was requested before it has been read.
 WAITING = replace(BARE, chunked=False, preempt=False, demand_first=False)
 NEXT_LAYER = {
     "whole next layer": System("lru", store=BARE, next_layer=True),
     "whole next layer first": System("lru", store=WAITING, next_layer=True),
 }
-# The papers' baselines: counting, a fixed choice of experts, loading on demand or layer by layer. Each has as many
-# slots as the strategy with which it is compared.
+# The papers' baselines: eviction by counting, a fixed choice of experts, and loading on demand or layer by layer. Each
+# baseline has as many slots as the strategy with which it is compared.
 BASELINES = {
     "moe-infinity": {"counting": System("lfu", store=BARE), "algorithm 1 alone": System("sparsity", store=BARE)},
     "promoe": {"static": System("static", store=BARE)},
     "expertflow": NEXT_LAYER,
-    # A prompt's experts are read once each, as in Accelerate, even with few slots.
+    # Prompts read each expert only once, as in Accelerate, even if there are few slots.
     "duoserve": {"on demand": System("lru", store=StoreOptions(stream=True)), **NEXT_LAYER},
 }
 _PROMOE = strategy("promoe")
 
 
 def _step(variant: str) -> System:
-    """Returns a step of `moegguf bench --against`, without the paper's cache-aware order of experts."""
+    """Returns ProMoE's strategy with the store's switches of `VARIANTS[variant]`. `sweep`, by which the store
+    prefetches and evicts in prompts, is off."""
     return _PROMOE._replace(store=StoreOptions(**VARIANTS[variant]["store"], sweep=False))
 
 
-# The steps of ProMoE's figure 13, from its base on. Misses wait for prefetches until early preemption is added.
-# Reordered inference is the store's sweep for prompts; while decoding, the simulator computes a layer at once.
+# The steps of ProMoE's figure 13, beginning with its base. Misses wait for prefetches until early preemption is added.
+# Reordered inference concerns only prompts here (the store's sweep), because the simulator computes a layer of a
+# decoded token at once.
 ABLATION = {
     "LRU, waiting for all of a layer": System("lru", store=BARE),
     "+ prefetching": _step("step-prefetch"),
@@ -144,24 +146,26 @@ ABLATION = {
     "+ early preemption": _step("step-preemption"),
     "+ reordering": _PROMOE,
 }
-# Windows to try, because papers leave them open. ExpertFlow and MoE-Infinity predict all layers, and do not state how
-# far their queues reach. DuoServe-MoE states its window.
+# Prefetch windows to try, because these papers leave the window open. ExpertFlow and MoE-Infinity predict all layers,
+# and do not state how far ahead they prefetch. DuoServe-MoE states its window.
 WINDOWS = {"moe-infinity": (1, 2, 4, EVERY_LAYER), "promoe": (1, 2, 4, 8), "expertflow": (1, 2, 4, EVERY_LAYER)}
 
 
 def ahead(paper: str, window: int) -> System:
-    """Returns the paper's strategy with another window of prefetching."""
+    """Returns the paper's strategy with a prefetch window of `window` layers."""
     system = strategy(paper)
     assert system.prefetch is not None
     return system._replace(prefetch=replace(system.prefetch, window=window))
 
 
 def systems_of(paper: str, window: int | None = None) -> dict[str, System]:
-    """Returns the systems whose comparison decides a paper's claims.
+    """Returns the systems that are compared to decide a paper's claims.
 
-    Either all of them sweep prompts or none does, as in the paper's strategy, so that the comparison is fair.
+    All systems get the value of `sweep` in the paper's strategy, so that the comparison is fair. `sweep` is the way in
+    which the store prefetches and evicts in prompts.
 
-    window: the window of the paper's prefetching, which was chosen on other requests; None: the strategy's window.
+    window: the prefetch window of the paper's strategy, which was chosen on other requests; None: the strategy's own
+    window.
     """
     own = strategy(paper) if window is None else ahead(paper, window)
     systems = {**{name: strategy(name) for name in BASES}, paper: own, **BASELINES[paper]}
@@ -169,20 +173,21 @@ def systems_of(paper: str, window: int | None = None) -> dict[str, System]:
 
 
 def beside(system: System, other: System) -> System:
-    """Returns the system with the `sweep` option of the other system."""
+    """Returns `system` with the `sweep` option of `other`."""
     return system._replace(store=replace(system.store, sweep=other.store.sweep))
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A study whose trace has requests that warm a cache, followed by the requests that are counted."""
+    """A trace with its model's artifacts. Its first requests only warm a cache; the later ones are counted."""
 
     study: Study
-    counted: Sequence[int]  # numbers of the counted requests; if several decode together, only the first of them
+    # Numbers of the counted requests; of requests that decode together, only the number of the first
+    counted: Sequence[int]
 
     @classmethod
     def of(cls, study: Study, warm: Trace, n_counted: int | None = None) -> Workload:
-        """Returns the requests of `warm`, which are not counted, and then the requests of the study.
+        """Returns a workload: the requests of `warm`, which are not counted, and then the requests of the study.
 
         n_counted: use about this number of the study's requests, equally many of each kind, in order of arrival. None:
         use all.
@@ -197,11 +202,13 @@ class Workload:
 
     @classmethod
     def together(cls, study: Study, n_together: int, n_groups: int, n_warm: int = 1) -> Workload:
-        """Returns groups of `n_together` requests that decode together. The first `n_warm` groups are not counted.
+        """Returns a workload with groups of `n_together` requests that decode together. The first `n_warm` groups are
+        not counted.
 
         The prompts of a group are computed one after another. Then each pass has one token of each request, until the
-        first request ends. Requests follow in order of arrival until all were used, then in random orders, so large
-        groups may share requests. Each appearance in a group counts as a request of its own.
+        first request ends. Groups take the requests in order of arrival. When all requests were used, they are used
+        again in a random order, so the same request may be in several groups. It then counts as a new request in each
+        of them.
         """
         trace = study.trace
         random = np.random.default_rng(0)
@@ -230,14 +237,15 @@ class Workload:
         return cls(replace(study, trace=grouped(trace, passes, names)), firsts[n_warm:])
 
     def systems(self, systems: Mapping[str, System], n_slots: int, link: Link) -> dict[str, dict[str, Any]]:
-        """Returns the figures of each system, all with the same number of slots. Raises OptionError."""
+        """Returns {name: figures} of these systems, all with the same number of slots. Raises OptionError."""
         return {name: self._figures(self._replay(system, n_slots, link)) for name, system in systems.items()}
 
     def _replay(self, system: System, n_slots: int, link: Link) -> Replay:
         trace = self.study.trace
         options = replace(link.options(trace.shape), prefetch=system.prefetch, store=system.store)
         predictor = self.study.predictor(system.predictor)
-        if system.prefetch is not None:  # if a predictor knows every layer at once, a store uses all predictions
+        # A predictor may predict every layer at once, and the store would then prefetch for every layer.
+        if system.prefetch is not None:
             predictor.reach = min(predictor.reach, system.prefetch.window)
         replay = Replay(trace, self.study.policy(system.policy), predictor, n_slots, options)
         replay.next_layer = system.next_layer
@@ -248,12 +256,12 @@ class Workload:
 
         Figures of each counted request:
         - token_ms, prompt_ms: milliseconds per token and of the prompt.
-        - by_request: other figures.
+        - by_request: `ready` (see below), stall in ms and experts moved, each per pass of this request.
 
         Figures over all decoded tokens together:
         - ready: the share of look-ups that found the expert in memory.
         - late: the share of look-ups that found the expert on its way.
-        - ahead: the experts fetched ahead, as shares in time, late, and not used.
+        - ahead: the shares of prefetched experts that arrived in time, arrived late, and were not used.
         """
         counted = replay.counted()
         ms = counted["sim_clock_ns"] / 1e6
@@ -275,7 +283,8 @@ class Workload:
         }
 
     def _shares(self, counted: Mapping[str, npt.NDArray[np.int64]], passes: npt.NDArray[np.bool_]) -> dict[str, float]:
-        """Returns figures of some passes. experts: the mean number of experts that are moved in a pass."""
+        """Returns figures of the passes for which `passes` is True. experts: the mean number of experts that are read
+        or copied in a pass."""
         of = {name: int(values[passes].sum()) for name, values in counted.items()}
         n_passes = int(passes.sum())
         moved = of["bytes_missed"] + of["bytes_prefetched"]
@@ -292,10 +301,10 @@ Eams = list[npt.NDArray[np.float32]]
 
 
 def request_counts(trace: Trace, phase: Phase, n_windows: int = 1) -> Eams:
-    """Returns the EAMs of each request's tokens of one phase: counts of tokens (n_layer, n_expert).
+    """Returns the EAMs of the requests, which count only tokens of one phase: (n_layer, n_expert).
 
-    n_windows: the number of EAMs of a request. One EAM counts all its tokens. If there are more, each counts half of
-    the tokens, in evenly spaced windows.
+    n_windows: the number of EAMs per request. A single EAM counts all of the request's tokens. With several EAMs, each
+    counts a window of half of the tokens, and the windows are evenly spaced.
     """
     of = trace.sequence_of
     phases = trace.phase_of
@@ -314,7 +323,7 @@ def request_counts(trace: Trace, phase: Phase, n_windows: int = 1) -> Eams:
 def collection(trace: Trace, n_entries: int) -> Eamc:
     """Returns MoE-Infinity's collection of the last `n_entries` requests of a trace.
 
-    If the trace has fewer requests, windows of its requests take the place of whole requests.
+    If the trace has fewer requests, each request gives several entries, which count windows of its tokens.
     """
     n_windows = max(1, -(-n_entries // max(1, len(trace.sequences()))))
     eamc = Eamc(*trace.shape.table)

@@ -35,25 +35,25 @@ from predictors.study.papers import LINKS, routing_digest
 
 QUESTIONS = Path(__file__).parents[1] / "models" / "demo_heldout.jsonl"
 SHARES = (0.125, 0.25, 0.5, 0.75)
-IN_TIME = PrefetchOptions(watchdog=False)  # every expert that is fetched ahead arrives in time
-LINK = "promoe"  # paper whose times a token's experts of a layer, and the layer, take
+IN_TIME = PrefetchOptions(watchdog=False)  # never switched off; without a link every prefetched expert arrives in time
+LINK = "promoe"  # the paper whose link and compute times the strategies are replayed with
 
 
 def questions() -> list[Prompt]:
-    """Returns the first wording of each question that the demo was not trained on."""
+    """Returns the first wording of each held-out question, which the demo model was not trained on."""
     lines = QUESTIONS.read_text(encoding="utf-8").splitlines()
     return [Prompt(json.loads(line)["ask"][0], label="question") for line in lines]
 
 
 def record_demo(path: Path) -> None:
-    """Records the routing of the demo's answers. Always takes the likeliest token."""
+    """Records the routing of the demo model's answers to `questions()`. The answers are greedy."""
     options = RecordOptions(n_predict=48, inputs=True, temperature=0)
     record(find_model("demo"), questions(), path, options, n_ctx=512, policy="lru", predictor="none", verbose=False)
 
 
 def replayed(analysis: TraceAnalysis) -> dict[str, list[Row]]:
-    """Returns the replays for each table: eviction alone, whole strategies at one paper's times, and predictors whose
-    experts arrive in time."""
+    """Returns {table: replays}. The tables are eviction without prefetching, whole strategies at one paper's times, and
+    predictors whose prefetched experts arrive in time."""
     timed = LINKS[LINK].options(analysis.trace.shape)
     return {
         "policies": analysis.simulate(["all"], ["none"], SHARES),
@@ -63,7 +63,7 @@ def replayed(analysis: TraceAnalysis) -> dict[str, list[Row]]:
 
 
 def lines_of(table: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Returns the rows of a table for Markdown, with a column for each budget."""
+    """Returns the lines of a Markdown table, with a column for each share of experts in memory."""
     lines: dict[str, dict[str, Any]] = {}
     for row in rows:
         name = _name(table, row)
@@ -86,7 +86,8 @@ def _name(table: str, row: Row) -> str:
 
 
 def plot(tables: Mapping[str, Sequence[Row]], folder: Path) -> None:
-    """Draws hit rates of policies and predictors, and speeds of strategies, by share of experts: as PNG and as SVG."""
+    """Draws hit rates of policies and predictors, and speeds of strategies, by share of experts in memory. Saves each
+    plot as PNG and SVG."""
     from predictors.study.evidence_plots import STYLE, pyplot
 
     with pyplot.rc_context(STYLE):
@@ -103,7 +104,8 @@ def plot(tables: Mapping[str, Sequence[Row]], folder: Path) -> None:
 
 
 def _curves(table: str, rows: Sequence[Row]) -> dict[str, dict[float, float]]:
-    """Returns {name: {share: hit rate, or speed of strategies}}; Belady's bound has no speed."""
+    """Returns {name: {share: value}}. The value is the hit rate, or the speed in the table of strategies. Belady's
+    bound has no speed."""
     curves: dict[str, dict[float, float]] = {}
     for row in rows:
         height: float | None = row.decode_hit_rate

@@ -50,21 +50,22 @@ from predictors.study.score import score_named
 from predictors.study.subjects import DEMO, LABORATORY, N_WARM, SUBJECTS, WORK, Bench, chosen_window, recordings
 from predictors.study.synthesize import shape_of
 
-# Raise this number if a change of the code moves a figure. tests/pure/test_replayed_figures.py replays some exactly.
+# Increase this number if a change of the code changes a figure. tests/pure/test_replayed_figures.py replays some
+# figures exactly.
 CODE_VERSION = 2
-CARD = "laboratory-model"  # the card of the model, which comes from no step here
-LIST = re.compile(r"\[[^][{}]*\]")  # a list of numbers, which is written on one line
+CARD = "laboratory-model"  # name of the result that is the laboratory model's card; no step computes it
+LIST = re.compile(r"\[[^][{}]*\]")  # matches a list of numbers in JSON, which is then written on one line
 SHARES = (0.125, 0.19, 0.25, 0.4, 0.5, 0.64)
 SHARE = 0.25
-N_COUNTED = 12  # requests of a sweep, and of a measurement in real time
+N_COUNTED = 12  # number of counted requests in a sweep and in a measurement in real time
 N_ENTRIES = 120
 SCORED_TOKENS = 900
 N_GROUPS = 9
-# The papers' own batches. ExpertFlow has two more (2 and 4): a token uses several experts of a layer here, but one
-# there.
+# The papers' own batch sizes, and for ExpertFlow also 2 and 4. A token uses several experts of a layer here,
+# but only one in ExpertFlow's.
 BATCHES = {"promoe": (1, 2, 4, 8), "expertflow": (2, 4, 8, 16, 32)}
 SCHEDULED = (4, 8, 16)
-N_SHIFTED = 12  # requests after the kind of text has changed
+N_SHIFTED = 12  # number of counted requests after the kind of text has changed
 SCORED = ("popularity", "previous-token", "token-id", "affinity", "eamc", "skip", "mlp", "routing-path", "expert-mlp")
 MEMORIES = {f"{share:.3g}": (share, 1.0) for share in (0.125, 0.25, 0.375, 0.5, 0.75)}
 PRECISIONS = {
@@ -75,15 +76,16 @@ Take = Callable[[Bench], dict[str, Any]]
 
 
 class Step(NamedTuple):
-    """A step of the study, which computes one result."""
+    """A step of the study, which computes one recorded result."""
 
     take: Take
-    settings: Callable[[str], Any]  # the settings that the figures of a subject depend on
-    on: tuple[str, ...] = (DEMO, LABORATORY)  # the subjects that have the step
+    settings: Callable[[str], Any]  # returns the settings that the figures of a subject depend on, by its name
+    on: tuple[str, ...] = (DEMO, LABORATORY)  # names of the subjects for which the step is computed
 
 
 def count_reuse(bench: Bench) -> dict[str, Any]:
-    """Measures the reuse of experts: how even it is within a request and over all requests, and its distances."""
+    """Measures the reuse of experts: how evenly a request and all requests together use them, and after how many tokens
+    an expert is used again."""
     found = reuse.reuse(bench.reporting.trace)
     used = (found.counts > 0).mean(axis=(1, 2))
     return {
@@ -101,7 +103,7 @@ def count_reuse(bench: Bench) -> dict[str, Any]:
 
 
 def hit_curve(bench: Bench) -> dict[str, Any]:
-    """Computes hit rates while decoding, by policy and share of the experts, without predictions."""
+    """Computes the hit rates of decode passes by policy and share of experts in memory, without predictors."""
     names = ["lru", "lfu-decay", "slru", "next-use"]
     rows = bench.reporting.simulate(names, ["none"], SHARES)
     found: dict[str, dict[str, float]] = {}
@@ -111,7 +113,8 @@ def hit_curve(bench: Bench) -> dict[str, Any]:
 
 
 def accuracies(bench: Bench) -> dict[str, Any]:
-    """Scores each predictor, and its shuffled control, at each distance by the papers' measures."""
+    """Computes the papers' measures of each predictor at each distance. `shuffled` is the accuracy on the trace with
+    shuffled routing."""
     bench.learn(N_ENTRIES)
     study = bench.reporting.limited(SCORED_TOKENS)
     table = score_named(study, scored(bench.name), LINKS["promoe"].options(study.trace.shape))
@@ -128,20 +131,22 @@ def accuracies(bench: Bench) -> dict[str, Any]:
                 "good": _rounded(one.good_pred(k)),
             }
             for k, of in one.means.items()
-            if k and of.coverage > 0.5 and of.accuracy is not None  # only if most due predictions were made
+            # Leaves out distances at which fewer than half of the due predictions were made
+            if k and of.coverage > 0.5 and of.accuracy is not None
         }
         for one in table.scores
     }
 
 
 def scored(name: str) -> list[str]:
-    """Returns the predictors that a subject has."""
+    """Returns the names of the predictors that can be measured for a subject."""
     untrained = {"mlp", "routing-path", "expert-mlp"} - SUBJECTS[name].training.keys()
     return [predictor for predictor in SCORED if predictor not in untrained]
 
 
 def learned(bench: Bench) -> dict[str, Any]:
-    """Returns the validation curve of ProMoE's networks by epoch, as mean over networks, and their size."""
+    """Returns the validation accuracy of ProMoE's networks after each epoch, as mean over the networks, and the number
+    of weights of a network."""
     facts = json.loads((bench.predictors / "mlp.json").read_text("utf-8"))["training"]
     shape = bench.reporting.trace.shape
     curve = facts["curve"]
@@ -154,9 +159,10 @@ def learned(bench: Bench) -> dict[str, Any]:
 
 
 def tuned(paper: str) -> Step:
-    """Makes the step that chooses the window of a paper's strategy, if the paper leaves it open.
+    """Returns the step that chooses the prefetch window of a paper's strategy, if the paper leaves it open.
 
-    The chosen window is the fastest one on some requests for choosing, after some requests for learning.
+    The chosen window is the one with the least time per token on some of the requests for choosing. The last requests
+    for learning warm the cache.
     """
 
     def take(bench: Bench) -> dict[str, Any]:
@@ -177,7 +183,8 @@ def tuned(paper: str) -> Step:
 
 
 def _is_trained(bench: Bench, paper: str, window: int) -> bool:
-    """Returns True if the paper's predictor can predict at this distance. ProMoE has networks for each distance."""
+    """Returns True if the paper's predictor can predict at the distance `window`. Only ProMoE needs a network for each
+    distance."""
     if paper != "promoe":
         return True
     facts = json.loads((bench.predictors / "mlp.json").read_text("utf-8"))["training"]
@@ -185,7 +192,7 @@ def _is_trained(bench: Bench, paper: str, window: int) -> bool:
 
 
 def _settings(paper: str, *others: Any) -> Callable[[str], Any]:
-    """Returns a function of a subject: the settings of the paper's systems, and `others`."""
+    """Returns a function from a subject's name to the settings of the paper's systems, followed by `others`."""
 
     def settings(name: str) -> Any:
         systems = systems_of(paper, chosen_window(name, paper))
@@ -197,9 +204,9 @@ def _settings(paper: str, *others: Any) -> Callable[[str], Any]:
 
 
 def at_link(paper: str, share: float | None) -> Step:
-    """Makes the step that replays a paper's strategy and its bases at the paper's times.
+    """Returns the step that replays a paper's strategy and its baselines with the paper's link and compute times.
 
-    share: the share of the experts in memory. None: slots for the experts that a token chooses in two layers, which is
+    share: the share of experts in memory. None: slots for the experts that a token uses in two layers, as in
     DuoServe-MoE's pool.
     """
 
@@ -218,9 +225,9 @@ def at_link(paper: str, share: float | None) -> Step:
 
 
 def sweep(paper: str, settings: Mapping[str, tuple[float, float]]) -> Step:
-    """Makes the step that replays a paper's systems with each setting.
+    """Returns the step that replays a paper's systems with several settings.
 
-    settings: {name: (share of the experts in memory, part of the paper's time of an expert)}.
+    settings: {name: (share of experts in memory, factor for the paper's transfer time of an expert)}.
     """
 
     def take(bench: Bench) -> dict[str, Any]:
@@ -236,12 +243,13 @@ def sweep(paper: str, settings: Mapping[str, tuple[float, float]]) -> Step:
 
 
 def scaled(link: Link, part: float) -> Link:
-    """Returns the link with `part` of an expert's time."""
+    """Returns the link with the transfer time of an expert multiplied by `part`."""
     return replace(link, expert_us=link.expert_us * part)
 
 
 def batches(paper: str) -> Step:
-    """Makes the step that replays a paper's systems in the paper's batches, with half of the experts in memory."""
+    """Returns the step that replays a paper's systems with the paper's batch sizes. Half of the experts are in
+    memory."""
 
     def take(bench: Bench) -> dict[str, Any]:
         found = {}
@@ -256,7 +264,8 @@ def batches(paper: str) -> Step:
 
 
 def scheduler(bench: Bench) -> dict[str, Any]:
-    """Counts the experts of a pass for each order of requests: ExpertFlow's scheduler, and bounds."""
+    """Counts the distinct experts in a pass for each order of requests: ExpertFlow's scheduler, first in first out,
+    random, and an oracle."""
     study = bench.reporting
     found = {}
     slots = {share: slots_of(study.trace.shape, share) for share in (0.25, 0.5)}
@@ -280,7 +289,8 @@ def scheduler(bench: Bench) -> dict[str, Any]:
 
 
 def bound(bench: Bench) -> dict[str, Any]:
-    """Computes the least bytes of requests that decode together, and the store's bytes, on made-up routing."""
+    """Computes the least bytes that any eviction reads for requests that decode together, and the bytes that the store
+    reads. The routing is synthetic."""
     shape = shape_of("qwen3-30b", 24, 60, 4, 5_600_000)
     found = {
         routing: {str(n): Bound(routing, n, 384, 534).figures(shape) for n in (1, 4, 8, 16, 32)}
@@ -290,7 +300,7 @@ def bound(bench: Bench) -> dict[str, Any]:
 
 
 def capacity(bench: Bench) -> dict[str, Any]:
-    """Replays MoE-Infinity with collections of different sizes."""
+    """Replays MoE-Infinity's strategy with collections of different sizes."""
     found: dict[str, Any] = {}
     for n in (0, 12, 120, 1000):
         bench.learn(n)
@@ -299,13 +309,13 @@ def capacity(bench: Bench) -> dict[str, Any]:
 
 
 def _moe_infinity(bench: Bench, workload: Workload, name: str) -> dict[str, Any]:
-    """Returns {name: figures} of MoE-Infinity with the collection that was written last."""
+    """Returns {name: figures} of MoE-Infinity's strategy with the collection that was written last."""
     systems = {name: systems_of("moe-infinity", chosen_window(bench.name, "moe-infinity"))["moe-infinity"]}
     return workload.systems(systems, slots_of(workload.study.trace.shape, SHARE), LINKS["moe-infinity"])
 
 
 def look_up(bench: Bench) -> dict[str, Any]:
-    """Measures one query of the collection at each layer: median and 99th percentile in microseconds."""
+    """Measures the time of one look-up in the collection at a layer: median and 99th percentile in microseconds."""
     found = {}
     trace = bench.learning.trace
     for n in (120, 1000):
@@ -316,7 +326,8 @@ def look_up(bench: Bench) -> dict[str, Any]:
 
 
 def shift(bench: Bench) -> dict[str, Any]:
-    """Replays MoE-Infinity after a change of the kind of text, with a collection that lacks or has the new kind."""
+    """Replays MoE-Infinity's strategy on requests of one kind of text, once with a collection without this kind, and
+    once with this kind in the collection."""
     learning = bench.learning
     found = {}
     labels = learning.trace.header.labels
@@ -336,13 +347,13 @@ def shift(bench: Bench) -> dict[str, Any]:
 
 
 def ablation(bench: Bench) -> dict[str, Any]:
-    """Replays ProMoE, step by step from the paper's base."""
+    """Replays the steps of ProMoE's ablation, beginning with the paper's base."""
     n_slots = slots_of(bench.reporting.trace.shape, SHARE)
     return {"share": SHARE, "systems": bench.workload.systems(ablation_systems(bench.name), n_slots, LINKS["promoe"])}
 
 
 def ablation_systems(name: str) -> dict[str, System]:
-    """Returns the steps of ABLATION, with the window that was chosen for the subject."""
+    """Returns the systems of ABLATION with the prefetch window that was chosen for the subject `name`."""
     window = chosen_window(name, "promoe")
     if window is None:
         return ABLATION
@@ -356,7 +367,7 @@ def _same(*settings: Any) -> Callable[[str], Any]:
 
 
 def _trained(*settings: Any) -> Callable[[str], Any]:
-    """Returns a function of a subject: these settings, and the training of its predictors."""
+    """Returns a function from a subject's name to these settings and the training options of its predictors."""
     return lambda name: [*settings, SUBJECTS[name].training]
 
 
@@ -386,7 +397,8 @@ STEPS: dict[str, Step] = {
 
 
 def key_of(name: str, step: str) -> dict[str, Any]:
-    """Returns the key of a step on a subject: everything that its figures depend on. Real-time steps are live-PAPER."""
+    """Returns the key of a step for a subject, which contains everything that the step's figures depend on. Steps that
+    are measured in real time have names such as live-PAPER."""
     of = STEPS[step].settings(name) if step in STEPS else vars(LINKS[step.removeprefix("live-")])
     settings = json.dumps(of, sort_keys=True)
     digest = hashlib.sha256(settings.encode()).hexdigest()[:16]
@@ -394,7 +406,7 @@ def key_of(name: str, step: str) -> dict[str, Any]:
 
 
 def is_current(result: str) -> bool:
-    """Returns True if a recorded result (MODEL/STEP) has the key that a new one would have now."""
+    """Returns True if a recorded result (MODEL/STEP) has the same key as a result that would be computed now."""
     found = read_result(result)
     name, _, step = result.partition("/")
     return found is not None and (step == CARD or found.get("key") == key_of(name, step))
@@ -405,7 +417,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def take_step(step: str, bench: Bench, again: bool) -> None:
-    """Takes a step and writes its result. Does nothing if the recorded result is current, unless `again` is True."""
+    """Computes a step and writes its result. Does nothing if the recorded result is current, unless `again` is True."""
     result = f"{bench.name}/{step}"
     if is_current(result) and not again:
         return
@@ -441,7 +453,7 @@ def _machine() -> str:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Takes the steps; returns the exit status."""
+    """Computes the steps; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SUBJECTS, default=LABORATORY, help="what figures are about")
     parser.add_argument("--work", type=Path, help=f"folder for the model and its traces (default: {WORK}/MODEL)")

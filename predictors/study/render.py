@@ -40,24 +40,25 @@ from tools.models.locality import LOCALITIES
 DOCS = Path(__file__).parents[2] / "docs"
 TABLE = re.compile(r"(<!-- table: ([\w/-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 EARLIER = "recorded with an earlier version"
-COLUMNS = (DEMO, LABORATORY)  # models that have a column in the table of claims
+COLUMNS = (DEMO, LABORATORY)  # the models that have a column in the table of claims
 PLOTS = {paper: NAMES[paper] for paper in LINKS} | {
     "promoe-steps": "ProMoE step by step", "laboratory-model": "Laboratory model"
 }  # fmt: skip
 
 
 def pages() -> list[Path]:
-    """Returns the pages that hold tables."""
+    """Returns the paths of the pages that contain tables."""
     return [DOCS / "evidence.md", *sorted((DOCS / "evidence").glob("*.md"))]
 
 
 def rendered(text: str) -> str:
-    """Returns a page with every table written from the results. Raises KeyError for an unknown table."""
+    """Returns the text of a page with every table replaced by a new one from the recorded results. Raises KeyError for
+    an unknown table."""
     return TABLE.sub(lambda found: f"{found[1]}{table(found[2])}\n{found[3]}", text)
 
 
 def table(name: str) -> str:
-    """Returns a table as Markdown. A line before it says if an earlier version recorded its results."""
+    """Returns a table as Markdown. If an earlier version recorded its results, a line before the table states this."""
     if name in WHOLE:
         return WHOLE[name]()
     model, _, step = name.partition("/")
@@ -76,7 +77,7 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def systems_table(name: str) -> str:
-    """Returns the table of a step's systems: hits, waits, moved experts, and speeds against the bases."""
+    """Returns the table of a step's systems: hits, waiting times, moved experts, and speeds relative to the bases."""
     if "settings" in figures(name):
         return settings_table(name)
     systems: Mapping[str, Any] = recorded.systems(name)
@@ -87,7 +88,7 @@ def systems_table(name: str) -> str:
         tail = " and ".join(f"{of['percentiles_ms'][p]:.0f}" for p in ("90", "99"))
         first = f"{median(of['prompt_ms']):.0f}"
         found = [percent(of["ready"]), percent(of["late"]), spread(of["token_ms"], 1), tail, first, *beside]
-        if "ahead" not in of:  # a result that was measured in real time
+        if "ahead" not in of:  # a result measured in real time has no such figure
             return [system, *found, of["prefetch"]]
         return [system, *found, f"{of['experts']:.1f}", _ahead(of["ahead"]), f"{of['stall_ms']:.1f}"]
 
@@ -99,7 +100,7 @@ def systems_table(name: str) -> str:
 
 
 def _speed(name: str, system: str, base: str) -> str:
-    """Returns the speed of a system relative to another, in a step or a setting of a step."""
+    """Returns the speed of a system relative to the system `base`, as text with its interval."""
     return interval(speed_of(name, system, base))
 
 
@@ -108,7 +109,8 @@ def _ahead(shares: Sequence[float] | None) -> str:
 
 
 def settings_table(name: str) -> str:
-    """Returns the table of systems by setting: share of experts found ready, and speed relative to `none`."""
+    """Returns the table of systems by setting: the share of lookups that found the expert ready, and the speed relative
+    to the strategy `none`."""
     settings = figures(name)["settings"]
 
     def cell(setting: str, system: str) -> str:
@@ -123,7 +125,8 @@ def settings_table(name: str) -> str:
 
 
 def scheduler_table(model: str) -> str:
-    """Returns the table of ExpertFlow's scheduler: experts of a pass and moved experts, for each order of requests."""
+    """Returns the table of ExpertFlow's scheduler: distinct experts in a pass and moved experts, for each order of
+    requests."""
     found = figures(f"{model}/scheduler")["at_once"]
     kinds = ["hits 25%", "moved 25%", "hits 50%", "moved 50%"]
 
@@ -150,7 +153,7 @@ def bound_table(model: str) -> str:
 
 
 def shift_table(model: str) -> str:
-    """Returns the table of MoE-Infinity after a change of the kind of text, by kind."""
+    """Returns the table of MoE-Infinity's slowdown after a change of the kind of text, for each new kind."""
     rows = []
     for kind, of in figures(f"{model}/shift")["kinds"].items():
         slower = [a / b for a, b in zip(of["shifted_ms"], of["known_ms"], strict=True)]
@@ -160,7 +163,7 @@ def shift_table(model: str) -> str:
 
 
 def accuracy_table(model: str) -> str:
-    """Returns the table of predictors by distance."""
+    """Returns the table of the predictors' accuracies by distance."""
     rows = [
         [name, k, *[percent(of[measure]) for measure in ("accuracy", "shuffled", "all", "any", "batch", "good")]]
         for name, by_k in figures(f"{model}/accuracy").items()
@@ -171,7 +174,7 @@ def accuracy_table(model: str) -> str:
 
 
 def hits_table(model: str) -> str:
-    """Returns the table of hit rates by policy and share of the experts."""
+    """Returns the table of hit rates by policy and share of experts in memory."""
     found = figures(f"{model}/hits")
     shares = list(found["lru"])
     rows = [[policy, *[percent(by_share.get(share)) for share in shares]] for policy, by_share in found.items()]
@@ -179,7 +182,7 @@ def hits_table(model: str) -> str:
 
 
 def model_table(model: str) -> str:
-    """Returns the tables of the model's card: losses by kind of text, and answers."""
+    """Returns the tables of the model's card: losses by kind of text, and some answers."""
     card = read_result(f"{model}/laboratory-model")
     assert card is not None
     losses = [
@@ -192,7 +195,7 @@ def model_table(model: str) -> str:
 
 
 def routing_table(model: str) -> str:
-    """Returns the table of statistics of routing, with the published ones."""
+    """Returns the table of statistics about the model's routing, beside published ones."""
     reuse = figures(f"{model}/reuse")
     hits = figures(f"{model}/hits")["lru"]
     accuracy = figures(f"{model}/accuracy")["skip"]
@@ -218,7 +221,7 @@ def routing_table(model: str) -> str:
 
 
 def costs_table(model: str) -> str:
-    """Returns the table of microseconds of a prediction, by predictor and shape."""
+    """Returns the table of the time of a prediction in microseconds, by predictor and model shape."""
     found = figures(f"{model}/costs")
 
     def cells(of: Mapping[str, float]) -> list[str]:
@@ -233,7 +236,7 @@ def costs_table(model: str) -> str:
 
 
 def plot(name: str) -> str:
-    """Returns the Markdown of the picture of this name."""
+    """Returns the Markdown that shows the plot of this name."""
     return f"![{PLOTS[name]}]({name}.svg)"
 
 
@@ -249,7 +252,8 @@ def own_table(model: str) -> str:
 
 
 def tuned_table(model: str) -> str:
-    """Returns the table of the windows chosen for the papers' strategies, and of ms per token with each window."""
+    """Returns the table of the prefetch windows chosen for the papers' strategies, and of the ms per token with each
+    window."""
     found = {paper: figures(f"{model}/tuned-{paper}") for paper in WINDOWS}
 
     def far(window: str | int) -> str:
@@ -263,14 +267,14 @@ def tuned_table(model: str) -> str:
 
 
 def learned_table(model: str) -> str:
-    """Returns the table of the validation of ProMoE's networks by epoch."""
+    """Returns the table of the validation accuracy of ProMoE's networks by epoch."""
     found = figures(f"{model}/learned")
     row = [f"{found['weights']:,}", *[percent(value) for value in found["curve"]]]
     return markdown(["weights of a network", *[f"epoch {n + 1}" for n in range(len(found["curve"]))]], [row])
 
 
 def claims_table(paper: str | None = None) -> str:
-    """Returns the table of all claims, or of one paper's claims, on every model."""
+    """Returns the table of one paper's claims, or of all claims if `paper` is None, with the verdict on every model."""
     rows = [
         [*([] if paper else [NAMES[claim.paper]]), claim.text, *[_judged(claim, model) for model in COLUMNS],
          NONE if isinstance(claim.judged, str) else claim.confidence]
@@ -283,7 +287,8 @@ def claims_table(paper: str | None = None) -> str:
 
 
 def _judged(claim: Claim, model: str) -> str:
-    """Returns the verdict on a model with its figures, and a mark if an earlier version recorded one of them."""
+    """Returns the verdict on a claim for a model, with its figures. Adds a mark if an earlier version recorded one of
+    them."""
     model = claim.only_on if claim.only_on and model == LABORATORY else model
     verdict = claim.verdict(model)
     earlier = verdict not in (UNTESTED, OPEN) and not _is_counted(claim, model)
@@ -291,7 +296,7 @@ def _judged(claim: Claim, model: str) -> str:
 
 
 def changes_table() -> str:
-    """Returns the list of claims whose verdict has changed since the last version, with the reason."""
+    """Returns the table of claims whose verdict has changed since the last version, with the reason."""
     earlier = json.loads((RESULTS / "earlier.json").read_text("utf-8"))
     verdicts = {(claim.paper, claim.text): claim for claim in CLAIMS}
     rows = []
@@ -306,7 +311,8 @@ def changes_table() -> str:
 
 
 def _counted_now(claim: Claim, model: str) -> str | None:
-    """Returns the verdict on a model, or None if this version has not counted all figures of the claim."""
+    """Returns the verdict on a claim for a model. Returns None if this version of the code has not computed all figures
+    of the claim."""
     model = claim.only_on if claim.only_on and model == LABORATORY else model
     verdict = claim.verdict(model)
     return verdict if verdict not in (UNTESTED, OPEN) and _is_counted(claim, model) else None
@@ -317,7 +323,7 @@ def _is_counted(claim: Claim, model: str) -> bool:
 
 
 def _from_pages(row: list[str]) -> list[str]:
-    """Changes the links of a row for pages in the folder evidence/."""
+    """Changes the links of a table row so that they are right for pages in the folder evidence/."""
     return [cell.replace("](evidence/", "](") for cell in row]
 
 

@@ -1,7 +1,7 @@
-"""A replay that is counted pass by pass, and a baseline without a predictor: prefetch every expert of the next layer.
+"""A replay that counts pass by pass, and a baseline without a predictor that prefetches every expert of the next layer.
 
-The simulator itself counts by request and phase. The 99th percentile of latencies and the time to the first token need
-the counts of each pass.
+The simulator itself counts only by request and phase. The 99th percentile of latencies and the time to the first token
+need the counts of each pass.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ COUNTED = (
 
 
 class NextLayer(Controller):
-    """The method of SE-MoE and MoESys: prefetches all experts of the next layer once a layer has been routed.
+    """The method of SE-MoE and MoESys: when a layer has been routed, prefetches all experts of the next layer.
 
-    It uses no prediction. The first layer follows the last one.
+    No prediction is used. After the last layer the first one is next.
     """
 
     def __init__(self, shape: MoeShape, store: Store) -> None:
@@ -48,14 +48,15 @@ class Replay(Simulation):
     next_layer = False
 
     def counted(self) -> dict[str, npt.NDArray[np.int64]]:
-        """Runs the replay. Returns the increments by each pass: {name in COUNTED: (n_pass,)}. Raises as `run` does."""
+        """Runs the replay. Returns {name in COUNTED: (n_pass,)}: the growth of each counter in each pass. Raises the
+        errors of `run`."""
         self._noted: list[dict[str, int]] = []
         result = self.run()
         noted = np.array([[of[name] for name in COUNTED] for of in (*self._noted, result.counters)], np.int64)
         return dict(zip(COUNTED, (noted[1:] - noted[:-1]).T, strict=True))
 
     def passes(self, sequence: int, phase: Phase) -> npt.NDArray[np.bool_]:
-        """Returns True for each pass of one phase whose first request is `sequence`: (n_pass,)."""
+        """Returns (n_pass,): True for each pass of this phase whose first request is `sequence`."""
         return np.asarray((self.trace.pass_sequence == sequence) & (self.trace.pass_phase == phase))
 
     def _controller(self, store: Store) -> Controller | None:

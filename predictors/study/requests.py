@@ -37,7 +37,7 @@ N_CTX = 512
 
 @dataclass(frozen=True)
 class Request:
-    """A text whose opening is the prompt and whose rest is the answer, evaluated token by token."""
+    """A text. Its opening is the prompt, and the rest is the answer, which is evaluated token by token."""
 
     kind: str
     role: str
@@ -58,7 +58,7 @@ def load(folder: Path) -> list[Request]:
 
 
 def manifest(requests: Sequence[Request]) -> dict[str, object]:
-    """Returns the sources of the texts and the hash of each request. Contains no text."""
+    """Returns the sources of the texts and the hash of each request. The texts themselves are not in it."""
     sources = {kind: {**asdict(source), "read": source.read.__name__} for kind, source in texts.SOURCES.items()}
     return {
         "sources": sources,
@@ -77,14 +77,16 @@ def checked(folder: Path) -> list[Request]:
 
 
 def write_prompts(path: Path, requests: Sequence[Request]) -> None:
-    """Writes a .jsonl for `moegguf trace record` and `moegguf bench`, and a .txt with the whole text beside it."""
+    """Writes the requests as a .jsonl file for `moegguf trace record` and `moegguf bench`, and a .txt file with the
+    whole texts beside it."""
     rows = [{"prompt": r.opening, "completion": r.text[OPENING_CHARS:], "label": r.kind} for r in requests]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     path.with_suffix(".txt").write_text("\n\n".join(r.text for r in requests), encoding="utf-8")
 
 
 def record_role(model: Path, requests: Sequence[Request], path: Path, inputs: bool) -> None:
-    """Records the routing of these requests, as if each had been answered token by token after its opening."""
+    """Records the routing of these requests. The trace looks as if each request had been answered token by token after
+    its opening."""
     prompts = [Prompt(request.text, request.kind, n_predict=None) for request in requests]
     options = RecordOptions(n_predict=0, inputs=inputs)
     record(model, prompts, path, options, n_ctx=N_CTX, logits_all=True, verbose=False, expert_cache="100%")
@@ -126,7 +128,7 @@ def main(given: Sequence[str] | None = None) -> int:
             args.output.mkdir(parents=True, exist_ok=True)
             for role, requests in by_role.items():
                 path = args.output / f"{role}.trace"
-                if not path.exists():  # a long recording may be continued
+                if not path.exists():  # keeps recordings of an interrupted run
                     record_role(args.model, requests, path, inputs=True)
     except (ValueError, OSError) as error:
         print(f"requests: {error}", file=sys.stderr)

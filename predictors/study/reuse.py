@@ -1,8 +1,10 @@
-"""Reuse statistics of a trace: how often experts are used, and how soon again, within requests and across requests.
+"""Computes statistics about the reuse of experts in a trace: how often experts are used, and how soon again, within
+requests and across requests.
 
 MoE-Infinity (section 4.2, figure 2) finds that use is skewed within a request and uniform across requests. Policies
-based on the request can help only if this holds. Any short sample looks skewed. Every figure of a request is therefore
-compared with the figure of a sample of the same size, drawn from all requests. Only decoding counts.
+based on the request can help only if this is true. Any short sample looks skewed. Every figure of a request is
+therefore compared with the same figure of a sample of the same size, drawn from all requests. Only decoded tokens
+count.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from moegguf.trace.trace import Trace
 from predictors.study.arrange import used_experts
 
 WINDOWS = (1, 2, 4, 8, 16)  # tokens
-DISTANCES = (1, 2, 4, 8, 16, 32, 64, 128)  # tokens: upper bounds of the histogram
-COVERED = 0.8  # share of uses whose smallest set of experts is counted
+DISTANCES = (1, 2, 4, 8, 16, 32, 64, 128)  # upper bounds of the histogram, in tokens
+COVERED = 0.8  # share of the uses that the smallest possible set of experts must cover
 
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
@@ -26,9 +28,10 @@ Used = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Skew:
-    """The unevenness of the use of experts, as means over MoE layers."""
+    """The unevenness with which experts are used, as means over MoE layers."""
 
-    covering: float  # smallest share of the experts that has the share COVERED of the uses
+    # Size of the smallest set of experts that has the share COVERED of all uses, as a share of the experts
+    covering: float
     entropy: float  # entropy of the uses, relative to uniform use: 1 is uniform
 
 
@@ -36,24 +39,26 @@ class Skew:
 class Reuse:
     """The use of experts while decoding.
 
-    The windows are {n: share of a token's experts that were used in the n tokens before it}. A token with fewer than n
-    tokens before it is left out.
+    windows_same and windows_other are {n: share of a token's experts that were used in the n tokens before it}. Tokens
+    with fewer than n tokens before them are left out.
     """
 
     layers: tuple[int, ...]  # il of each row
     sequences: tuple[int, ...]
     counts: Counts  # (n_sequence, n_row, n_expert): number of tokens that used an expert
-    within: Skew  # skew of a request, mean over requests
-    same_size: Skew  # skew of tokens drawn from all requests, as many as a request has, mean over requests
+    within: Skew  # skew within a request, as mean over requests
+    same_size: Skew  # skew of samples drawn from all requests, each as long as a request; mean over samples
     merged: Skew  # skew of all requests together
-    windows_same: dict[int, float]  # uses in the token's own request
-    windows_other: dict[int, float]  # uses in another request, at the token's position
-    reuse_distances: dict[int, float]  # {upper bound of the tokens since the last use: share}; 0: first use, -1: beyond
+    windows_same: dict[int, float]  # looks in the token's own request
+    windows_other: dict[int, float]  # looks in another request, at the same position
+    # {upper bound of the tokens since the last use: share of uses}; 0: first use, -1: above all bounds
+    reuse_distances: dict[int, float]
     next_token: Floats  # (n_row,): share of a token's experts that the next token uses too
 
 
 def reuse(trace: Trace, seed: int = 0) -> Reuse:
-    """Returns the figures of a trace; nan without any use. `seed` selects the tokens and requests to compare with."""
+    """Returns the figures of a trace. Figures are nan if no experts were used. `seed` selects the tokens and requests
+    for comparison."""
     paths = _paths(trace.decode())
     rng = np.random.default_rng(seed)
     counts = np.array([path.sum(axis=0) for path in paths.values()], np.int64).reshape(-1, *_table(trace))
@@ -82,7 +87,8 @@ def _paths(decode: Trace) -> dict[int, Used]:
 
 
 def _resampled(paths: list[Used], rng: np.random.Generator) -> Counts:
-    """Returns `Reuse.counts` of made-up requests: the lengths are the real ones, and tokens come from all requests."""
+    """Returns counts as in `Reuse.counts`, for made-up requests. They have the lengths of the real ones, but their
+    tokens are drawn from all requests."""
     if not paths:
         return np.zeros((0, 1, 1), np.int64)
     tokens = np.concatenate(paths)
@@ -90,7 +96,7 @@ def _resampled(paths: list[Used], rng: np.random.Generator) -> Counts:
 
 
 def _mean_skew(counts: Counts) -> Skew:
-    """Returns the skew of counts (..., n_row, n_expert), averaged over rows in which anything was used."""
+    """Returns the skew of counts (..., n_row, n_expert), averaged over the rows in which any expert was used."""
     rows = counts.reshape(-1, counts.shape[-1])
     rows = rows[rows.sum(axis=1) > 0]
     if not len(rows):
@@ -103,8 +109,9 @@ def _mean_skew(counts: Counts) -> Skew:
 
 
 def _windows(paths: list[Used], rng: np.random.Generator) -> tuple[dict[int, float], dict[int, float]]:
-    """Returns `windows_same` and `windows_other`. A random other request is drawn for each request."""
-    found = np.zeros((2, 2, len(WINDOWS)))  # [same, other] x [experts, of those seen before]
+    """Returns `windows_same` and `windows_other`. For the latter, each request is compared with another request, drawn
+    at random."""
+    found = np.zeros((2, 2, len(WINDOWS)))  # [same, other] x [used experts, used before]
     for i, path in enumerate(paths):
         other = paths[(i + int(rng.integers(1, len(paths)))) % len(paths)] if len(paths) > 1 else path[:0]
         before = [np.concatenate([np.zeros_like(p[:1], np.int32), np.cumsum(p, axis=0, dtype=np.int32)])
@@ -122,9 +129,9 @@ def _windows(paths: list[Used], rng: np.random.Generator) -> tuple[dict[int, flo
 
 
 def _reuse_distances(paths: list[Used]) -> dict[int, float]:
-    """Returns the histogram of tokens between two uses of an expert within a request."""
+    """Returns the histogram of the number of tokens between two uses of an expert within a request."""
     bounds = np.array(DISTANCES)
-    bins = np.zeros(len(DISTANCES) + 2)  # first use, then up to each bound, then beyond
+    bins = np.zeros(len(DISTANCES) + 2)  # first use, then one bin for each bound, then uses above all bounds
     for path in paths:
         position = np.where(path, np.arange(len(path))[:, np.newaxis, np.newaxis], -1)
         last = np.maximum.accumulate(position, axis=0)

@@ -1,4 +1,5 @@
-"""Counts what ExpertFlow's token scheduler saves: requests of a trace decoded in batches, in four orders.
+"""Counts the experts that ExpertFlow's token scheduler saves: requests of a trace are decoded in batches, in four
+orders.
 
 python -m predictors.study.schedule routing.npz --model demo --paths token-id
 """
@@ -34,7 +35,7 @@ def compare_orders(
     policy: str,
     progress: Progress = no_progress,
 ) -> Effects:
-    """Compares the orders for each batch size. `paths` names the predicted paths.
+    """Compares the orders of requests for each batch size. `paths` names the kind of predicted paths (`PATHS`).
 
     Raises OptionError for an unknown name, or if the trace has too few requests for a batch size.
     """
@@ -78,7 +79,7 @@ def schedule(
 
 
 def print_schedule(found: Mapping[int, Sequence[OrderEffect]], used: str) -> None:
-    """Prints a line for each number of requests in a batch and each of their orders."""
+    """Prints a line for each batch size and each order of its requests."""
     names = ["batch", "order", "experts", "saved", "us/step"]
     for share in next((effect.replays for effects in found.values() for effect in effects), {}):
         names += [f"hits {share:.0%}", "MB/token"]

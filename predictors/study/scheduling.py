@@ -1,8 +1,8 @@
 """Computes the savings of ExpertFlow's token scheduler on a trace, as if its requests had been decoded together.
 
-2 * batch_size requests decode side by side, with one token each per round (section 4.2's dual batch). Each round is two
-passes, each with half of the requests. The orders differ in the requests of each half, and in the half that goes first.
-The passes are then replayed in the store, one after another.
+2 * batch_size requests decode at the same time, with one token each per round (section 4.2's dual batch). Each round
+consists of two passes, each with half of the requests. An order decides which requests are in which half, and which
+half goes first. The passes are then replayed in the store, one after another.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from moegguf.trace.trace import Trace
 from predictors.study.arrange import grouped, separated, used_experts
 from predictors.study.token_scheduler import Indices, Paths, RoutingPaths, TokenScheduler, clustered, similarities
 
-STARTS = 4  # random starts of the oracle's clustering: four save a third more than one, and more add little
+# Number of random starts of the oracle's clustering: with four the saving is a third larger than with one, and more
+# starts add little
+STARTS = 4
 
 Round = list[Indices]  # the passes of a round, in order
 Split = Callable[[Indices], Round]  # divides the tokens of a round into passes
@@ -30,12 +32,12 @@ Split = Callable[[Indices], Round]  # divides the tokens of a round into passes
 
 @dataclass(frozen=True)
 class OrderEffect:
-    """The effect of one order of requests."""
+    """The number of experts and the replays with one order of requests."""
 
     order: str
-    experts: float  # number of distinct (layer, expert) in a pass, mean over passes
+    experts: float  # number of distinct (layer, expert) pairs in a pass, mean over passes
     replays: dict[float, SimResult]  # {share of the experts in memory: result of the replay}
-    us_per_step: float | None = None  # time of the scheduler per pass; None for an order without a scheduler
+    us_per_step: float | None = None  # scheduler's time per pass in microseconds; None: the order needs no scheduler
 
 
 def compare(
@@ -48,9 +50,9 @@ def compare(
 ) -> list[OrderEffect]:
     """Returns the effects of the orders oracle, predicted, random and fifo, in this order.
 
-    "predicted" groups tokens by `paths`. "oracle" groups them by the recorded routing, which is unknown in advance.
-    slots: {share: slots} to replay with, each with a new `policy`. Raises OptionError when the trace has too few
-    requests.
+    "predicted" groups tokens by the predicted `paths`. "oracle" groups tokens by the recorded routing, which no
+    scheduler can know in advance. slots: {share of experts: number of slots}. For each share the passes are replayed
+    with a new `policy`. Raises OptionError when the trace has too few requests.
     """
     trace = separated(trace)
     pools = list(_pools(trace, 2 * batch_size)) if batch_size > 0 else []
@@ -77,20 +79,22 @@ def compare(
 
 
 def experts_per_batch(paths: Paths, batches: Sequence[Indices | slice]) -> float:
-    """Returns the number of distinct (layer, expert) that a batch uses, as mean over batches (the paper's formula 5).
+    """Returns the number of distinct (layer, expert) pairs that a batch uses, as mean over batches (the paper's formula
+    5).
 
-    The paper's formula 4 joins the paths of a batch with AND. The experts that a batch loads are the OR of its paths,
-    as in section 5.2.
+    The paper's formula 4 joins the paths of a batch with AND. Here they are joined with OR, as in section 5.2, because
+    a batch loads every expert that any of its tokens uses.
     """
     return float(np.mean([np.count_nonzero(paths[batch].any(axis=0)) for batch in batches]))
 
 
 def balanced_groups(paths: Paths, n_groups: int, seed: int) -> list[Indices]:
-    """Returns the ascending indices of each group's tokens, by balanced K-means. Group sizes differ by at most one.
+    """Divides tokens by balanced K-means of their paths. Returns the ascending indices of each group's tokens. Group
+    sizes differ by at most one.
 
-    The function makes STARTS clusterings from random centroids (the paper makes one), and returns the clustering with
-    the fewest experts (formula 5). The result depends only on the arguments. Raises OptionError when n_groups is not
-    between 1 and the number of tokens.
+    The function makes STARTS clusterings from random centroids (the paper makes one), and returns the clustering whose
+    groups use the fewest experts (formula 5). The result depends only on the arguments. Raises OptionError when
+    n_groups is not between 1 and the number of tokens.
     """
     if not 1 <= n_groups <= len(paths):
         raise OptionError(f"n_groups must be between 1 and the {len(paths)} tokens, but is {n_groups}.")
@@ -106,7 +110,8 @@ def _replays(trace: Trace, slots: dict[float, int], policy: Callable[[], AnyPoli
 
 
 def _pools(trace: Trace, size: int) -> Iterator[list[Indices]]:
-    """Yields the rounds of decode tokens for each `size` requests in order of arrival, until one of them ends."""
+    """Takes `size` requests at a time, in order of arrival, and yields their rounds of decoded tokens. A round has one
+    token of each request, and the rounds end when one of the requests ends."""
     decoding = (trace.pass_phase == Phase.DECODE) & (np.diff(trace.pass_start) == 1)
     tokens = [trace.pass_start[:-1][decoding & (trace.pass_sequence == sequence)] for sequence in trace.sequences()]
     tokens = [of for of in tokens if len(of)]
@@ -116,7 +121,7 @@ def _pools(trace: Trace, size: int) -> Iterator[list[Indices]]:
 
 
 class _Predicted:
-    """Splits a round as the scheduler would on a running model: by earlier routing and by the round's tokens."""
+    """Splits a round as the scheduler would on a running model: by the routing so far and by the round's tokens."""
 
     def __init__(self, trace: Trace, paths: Callable[[], RoutingPaths], batch_size: int) -> None:
         self._trace = trace
@@ -128,7 +133,7 @@ class _Predicted:
 
     @property
     def us_per_step(self) -> float:
-        """Returns the scheduler's mean processor time for a pass, including prediction, in microseconds."""
+        """Returns the scheduler's mean processor time per pass in microseconds, including predictions."""
         return self._spent_s / max(1, self._n_steps) * 1e6
 
     def __call__(self, tokens: Indices) -> Round:
@@ -149,7 +154,8 @@ class _Predicted:
         return passes
 
     def _begin(self, requests: list[int], tokens: Indices) -> None:
-        """Begins with other requests: makes a new scheduler, which observes the last token of each prompt."""
+        """Begins with a new set of requests: makes a new scheduler, which observes the routing of the last token of
+        each prompt."""
         self._requests = requests
         self._scheduler = self._make()
         before = tokens - 1

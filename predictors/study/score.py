@@ -1,4 +1,5 @@
-"""Scores predictors on a trace by the measures of each paper, beside a control: routing shuffled in each request.
+"""Computes the measures of each paper for predictors on a trace. For comparison, also computes them on the trace with
+the routing shuffled within each request.
 
 python -m predictors.study.score routing.npz --model demo
 """
@@ -32,9 +33,10 @@ HEADS = ("predictor", "k", "accuracy", "control", "all", "any", "batch", "moved"
 def score_named(
     study: Study, names: Sequence[str], link: SimOptions | None = None, progress: Progress = no_progress
 ) -> ScoreTable:
-    """Scores the named predictors by the measures of each paper, at the distances that fit the model's layers.
+    """Computes the measures of each paper for the named predictors, at the distances that are possible with the model's
+    layers.
 
-    FETCHRATE needs a link. Raises OptionError for an unknown name.
+    FETCHRATE is computed only if a link is given. Raises OptionError for an unknown name.
     """
     names = study.predictors(names)
     distances = [distance for distance in DISTANCES if distance < max(2, len(study.trace.shape.layers))]
@@ -43,7 +45,7 @@ def score_named(
     for name in names:
         step(name)
         table = scoring.score(study.trace, [asked(partial(study.predictor, name))], distances, link=link)
-        # The store computes popularity as a table of tokens, and uses that name.
+        # The store computes popularity by its `token-id` predictor, so the score would have that name.
         scores = tuple(replace(one, name=name) for one in table.scores)
         controls = tuple(replace(one, name=name) for one in table.controls)
         tables.append(replace(table, scores=scores, controls=controls))

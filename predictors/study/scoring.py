@@ -1,4 +1,5 @@
-"""Scores of predictors over a recorded trace, each with a control: the same trace, shuffled within its requests."""
+"""Measures predictors on a recorded trace, each with a control: the same predictor on the trace shuffled within its
+requests."""
 
 from __future__ import annotations
 
@@ -20,38 +21,40 @@ from predictors.study.judge import DISTANCES, Judge
 
 
 def batch_accuracy(true: npt.NDArray[np.bool_], predicted: npt.NDArray[np.bool_]) -> float:
-    """Returns ExpertFlow's batch-level accuracy: the experts used and predicted, over the experts used or predicted.
+    """Returns ExpertFlow's batch-level accuracy: the number of experts that were both used and predicted, divided by
+    the number that were used or predicted.
 
     true, predicted: (..., n_layer, n_expert). Each matrix is the OR over the routing paths of a batch's tokens. The
     result is the mean over the leading axes, in [0, 1]. A matrix without any used or predicted expert counts as 1.
 
     The formula is missing from the available text, so this is an interpretation. The paper's table 1 rules out
-    element-wise agreement: with 8 tokens on 128 experts, an empty prediction would reach 93 %, but the table reports
-    3 to 6 % for the baselines. The share of used experts that were predicted is unlikely. A prediction of all experts
-    would reach 100 %, and the paper's previous-token baseline would be below chance in 8 of its 9 settings with WMT16.
-    Intersection over union counts both errors that the paper names (section 3.2.2), mis-prefetched and missed.
+    element-wise agreement: with 8 tokens on 128 experts, an empty prediction would reach 93 %, but the table reports 3
+    to 6 % for the baselines. The share of used experts that were predicted is an unlikely meaning. A prediction of all
+    experts would reach 100 %, and the paper's previous-token baseline would be below chance in 8 of its 9 settings with
+    WMT16. Intersection over union counts both errors that the paper names (section 3.2.2): mis-prefetched and missed
+    experts.
     """
     either = np.count_nonzero(true | predicted, axis=(-2, -1))
     both = np.count_nonzero(true & predicted, axis=(-2, -1))
     return float(np.mean(np.where(either > 0, both / np.maximum(either, 1), 1.0)))
 
 
-BATCH_SEQUENCES = 8  # the smallest batch of ExpertFlow's table 1
+BATCH_SEQUENCES = 8  # smallest batch size in ExpertFlow's table 1
 
 
 @dataclass(frozen=True)
 class ScoreTable:
     """Figures of several predictors over one trace, each with a control.
 
-    A control is a copy of a predictor, measured over the trace with the decode routing of each request shuffled. The
-    order of tokens causes the difference between a predictor and its control.
+    A control is a copy of the predictor, measured on the trace after the decode routing of each request was shuffled. A
+    predictor is better than its control only if it uses the order of the tokens.
     """
 
     distances: tuple[int, ...]
     n_expert_used: int
     lru_share: float
     batch_sequences: int
-    tokens: int  # number of measured passes: decode passes of one token
+    tokens: int  # number of measured passes, which are the decode passes of one token
     scores: tuple[PredictorScore, ...]
     controls: tuple[PredictorScore, ...]
 
@@ -73,9 +76,9 @@ def score(
     """Runs predictors over the events of the trace and measures them; definitions are in `predictors.study.accuracy`.
 
     For the batch-level accuracy (ExpertFlow, section 5.2), requests are put into batches of batch_sequences in order of
-    appearance. The true experts of a batch's tokens at one decode step are joined, and so are the predicted experts.
-    `batch_accuracy` compares them if all tokens have predictions. A pass of several requests is scored as one pass of
-    each request. Errors of a predictor are not caught.
+    appearance. At each decode step, the used experts of the batch's tokens are joined, and so are the predicted
+    experts. `batch_accuracy` compares the two sets if all tokens have predictions. A pass of several requests is
+    measured as one pass of each request. Errors of a predictor are not caught.
     """
     trace = separated(trace)
     controls = copy.deepcopy(list(predictors))
@@ -106,7 +109,7 @@ def _replay(trace: Trace, judges: Sequence[Judge]) -> None:
 
 
 def _tables(judges: Sequence[_BatchJudge]) -> tuple[PredictorScore, ...]:
-    """Returns one score for each judge. Appends a number to a name that occurs again."""
+    """Returns one score for each judge. If a name occurs again, appends a number to it."""
     seen: Counter[str] = Counter()
     tables = []
     for judge in judges:
@@ -119,7 +122,7 @@ def _tables(judges: Sequence[_BatchJudge]) -> tuple[PredictorScore, ...]:
 
 
 class _Step:
-    """The joined paths of a batch at one decode step: true and predicted, over the MoE layers but the first."""
+    """The used and the predicted experts of a whole batch at one decode step, for all MoE layers except the first."""
 
     def __init__(self, n_distances: int, n_rows: int, n_columns: int) -> None:
         self.true: Mask = np.zeros((n_rows, n_columns), np.bool_)
@@ -128,7 +131,8 @@ class _Step:
 
 
 class _BatchJudge(Judge):
-    """Adds ExpertFlow's batch-level accuracy. Stores the routing paths of one batch of requests."""
+    """A judge that also computes ExpertFlow's batch-level accuracy. Stores the routing paths of one batch of requests
+    at a time."""
 
     def __init__(
         self,
@@ -149,14 +153,14 @@ class _BatchJudge(Judge):
         self._n_steps = np.zeros(len(self.distances), np.int64)
 
     def table(self) -> PredictorScore:
-        """Returns the table of `Judge` with batch_accuracy."""
+        """Returns the score of `Judge` with `batch_accuracy` added."""
         self._close_batch()
         sums = zip(self.distances, self._sums.tolist(), self._n_steps.tolist(), strict=True)
         accuracy = {distance: total / steps if steps else None for distance, total, steps in sums}
         return replace(super().table(), batch_accuracy=accuracy)
 
     def on_comparison(self, event: RoutingEvent, row: int, predicted: Ids, used: Ids) -> None:
-        """Adds the comparison to the decode step of its batch."""
+        """Adds the used and predicted experts of a layer to the decode step of the request's batch."""
         if event.pass_ != self._last_pass:
             self._last_pass = event.pass_
             self._step_of[event.sequence] += 1
@@ -180,7 +184,8 @@ class _BatchJudge(Judge):
         self._batch.add(sequence)
 
     def _close_batch(self) -> None:
-        """Scores the steps in which all requests of the batch decoded and all layers were predicted."""
+        """Computes the accuracy of the steps in which all requests of the batch decoded and all layers were
+        predicted."""
         complete = self._batch_sequences * (len(self.shape.layers) - 1)
         for step in self._steps.values():
             for column in np.flatnonzero(step.n_predicted == complete) if complete else ():

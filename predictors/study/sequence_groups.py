@@ -1,4 +1,5 @@
-"""ExpertFlow's token scheduler on a running model: fetches the next group's experts while a group computes."""
+"""Runs ExpertFlow's token scheduler on a live model: while one group of sequences computes, fetches the experts of the
+next group."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from moegguf.native.events import RoutingEvent
 from moegguf.native.store import ListenOptions
 from predictors.study.token_scheduler import RecentPaths, RoutingPaths, TokenScheduler, make_paths, statuses
 
-N_GROUPS = 2  # the paper's dual batch: while one computes, the other's experts are fetched
+N_GROUPS = 2  # the paper's dual batch: while one group computes, the experts of the other group are fetched
 
 
 class NextToken(NamedTuple):
@@ -31,15 +32,16 @@ class NextToken(NamedTuple):
 
 
 class SequenceGroups(RoutingListener):
-    """Schedules half of the sequences, a group with similar predicted paths, and then the other half.
+    """Divides the sequences into two groups with similar predicted paths, which compute in turns.
 
     No sequence waits for more than 2 * N_GROUPS - 2 steps.
 
-    prefetch: while a group computes, the store fetches the experts that the following group will probably use. The
-    experts of a layer are requested when the layer has been computed. An earlier request would evict experts of the
-    group that computes, and a routing event drops the requests for its layer.
+    prefetch: True: while a group computes, the store fetches the experts that the following group will probably use.
+    The experts of a layer are requested only when this layer has been computed. An earlier request would evict experts
+    of the group that computes. The layer's routing event would also drop it.
 
-    The object listens to the store from the first `next_group` until `close`. A later `next_group` starts it again.
+    The object listens to the store from the first `next_group` until `close`. A later `next_group` makes it listen
+    again.
     """
 
     listen_options = ListenOptions()
@@ -49,8 +51,8 @@ class SequenceGroups(RoutingListener):
         self._shape = MoeShape.of(session.layout)
         self._paths = paths or best_paths(session)
         self._scheduler = TokenScheduler(self._shape, self._paths, 1)
-        self._lock = threading.Lock()  # guards the paths: events come on another thread
-        self._positions: dict[int, int] = {}  # {sequence: position of the token that its path was predicted from}
+        self._lock = threading.Lock()  # guards the paths, because events come on another thread
+        self._positions: dict[int, int] = {}  # {sequence: position of the token from which its path was predicted}
         self._prefetch = prefetch
         self._following: npt.NDArray[np.bool_] | None = None  # experts that the following group will probably use
         self._listening = False
@@ -71,7 +73,8 @@ class SequenceGroups(RoutingListener):
             return group
 
     def observe(self, event: RoutingEvent) -> None:
-        """Follows the sequences, and requests the experts of a computed layer that the following group needs."""
+        """Follows the routing of the sequences. Requests the experts of the layer just computed that the following
+        group will probably use."""
         with self._lock:
             self._paths.observe(event)
             following = self._following
@@ -96,9 +99,11 @@ class SequenceGroups(RoutingListener):
                 self._paths.expect(sequence, np.array([token], np.int32))
 
     def _predicted(self, group: list[int]) -> npt.NDArray[np.bool_] | None:
-        """Returns the experts that a group will use with a probability of at least 0.5: (n_moe_layer, n_expert).
+        """Returns (n_moe_layer, n_expert): True for the experts that a group will use with a probability of at least
+        0.5.
 
-        A layer has at most as many experts as the group's tokens can use. None: no prefetching, or nothing is known.
+        At most as many experts of a layer are True as the group's tokens can use. Returns None if prefetching is off or
+        no path is known.
         """
         likely = self._scheduler.likely(group) if self._prefetch else None
         if likely is None:
@@ -107,11 +112,13 @@ class SequenceGroups(RoutingListener):
 
 
 class ExpertFlow:
-    """A schedule for `Engine`. A step computes all prompts and one of the `SequenceGroups` of decoding sequences."""
+    """A schedule for `Engine`. Each step computes all prompts and the decoding sequences of one of the
+    `SequenceGroups`."""
 
     @classmethod
     def of(cls, llm: Llama) -> Schedule | None:
-        """Returns the schedule for a model, or None if all experts are in memory: smaller steps then save nothing."""
+        """Returns the schedule for a model. Returns None if all experts are in memory, because smaller steps then save
+        nothing."""
         return None if llm.session is None or llm.plan.resident else cls(SequenceGroups(llm.session))
 
     def __init__(self, groups: SequenceGroups) -> None:
@@ -133,7 +140,8 @@ class ExpertFlow:
 
 
 def best_paths(session: Session) -> RoutingPaths:
-    """Returns paths from token ids if the model's table is known, otherwise from each sequence's last tokens."""
+    """Returns paths predicted from token ids if the model's token table exists, otherwise from the last tokens of each
+    sequence."""
     shape = MoeShape.of(session.layout)
     try:
         return make_paths("token-id", shape, Artifacts(session.layout))

@@ -29,9 +29,9 @@ from predictors.study.papers import BARE, LINKS, System, Workload, strategy
 
 TRACE = RESULTS / "shipped.trace"
 FIGURES = TRACE.with_suffix(".json")
-N_REQUESTS, N_TOKENS = 4, 96  # requests, and tokens of each
+N_REQUESTS, N_TOKENS = 4, 96  # number of requests in the trace, and tokens of each
 SHARE = 0.25
-# Systems that use only counts and no matrices: the rounding of another processor does not change their figures.
+# Systems that use only counts and no matrices, so their figures do not depend on a processor's rounding.
 SYSTEMS = {
     "none": System("lru", store=BARE),
     "algorithm 1": System("sparsity", store=BARE),
@@ -40,7 +40,7 @@ SYSTEMS = {
 
 
 def cut(recording: Path) -> None:
-    """Writes the trace: the beginnings of a recording's first requests, without inputs."""
+    """Writes the trace: the first tokens of a recording's first requests, without inputs and weights."""
     trace = read(recording)
     kept = np.zeros(trace.n_tokens, np.bool_)
     for sequence in trace.sequences()[:N_REQUESTS]:
@@ -52,8 +52,8 @@ def replayed() -> dict[str, float]:
     """Returns the three figures. The first request only warms the cache.
 
     - LRU, ready: the share of look-ups that find the expert in memory.
-    - algorithm 1: the experts that MoE-Infinity's eviction moves for a token.
-    - token table: the speed of ProMoE's prefetching by a table of tokens, relative to no prefetching.
+    - algorithm 1: the number of experts that are read per token with MoE-Infinity's eviction.
+    - token table: the speed of ProMoE's prefetching with the predictor `token-id`, relative to no prefetching.
     """
     trace = read(TRACE)
     demo = Path(__file__).parents[1] / "demo"
@@ -70,7 +70,7 @@ def replayed() -> dict[str, float]:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Records the figures; returns the exit status."""
+    """Computes and writes the figures; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--from", dest="recording", type=Path, metavar="FILE", help="cut the trace from this one first")
     args = parser.parse_args(given)

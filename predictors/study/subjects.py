@@ -1,4 +1,4 @@
-"""The models to which figures belong, and a folder for each: its traces, its predictors, and facts about them."""
+"""The models that the figures are about, and a folder for each: its traces, its predictors, and facts about them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ LABORATORY, DEMO, EIGHT = "laboratory", "demo", "eight"
 
 @dataclass(frozen=True)
 class Subject:
-    """A model. title: its name in tables. recipe: options with which its recipe makes it; None: it is bundled.
-    training: options of each predictor that is trained for it."""
+    """A model that figures are about. title: its name in tables. recipe: options with which its recipe makes it; None:
+    the model is bundled. training: {predictor: options of its training}."""
 
     title: str
     recipe: tuple[str, ...] | None
@@ -34,7 +34,7 @@ class Subject:
 
 
 COUNTED: dict[str, tuple[str, ...]] = {"popularity": (), "affinity": (), "token-id": ()}
-# Networks of ProMoE's size (2 million weights each) have (n_embd + n_expert) x n_hidden weights. ExpertMLP has the
+# ProMoE's networks get the paper's size of 2 million weights each: (n_embd + n_expert) x n_hidden. ExpertMLP has the
 # sizes of its paper.
 SUBJECTS = {
     DEMO: Subject(
@@ -82,7 +82,7 @@ class Bench:
 
     @cached_property
     def learning(self) -> Study:
-        """The requests from which predictors have learned."""
+        """The requests from which predictors learn."""
         return self._study("learning")
 
     @cached_property
@@ -101,7 +101,7 @@ class Bench:
         return self._after_choosing(None)
 
     def some(self, n_counted: int) -> Workload:
-        """Returns about `n_counted` of the requests in `workload`, equally many of each kind."""
+        """Returns a workload with only about `n_counted` counted requests, equally many of each kind."""
         return self._after_choosing(n_counted)
 
     def _after_choosing(self, n_counted: int | None) -> Workload:
@@ -112,11 +112,11 @@ class Bench:
         return Study.open(self.trace(role), self.model, self.predictors)
 
     def learn(self, n_entries: int) -> None:
-        """Writes MoE-Infinity's collection of the last `n_entries` requests."""
+        """Writes MoE-Infinity's collection of the last `n_entries` requests for learning."""
         write_collections(self.predictors, [self.learning.trace], n_entries)
 
     def prepare(self) -> None:
-        """Makes the model, recordings and predictors that are missing. Raises CalledProcessError."""
+        """Makes the model, the recordings and the predictors if they are missing. Raises CalledProcessError."""
         self.predictors.mkdir(parents=True, exist_ok=True)
         if not self.model.exists():
             run("recipes.make_lab_model", "-o", str(self.model), *(self.subject.recipe or ()))
@@ -125,7 +125,7 @@ class Bench:
         if not all(self.trace(role).exists() for role in ROLES):
             run("predictors.study.requests", "record", str(self.model), "-o", str(self.work))
         note_recording(self.name, routing_digest(self.reporting.trace))
-        few = self.trace("few")  # scoring takes long, so it uses few requests
+        few = self.trace("few")  # a trace with a single request, because scoring takes long
         if not few.exists():
             trace = read(self.trace("choosing"))
             write(few, trace.select(trace.sequences()[:1]))
@@ -143,13 +143,13 @@ class Bench:
 
 
 def run(module: str, *words: str) -> None:
-    """Runs a command of this repository. Raises CalledProcessError."""
+    """Runs a module of this repository as a command. Raises CalledProcessError."""
     print(f"python -m {module} {' '.join(words)}", file=sys.stderr, flush=True)
     subprocess.run([sys.executable, "-m", module, *words], check=True)
 
 
 def recordings() -> dict[str, str]:
-    """Returns {subject: digest of the routing that its figures are about}."""
+    """Returns {subject: digest of the recorded routing from which its figures were computed}."""
     return dict(json.loads((RESULTS / "recordings.json").read_text("utf-8")))
 
 
@@ -160,7 +160,7 @@ def note_recording(name: str, digest: str) -> None:
 
 
 def chosen_window(name: str, paper: str) -> int | None:
-    """Returns how many layers ahead the paper's strategy prefetches, as chosen on the requests for choosing; None if
-    nothing was chosen."""
+    """Returns the prefetch window of the paper's strategy that was chosen on the requests for choosing, in layers; None
+    if none was chosen."""
     found = read_result(f"{name}/tuned-{paper}")
     return int(found["figures"]["chosen"]) if found else None

@@ -1,4 +1,5 @@
-"""Draws random traces of any shape, which reuse experts as a real model does: for simulations without a model.
+"""Draws random traces of any shape, which reuse experts about as much as a real model does: for simulations without a
+model.
 
     python -m predictors.study.synthesize --locality qwen3-30b --layers 48 -o routing.npz
 
@@ -31,7 +32,8 @@ from tools.models.locality import Locality, find_locality, popularity
 def shape_of(
     name: str, n_layer: int, n_expert: int | None = None, n_expert_used: int | None = None, expert_bytes: int = 1 << 20
 ) -> MoeShape:
-    """Returns a shape with experts in every layer. None: the number of the model `name`. Raises OptionError."""
+    """Returns a shape with experts in every layer. If n_expert or n_expert_used is None, the number of the model `name`
+    is used. Raises OptionError."""
     locality = find_locality(name)
     n_expert = n_expert or locality.n_expert
     n_expert_used = n_expert_used or locality.n_expert_used
@@ -43,10 +45,10 @@ def shape_of(
 def synthesize(name: str, shape: MoeShape, n_tokens: int, seed: int = 0, n_requests: int = 1) -> Trace:
     """Draws a trace of requests with `n_tokens` decoded tokens each.
 
-    Experts are reused as in the model of this name (`LOCALITIES`). All requests have the same popular experts, but each
-    request has its own topic. Layers are independent of each other. The shape may have another number of experts than
-    the model. Hit rates at a given share of experts then stay about the same, if a token uses the same share of experts
-    as in the model. Raises OptionError.
+    Experts are reused about as much as in the model `name` (`LOCALITIES`). All requests have the same popular experts,
+    but each request has its own topic. Layers are independent of each other. The shape may have another number of
+    experts than the model. Hit rates at a given share of experts still stay about the same, as long as a token uses the
+    same share of experts as in the model. Raises OptionError.
     """
     locality = find_locality(name)
     rng = np.random.default_rng(seed)
@@ -57,7 +59,7 @@ def synthesize(name: str, shape: MoeShape, n_tokens: int, seed: int = 0, n_reque
         header=TraceHeader(f"synthetic routing as of {locality.model}", settings={"locality": name, "seed": seed}),
         pass_sequence=np.repeat(np.arange(n_requests, dtype=np.int32), n_tokens),
         pass_phase=np.full(n_all, Phase.DECODE, np.uint8),
-        pass_first_token=np.full(n_all, -1, np.int32),  # no token was known for an announcement
+        pass_first_token=np.full(n_all, -1, np.int32),  # not announced, because the token ids are unknown
         pass_ns=np.arange(n_all, dtype=np.int64),
         pass_start=np.arange(n_all + 1, dtype=np.int64),
         tokens=np.full(n_all, -1, np.int32),
@@ -68,7 +70,8 @@ def synthesize(name: str, shape: MoeShape, n_tokens: int, seed: int = 0, n_reque
 def _choices(
     locality: Locality, shape: MoeShape, n_tokens: int, n_requests: int, rng: np.random.Generator
 ) -> npt.NDArray[np.int16]:
-    """Draws the experts of one layer, the largest logits first: (n_requests * n_tokens, n_expert_used)."""
+    """Draws the experts that each token uses in one layer, the largest logits first: (n_requests * n_tokens,
+    n_expert_used)."""
     popular = sqrt(locality.constant) * popularity(shape.n_expert, rng)
     size = (n_tokens, shape.n_expert)
     found = []
@@ -80,7 +83,8 @@ def _choices(
 
 
 def _slow(memory_tokens: float, size: tuple[int, int], rng: np.random.Generator) -> Float32s:
-    """Draws AR(1) processes of variance 1 along the first axis."""
+    """Draws random processes that change slowly along the first axis: AR(1) with variance 1 and a memory of
+    `memory_tokens`."""
     kept = exp(-1 / memory_tokens)
     values = rng.standard_normal(size, np.float32)
     values[1:] *= sqrt(1 - kept * kept)

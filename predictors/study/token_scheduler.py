@@ -1,15 +1,16 @@
 """ExpertFlow's token scheduler (sections 3.3 and 4.2): chooses the sequences of the next step by predicted paths.
 
-A path is the set of experts that a token uses in each layer. It is recorded, or predicted by the paper's network
-(section 3.1). Cheaper predictions come from the token-id table or from the sequence's own last tokens.
+A path is the set of experts that a token uses in each layer. The paper's network predicts it (section 3.1). Cheaper
+predictions come from the token-id table or from the sequence's own last tokens.
 
 Balanced K-means (section 3.3.3) splits all running sequences into groups with similar predicted paths. Each step
-computes one group. When all groups have computed, the sequences are split anew. The KV cache is not moved, since a
-sequence id finds its cells: this replaces the paper's merge and re-index.
+computes one group. When all groups have computed, the sequences are split anew. The paper merges and re-indexes the KV
+cache. This is not necessary here, because llama.cpp finds the cells of a sequence by its id.
 
 With n sequences in groups of at most m, no sequence waits more than 2 * ceil(n / m) - 2 steps between two of its own
-steps. The longest wait is of a sequence that computes first in one round and last in the next. A sequence that arrives
-within a round joins the next round."""
+steps. The sequence that waits longest computes first in one round and last in the next round. A sequence that arrives
+during a round joins the next round.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ PATHS = ("recent", "token-id", "routing-path")
 
 
 class RoutingPaths:
-    """Follows sequences, and predicts the experts that each uses next. Calls come from one thread at a time."""
+    """Follows sequences, and predicts the experts that each sequence uses next. Calls come from one thread at a
+    time."""
 
     def __init__(self, shape: MoeShape) -> None:
         self.shape = shape
@@ -44,21 +46,23 @@ class RoutingPaths:
         """Receives the routing of a layer, of one or several sequences."""
 
     def expect(self, sequence: int, tokens: Int32s) -> None:
-        """Receives the tokens that a sequence evaluates in its next step. Each token is passed once."""
+        """Receives the tokens that a sequence evaluates in its next step. Each token is passed only once."""
 
     def path(self, sequence: int) -> Float32s | None:
-        """Returns the probabilities that the sequence uses an expert next: (n_moe_layer, n_expert); None: unknown."""
+        """Returns the probability of each expert that the sequence uses it next: (n_moe_layer, n_expert); None:
+        unknown."""
         return self._paths.get(sequence)
 
     def forget(self, sequence: int) -> None:
-        """Forgets a sequence, which has ended."""
+        """Discards the data about a sequence that has ended."""
         self._paths.pop(sequence, None)
 
 
 class RecentPaths(RoutingPaths):
     """Predicts that a sequence uses the experts of its last tokens.
 
-    The probability is a running mean of uses, in which a token's weight halves after `half_life_tokens` tokens.
+    The probability of an expert is a running mean of its uses. The weight of a token in this mean halves after
+    `half_life_tokens` further tokens.
     """
 
     name: ClassVar[str] = "recent"
@@ -68,7 +72,7 @@ class RecentPaths(RoutingPaths):
         self._kept = np.float32(np.exp2(-1 / half_life_tokens))
 
     def observe(self, event: RoutingEvent) -> None:
-        """Counts the experts of each sequence's last token."""
+        """Updates the path of each sequence with the experts that its last token used in a layer."""
         row = self.shape.row_of.get(event.il)
         if row is None or event.expert_ids.max(initial=0) >= self.shape.n_expert:
             return
@@ -83,7 +87,7 @@ class RecentPaths(RoutingPaths):
 
 
 class PredictedPaths(RoutingPaths):
-    """Paths from a predictor that needs only tokens and predicts all layers at once."""
+    """Predicts paths with a predictor that needs only tokens and predicts all layers at once."""
 
     def __init__(self, predictor: Predictor) -> None:
         super().__init__(predictor.shape)
@@ -91,7 +95,7 @@ class PredictedPaths(RoutingPaths):
         self._followers: dict[int, Predictor] = {}
 
     def expect(self, sequence: int, tokens: Int32s) -> None:
-        """Predicts the path. The path is unknown if the predictor has no prediction for a layer."""
+        """Predicts the path of a sequence. The path is unknown if the predictor returns None for some layer."""
         follower = self._followers.get(sequence) or copy.deepcopy(self._predictor)
         self._followers[sequence] = follower
         follower.announce(Announcement(sequence, Phase.DECODE, tokens))
@@ -100,7 +104,7 @@ class PredictedPaths(RoutingPaths):
         self._paths[sequence] = np.stack(rows) if len(rows) == len(self.shape.layers) else None
 
     def forget(self, sequence: int) -> None:
-        """Forgets a sequence, which has ended."""
+        """Discards the data about a sequence that has ended."""
         super().forget(sequence)
         self._followers.pop(sequence, None)
 
@@ -114,7 +118,7 @@ def make_paths(name: str, shape: MoeShape, artifacts: Artifacts) -> RoutingPaths
     return PredictedPaths(asked(partial(make_predictor, name, shape, artifacts)))
 
 
-ROUNDS = 2  # K-means rounds of a split, which starts from the groups of the previous split
+ROUNDS = 2  # number of K-means rounds of a split, which starts from the medoids of the previous split
 MAX_ROUNDS = 10
 
 _ONES = np.unpackbits(np.arange(1 << 16, dtype=np.uint16).view(np.uint8).reshape(-1, 2), axis=1).sum(
@@ -126,17 +130,18 @@ Indices = npt.NDArray[np.int64]
 
 
 class TokenScheduler:
-    """Forms groups of at most `group_size` sequences. The groups depend only on earlier calls and on the paths."""
+    """Forms groups of at most `group_size` sequences. The groups depend only on the earlier calls and the predicted
+    paths."""
 
     def __init__(self, shape: MoeShape, paths: RoutingPaths, group_size: int) -> None:
         self.shape = shape
         self.paths = paths
         self.group_size = max(1, group_size)
-        self._round: list[list[int]] = []  # groups that have not computed in this round
-        self._medoids: list[int] = []  # one sequence of each group of the last round
+        self._round: list[list[int]] = []  # groups that have not computed yet in this round
+        self._medoids: list[int] = []  # the most central sequence of each group of the last split
 
     def next_group(self, running: Sequence[int]) -> list[int]:
-        """Returns the sequences that compute now, out of `running`, which must not be empty."""
+        """Returns the sequences of `running` that compute now. `running` must not be empty."""
         present = set(running)
         self._round = [left for group in self._round if (left := [s for s in group if s in present])]
         if not self._round:
@@ -145,19 +150,22 @@ class TokenScheduler:
 
     @property
     def following(self) -> list[int]:
-        """The group that computes next, whose experts may be fetched meanwhile. Empty if not known yet."""
+        """The group that computes next, whose experts may be fetched in advance. Empty if the next group is not known
+        yet."""
         return list(self._round[0]) if self._round else []
 
     def likely(self, sequences: Sequence[int]) -> Float32s | None:
-        """Returns the probabilities that any of these sequences uses an expert next: (n_moe_layer, n_expert).
+        """Returns the probability of each expert that at least one of these sequences uses it next: (n_moe_layer,
+        n_expert).
 
-        None: no path is known.
+        Returns None if no path is known.
         """
         known = [path for sequence in sequences if (path := self.paths.path(sequence)) is not None]
         return 1 - np.prod([1 - path for path in known], axis=0, dtype=np.float32) if known else None
 
     def _split(self, running: list[int]) -> list[list[int]]:
-        """Splits sequences by similarity, or in order of arrival if there is one group or a path is unknown."""
+        """Splits sequences into groups with similar paths. If there is only one group or a path is unknown, splits them
+        in order of arrival."""
         n_groups = -(-len(running) // self.group_size)
         known = [path for sequence in running if (path := self.paths.path(sequence)) is not None]
         if n_groups == 1 or len(known) < len(running):
@@ -169,7 +177,8 @@ class TokenScheduler:
         return [[running[i] for i in group.tolist()] for group in groups]
 
     def _first_medoids(self, similarity: Float32s, n_groups: int, running: list[int]) -> Indices:
-        """Returns the last round's medoids that still run, and adds the sequences that are least similar to them."""
+        """Returns the centres from which the clustering starts. They are the medoids of the last split that still run.
+        If these are too few, adds the sequences that are least similar to the chosen ones."""
         place = {sequence: i for i, sequence in enumerate(running)}
         chosen = [place[sequence] for sequence in self._medoids if sequence in place][:n_groups]
         while len(chosen) < n_groups:
@@ -180,10 +189,10 @@ class TokenScheduler:
 
 
 def statuses(probabilities: Float32s, n_expert_used: int) -> npt.NDArray[np.bool_]:
-    """Returns True for the active experts and False for the idle ones, as ExpertFlow predicts them (section 3.1).
+    """Returns True for active experts and False for idle experts, as ExpertFlow predicts them (section 3.1).
 
-    probabilities (..., n_expert). The n_expert_used likeliest experts of a layer are active. An expert with probability
-    0 is idle.
+    probabilities (..., n_expert). The n_expert_used most probable experts of a layer are active. An expert with
+    probability 0 is idle.
     """
     k = min(n_expert_used, probabilities.shape[-1])
     kth = np.partition(probabilities, -k, axis=-1)[..., -k, np.newaxis]
@@ -193,8 +202,8 @@ def statuses(probabilities: Float32s, n_expert_used: int) -> npt.NDArray[np.bool
 def similarities(paths: Paths) -> Float32s:
     """Returns 1 - Hamming distance / size of a path, for each pair of tokens: (n_tokens, n_tokens).
 
-    This is the usual form of formula 6, which is missing from the available text. The function compares bits on its own
-    thread, since the threads of a matrix product would compete with the threads that compute the model.
+    This is the usual form of formula 6, which is missing from the available text. The function compares bits in the
+    calling thread. A matrix product would start threads, which compete with the threads that compute the model.
     """
     flat = np.packbits(paths.reshape(len(paths), -1), axis=1)
     words = np.pad(flat, ((0, 0), (0, flat.shape[1] % 2))).view(np.uint16)
@@ -205,8 +214,9 @@ def similarities(paths: Paths) -> Float32s:
 def clustered(similarity: Float32s, centroids: Indices, most_rounds: int = MAX_ROUNDS) -> list[Indices]:
     """Returns the ascending indices of each group's tokens. Group sizes differ by at most one.
 
-    The groups start from these centroids. In each round, the token that is most similar to the others of its group
-    becomes the group's centroid. The rounds end when no centroid changes. similarity (n_tokens, n_tokens).
+    `centroids` are the tokens from which the groups start. In each round, the token of a group that is most similar to
+    the group's other tokens becomes its centroid. The rounds end when no centroid changes. similarity (n_tokens,
+    n_tokens).
     """
     for _ in range(most_rounds):
         groups = _balanced(similarity[:, centroids])
@@ -218,7 +228,7 @@ def clustered(similarity: Float32s, centroids: Indices, most_rounds: int = MAX_R
 
 
 def _balanced(similarity: Float32s) -> list[Indices]:
-    """Returns the tokens of each group. Tokens that lose most by their second choice choose first.
+    """Returns the tokens of each group. Tokens for which the second best group would be much worse choose first.
 
     similarity (n_tokens, n_groups): similarity of each token to each centroid.
     """
@@ -226,7 +236,7 @@ def _balanced(similarity: Float32s) -> list[Indices]:
     preferences = np.argsort(-similarity, axis=1, kind="stable")
     ordered = np.take_along_axis(similarity, preferences, axis=1)
     regret = ordered[:, 0] - ordered[:, min(1, n_groups - 1)]
-    least, larger = divmod(n_tokens, n_groups)  # this many groups have one more token
+    least, larger = divmod(n_tokens, n_groups)  # `larger` groups have one token more than `least`
     groups: list[list[int]] = [[] for _ in range(n_groups)]
     for token in np.argsort(-regret, kind="stable").tolist():
         for group in preferences[token].tolist():

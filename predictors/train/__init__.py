@@ -1,4 +1,4 @@
-"""Training of predictors on recorded routing with the papers' sizes, and their scores: predictors/train/predictor.py.
+"""Trains predictors on recorded routing with the papers' sizes, and measures them: predictors/train/predictor.py.
 
-The trainings themselves are the package's (`moegguf/learning`), which `moegguf learn` runs with smaller sizes.
+The training code itself is in the package (`moegguf/learning`); `moegguf learn` runs it with smaller sizes.
 """

@@ -40,10 +40,10 @@ Figure = dict[str, dict[int, float | None]]
 
 
 class Trained(Artifacts):
-    """The files of one folder only, and the routers of one model."""
+    """Finds files in one folder only. Also reads the routers of one model."""
 
     def folders(self) -> Iterator[Path]:
-        """Yields the only folder."""
+        """Yields only the given folder."""
         assert self.folder is not None
         yield self.folder
 
@@ -63,8 +63,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def options(predictor: str, settings: Sequence[str]) -> Any:
-    """Returns the predictor's `Options` with these settings, each converted to the type of its default; None if it has
-    no options."""
+    """Returns the predictor's `Options` with these settings, each converted to the type of its default. Returns None if
+    the predictor has no options."""
     kind = None if predictor in COUNTED else TRAINERS[predictor].Options
     defaults = {} if kind is None else asdict(kind())
     changed = dict(setting.partition("=")[::2] for setting in settings)
@@ -106,12 +106,13 @@ def train(args: argparse.Namespace, training: Trace) -> Weights:
 
 
 def report_step(step: str, share: float) -> None:
-    """Prints a step of a training, with its share of the whole."""
+    """Prints a step of a training, with the finished share of the training."""
     print(f"{share:4.0%} {step}", flush=True)
 
 
 def manifest(args: argparse.Namespace, training: Trace, heldout: Trace) -> dict[str, Any]:
-    """Returns the facts to repeat a training: options, digests of the data, seeds, software. No time and no path."""
+    """Returns the facts that are needed to repeat a training: options, digests of the data, seeds, software. Contains
+    no times and no paths."""
     options = ["--predictor", args.predictor, "--heldout", f"{args.heldout:g}", "--seed", str(args.seed)]
     options += [word for setting in args.set for word in ("--set", setting)]
     return {
@@ -142,7 +143,7 @@ def _version(package: str) -> str:
 
 
 def evaluate(name: str, heldout: Trace, sources: Artifacts) -> ScoreTable:
-    """Scores the predictor on held-out requests. If the trace has inputs, scores the predictor skip as well."""
+    """Measures the predictor on held-out requests. If the trace has inputs, also measures the predictor `skip`."""
     names = [name] if heldout.inputs is None else [name, "skip"]
     predictors: list[Predictor] = [asked(partial(make_predictor, name, heldout.shape, sources)) for name in names]
     if isinstance(predictors[0], NoPrediction):
@@ -151,7 +152,8 @@ def evaluate(name: str, heldout: Trace, sources: Artifacts) -> ScoreTable:
 
 
 def figures(table: ScoreTable) -> Figure:
-    """Returns ProMoE's ACCURACY by predictor and window. A control is the predictor on the shuffled trace."""
+    """Returns ProMoE's ACCURACY by predictor and distance. A name with ", shuffled" is the predictor's control on the
+    shuffled trace."""
     rows = [(found.name, found) for found in table.scores]
     rows += [(f"{found.name}, shuffled", found) for found in table.controls]
     return {name: {k: mean.accuracy for k, mean in found.means.items() if k > 0} for name, found in rows}
@@ -166,7 +168,7 @@ def report(accuracy: Figure) -> None:
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    """Trains, saves, loads again as the engine does, and scores the result."""
+    """Trains and saves a predictor. Then loads it as the engine does, and measures it."""
     args = arguments(given)
     training, heldout = split(args)
     layout = read_layout(args.model)

@@ -1,4 +1,4 @@
-"""The model card: `card_template.md` filled with the figures of the run."""
+"""Writes the model card: `card_template.md`, filled with the figures of the run."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -38,19 +38,19 @@ class Figures:
 
 
 def overall(losses: Mapping[str, KindLoss]) -> float:
-    """Returns the mean nats per token over all kinds together."""
+    """Returns the mean loss in nats per token over all kinds of text together."""
     total = sum(one.nats_per_token * one.tokens for one in losses.values())
     return total / sum(one.tokens for one in losses.values())
 
 
 def overall_bits(losses: Mapping[str, KindLoss], corpus: Corpus) -> float:
-    """Returns the bits per byte over all kinds together."""
+    """Returns the loss in bits per byte over all kinds of text together."""
     n_bytes = {kind: corpus.heldout_bytes[kind] for kind in losses}
     return sum(losses[kind].bits_per_byte * n_bytes[kind] for kind in losses) / sum(n_bytes.values())
 
 
 def data_rows(corpus: Corpus) -> list[str]:
-    """Returns one table row per kind of text."""
+    """Returns one table row with licence and number of tokens for each kind of text."""
     return [
         f"| {kind} | {KINDS[kind].about} | {KINDS[kind].licence} | {corpus.train_tokens[kind]:,} | {len(tokens):,} |"
         for kind, tokens in corpus.heldout.items()
@@ -58,7 +58,7 @@ def data_rows(corpus: Corpus) -> list[str]:
 
 
 def loss_rows(figures: Figures) -> list[str]:
-    """Returns one table row per kind of text, and one row over all kinds."""
+    """Returns one table row with losses for each kind of text, and one row over all kinds."""
     full, q4, long = figures.losses_f32, figures.losses_q4, figures.losses_long
     rows = [
         f"| {k} | {full[k].nats_per_token:.3f} | {q4[k].nats_per_token:.3f} | {q4[k].bits_per_byte:.3f}"
@@ -71,13 +71,14 @@ def loss_rows(figures: Figures) -> list[str]:
 
 
 def earlier_stages(path: Path) -> list[str]:
-    """Returns the rows of stages in the card at `path`: the earlier runs that made the file. Without a card: none."""
+    """Returns the table rows of stages in an earlier card at `path`. They belong to the runs that made the file from
+    which this run starts. Returns no rows if there is no card."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return re.findall(r"^\| [^|]+ \| [\d,]+ \| [\d,]+ \| \d+ \|$", text, re.MULTILINE)
 
 
 def stage_rows(figures: Figures) -> list[str]:
-    """Returns one table row per stage that took time. The rows of earlier runs come first."""
+    """Returns one table row for each stage of training that had any steps. The rows of earlier runs come first."""
     own = [
         f"| {name} | {one.steps:,} | {one.tokens:,} | {one.seconds / 60:.0f} |"
         for name, one in figures.stages.items()
@@ -87,12 +88,13 @@ def stage_rows(figures: Figures) -> list[str]:
 
 
 def score_rows(figures: Figures) -> list[str]:
-    """Returns one table row per situation, with the number of right answers."""
+    """Returns one table row with the number of right answers for each situation of the quiz."""
     return [f"| {where} | {right} of {n} | {right / n:.0%} |" for where, (right, n) in figures.scores.items()]
 
 
 def routing_rows(load: torch.Tensor) -> list[str]:
-    """Returns one table row per layer. load: (n_layer, n_expert), each row adds up to 1."""
+    """Returns one table row about the experts' loads for each layer. load: (n_layer, n_expert), the share of choices of
+    each expert; each row sums to 1."""
     rows = []
     for il, shares in enumerate(load):
         uneven = float(shares.std(correction=0) / shares.mean())
@@ -103,7 +105,7 @@ def routing_rows(load: torch.Tensor) -> list[str]:
 
 
 def answer_rows(figures: Figures) -> list[str]:
-    """Returns a line per question with its answer. A star marks a question that was not trained on."""
+    """Returns a line for each question with its answer. A star marks a question that the model was not trained on."""
     return [
         f"- **{question}**{'' if question in figures.questions_seen else ' *'} {answer}"
         for question, answer in figures.answers.items()

@@ -1,4 +1,5 @@
-"""Conversations from `demo_questions.jsonl` and `tools.py`, varied in wording and length, and packed into rows."""
+"""Makes training rows from the conversations in `demo_questions.jsonl` and `tools.py`. Their wording and length vary,
+and a row contains several of them."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -20,11 +21,15 @@ STEPS = (
     (512, 4, 0), (1024, 2, 0), (512, 3, 1), (2048, 1, 0), (512, 4, 0), (1024, 1, 1),
     (512, 4, 0), (2048, 1, 0), (512, 3, 1), (1024, 2, 0), (2048, 0, 1), (512, 4, 0),
 )  # fmt: skip
-"""Tokens a row, rows of conversations and rows of the corpus, of one step after the other, again and again."""
+"""The training steps, which are repeated again and again: (tokens per row, rows of conversations, rows of the
+corpus)."""
 SETTLING_STEPS = ((512, 2, 2), (1024, 1, 1), (512, 2, 2), (2048, 0, 1), (512, 1, 3), (2048, 1, 0))
-"""The same with more of the corpus: of what it knew, a model forgets some among so many conversations."""
-WITH_TOOLS, WITH_LONG_SYSTEM, WITH_SYSTEM, CHAINED, APART = 0.06, 0.05, 0.15, 0.35, 0.4  # shares of all conversations
-STARTERS, LONG_TEXT = 0.12, 0.4  # shares of the questions, and of the long conversations
+"""The steps of the last stage, in the form of STEPS but with more rows of the corpus. So many conversations make the
+model forget some of the corpus, and these steps bring it back."""
+# Probabilities of variations of a conversation
+WITH_TOOLS, WITH_LONG_SYSTEM, WITH_SYSTEM, CHAINED, APART = 0.06, 0.05, 0.15, 0.35, 0.4
+# STARTERS: share of starters among drawn questions; LONG_TEXT: share of long conversations that begin with a long text
+STARTERS, LONG_TEXT = 0.12, 0.4
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
     "You are a helpful assistant who knows moegguf.",
@@ -34,13 +39,13 @@ SYSTEM_PROMPTS = (
     "Be short.",
 )
 N_CTX = max(n_ctx for n_ctx, _, _ in STEPS)
-MARGIN = 128  # positions that a last question and its answer have at least
+MARGIN = 128  # minimum number of positions left for the last question and its answer
 PARTS = ("ids", "spoken", "positions")
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, and the tools that they may call."""
+    """The messages of a conversation, and the tools that are defined in its prompt."""
 
     messages: Sequence[Message]
     tools: Sequence[Tool] = ()
@@ -51,11 +56,13 @@ class Encoded:
     """The tokens of a conversation."""
 
     ids: list[int] = field(default_factory=list)
-    spoken: list[int] = field(default_factory=list)  # the ids of the model's own turns, IGNORED elsewhere
+    # The ids in the model's own turns, and IGNORED in place of all other ids
+    spoken: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
 
     def add(self, ids: Sequence[int], *, own: bool = False, gap: int = 0) -> None:
-        """Appends ids, `gap` positions after the last one. own: the ids are the model's own turn."""
+        """Appends ids, whose positions begin `gap` positions after the previous id. own: True: the model writes these
+        ids in its own turn."""
         start = self.positions[-1] + 1 + gap if self.positions else 0
         self.ids.extend(ids)
         self.spoken.extend(ids if own else [IGNORED] * len(ids))
@@ -64,7 +71,8 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Chat:
-    """Batches of conversations, and of rows of the corpus, so that the model does not forget the corpus."""
+    """Makes training batches of conversations. Rows of the corpus are mixed in, so that the model does not forget the
+    corpus."""
 
     tokenizer: Tokenizer
     conversations: Sequence[list[Message]]
@@ -73,35 +81,37 @@ class Chat:
 
     @cached_property
     def windows(self) -> dict[int, Windows]:
-        """Returns {length: the corpus cut into windows of this length} for each row length of the steps."""
+        """{row length: the corpus cut into windows of this length}, for every row length in `steps`."""
         return {n_ctx: Windows(self.corpus, n_ctx, seed=1) for n_ctx, _, _ in self.steps}
 
     @cached_property
     def template(self) -> Any:
-        """Returns the compiled chat template, which renders like a server's."""
+        """The compiled chat template, which renders text as a server does."""
         return Sandbox().from_string(CHAT_TEMPLATE)
 
     def excerpt(self, rng: random.Random, n_tokens: int) -> str:
-        """Returns a random text of the corpus with n_tokens tokens."""
+        """Returns a random piece of the corpus with n_tokens tokens, as text."""
         start = rng.randrange(len(self.corpus) - n_tokens)
         return str(self.tokenizer.decode(self.corpus[start : start + n_tokens].tolist())).strip()
 
     def draw(self, rng: random.Random) -> list[Message]:
-        """Returns a random conversation, reworded. Starters are drawn more often, since their answers must be right."""
+        """Returns a random conversation, reworded. Starters are drawn more often than other questions, because their
+        answers must be right."""
         return reworded(rng.choice(self.starters if rng.random() < STARTERS else self.conversations), rng)
 
     @cached_property
     def starters(self) -> list[list[Message]]:
-        """Returns the questions of the web page and the documentation, with their answers."""
+        """The questions of the web page and the documentation, each with its answer."""
         known = questions.answers()
         return [questions.exchange(question, known[question]) for question in questions.starters()]
 
     def plain(self, rng: random.Random) -> list[Message]:
-        """Returns a conversation from `draw` without its system message."""
+        """Returns a random conversation as `draw` does, but without a system message."""
         return [m for m in self.draw(rng) if m["role"] != "system"]
 
     def vary(self, rng: random.Random, n_tokens: int) -> Conversation:
-        """Returns a random conversation. One in three continues with more questions, up to about `n_tokens` tokens."""
+        """Returns a random conversation. About one in three continues with further questions, up to about `n_tokens`
+        tokens."""
         if rng.random() < WITH_TOOLS:
             messages, defined = tools.conversation(rng, lambda: self.plain(rng))
             if rng.random() < 0.2:
@@ -119,7 +129,8 @@ class Chat:
         return Conversation(messages)
 
     def long(self, rng: random.Random, n_tokens: int) -> Encoded:
-        """Returns one conversation of almost `n_tokens` tokens, with a long text before it or with many turns."""
+        """Returns the tokens of one conversation of almost `n_tokens` tokens. The conversation has a long system
+        message or many turns."""
         messages: list[Message] = []
         if rng.random() < LONG_TEXT:
             text = self.excerpt(rng, rng.randrange(n_tokens // 4, n_tokens * 3 // 4))
@@ -135,8 +146,9 @@ class Chat:
     def encode(self, conversation: Conversation, rng: random.Random | None = None) -> Encoded:
         """Returns the tokens of a conversation, as the chat template writes it.
 
-        With `rng`, the positions of its turns are moved apart, by up to the context's length. The model then learns
-        distances between turns that a short row does not have."""
+        With `rng`, there are gaps between the positions of its turns, of up to the context's length in all. The model
+        thereby learns larger distances between turns than a short row contains.
+        """
         messages, done, encoded = conversation.messages, "", Encoded()
         gap = 0
         if rng:
@@ -144,7 +156,7 @@ class Chat:
             gap = rng.randrange(N_CTX) // (n_turns + 1)
         for i, message in enumerate(messages):
             if message["role"] != "assistant" or message.get("tool_calls"):
-                continue  # the server forces a call; the model does not learn to write it
+                continue  # The model does not learn to write a call, because the server forces calls.
             prompt = self.render(conversation, messages[:i], add_generation_prompt=True)
             whole = self.render(conversation, messages[: i + 1], add_generation_prompt=False).removesuffix("\n")
             question = prompt.rindex(f"{IM_START}user")
@@ -157,17 +169,18 @@ class Chat:
         return encoded
 
     def render(self, conversation: Conversation, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        """Returns the text of the first messages."""
+        """Returns the text that the chat template makes from `messages`, the first messages of a conversation."""
         variables = {"messages": messages, "tools": conversation.tools or None}
         return str(self.template.render(**variables, add_generation_prompt=add_generation_prompt))
 
     def deltas(self, rng: random.Random, n_tokens: int) -> Iterator[Encoded]:
-        """Yields encoded conversations without end."""
+        """Yields the tokens of random conversations, without end."""
         while True:
             yield self.encode(self.vary(rng, n_tokens), rng if rng.random() < APART else None)
 
     def row(self, rng: random.Random, n_ctx: int) -> tuple[Encoded, list[int]]:
-        """Returns n_ctx + 1 ids and the conversation number of each. The row ends with padding, whose number is -1."""
+        """Returns a row of n_ctx + 1 ids that contains several conversations, and for each id the number of its
+        conversation. The row ends with padding, whose number is -1."""
         size = n_ctx + 1
         row, numbers = Encoded(), list[int]()
         n_refused = 0
@@ -191,8 +204,8 @@ class Chat:
     def batch(self, step: int) -> Batch:
         """Returns the batch of a step, which depends only on the step's number.
 
-        Attention is masked between the conversations of a row. A row of the corpus, or of one long conversation, is
-        not divided.
+        In a row of several conversations, tokens attend only to their own conversation. A row of the corpus, or of one
+        long conversation, is not divided.
         """
         n_ctx, n_chat, n_base = self.steps[step % len(self.steps)]
         rng = random.Random(step)

@@ -1,7 +1,7 @@
 """Collects freely licensed text from a Linux machine with Python. Selection and split are the same in every run.
 
-A source that is absent gives no documents. Selection and the held-out split depend only on a document's name,
-so two machines with the same packages train on the same text.
+A source that is missing on the machine gives no documents. The selection and the split into training and held-out texts
+depend only on the documents' names. Two machines with the same packages therefore train on the same text.
 """
 
 import gzip
@@ -16,12 +16,13 @@ from pydoc_data import topics
 HELDOUT_ONE_IN = 30
 MAX_DOCUMENT_CHARS = 60_000
 MIN_DOCUMENT_CHARS = 200
-NOT_FREE = ("gcloud", "google-cloud", "bq.", "gsutil")  # thousands of generated pages, not under a free licence
+# Beginnings of the names of thousands of generated pages that have no free licence
+NOT_FREE = ("gcloud", "google-cloud", "bq.", "gsutil")
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text: `name` identifies it on every machine, `kind` is a key of KINDS."""
+    """One text. `name` identifies it on every machine, and `kind` is a key of KINDS."""
 
     kind: str
     name: str
@@ -29,18 +30,18 @@ class Document:
 
     @property
     def digest(self) -> int:
-        """Returns a number that depends only on the name. The corpus is ordered and split by it."""
+        """A number that depends only on the name. The corpus is sorted and split by this number."""
         return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:8], "big")
 
     @property
     def heldout(self) -> bool:
-        """True if this document is kept out of training."""
+        """True: this document is left out of training."""
         return self.digest % HELDOUT_ONE_IN == 0
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of text: its description, its licences, and the largest number of characters to take."""
+    """A kind of text: its description, its licences, and the maximum number of characters to take."""
 
     about: str
     licence: str
@@ -60,7 +61,7 @@ KINDS = {
 
 
 def read_text(path: Path) -> str:
-    """Returns the file as text, or "" if it cannot be read as UTF-8."""
+    """Returns the text of a file, which may be compressed by gzip. Returns "" if the file cannot be read as UTF-8."""
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         return raw.decode("utf-8")
@@ -106,12 +107,13 @@ def plain_roff(text: str) -> str:
 
 
 def files(root: Path, pattern: str) -> Iterator[Path]:
-    """Returns the plain files under a folder in a fixed order; none if the folder does not exist."""
+    """Yields the regular files in a folder that match the pattern, in sorted order. Links are left out. Yields nothing
+    if the folder does not exist."""
     return (p for p in sorted(root.glob(pattern)) if p.is_file() and not p.is_symlink())
 
 
 def python_documents() -> Iterator[Document]:
-    """Yields Python's own modules, without tests and without installed packages."""
+    """Yields the modules of Python's standard library, without tests and without installed packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "pydoc_data", "ensurepip"}
     for path in files(root, "**/*.py"):
@@ -121,7 +123,7 @@ def python_documents() -> Iterator[Document]:
 
 
 def gather() -> Iterator[Document]:
-    """Yields every document of this machine, before the selection."""
+    """Yields every document on this machine from which `select` may choose."""
     yield from python_documents()
     for topic, text in sorted(topics.topics.items()):
         yield Document("pydoc", f"pydoc/{topic}", text)
@@ -142,13 +144,15 @@ def gather() -> Iterator[Document]:
 
 
 def usable(text: str) -> bool:
-    """Returns True if a text is long enough and almost wholly ASCII: the vocabulary is too small for more scripts."""
+    """Returns True if a text is long enough and consists almost only of ASCII characters. The vocabulary is too small
+    for other scripts."""
     ascii_chars = sum(c < "\x80" for c in text)
     return len(text) >= MIN_DOCUMENT_CHARS and ascii_chars >= 0.99 * len(text)
 
 
 def select(documents: Iterable[Document]) -> list[Document]:
-    """Sorts documents by digest, drops copies, cuts long texts, and keeps each kind within its `max_chars`."""
+    """Returns the documents of the corpus in the order of their digests. Drops copies, cuts long texts, and takes at
+    most `max_chars` characters of each kind."""
     left = {kind: facts.max_chars for kind, facts in KINDS.items()}
     seen: set[str] = set()
     chosen = []

@@ -1,4 +1,4 @@
-"""Tokens of the corpus, kept on disk, and batches of them that depend only on the step number."""
+"""Stores the tokens of the corpus on disk, and makes training batches that depend only on the step number."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ Tokens = NDArray[np.uint16]
 
 @dataclass(frozen=True)
 class Batch:
-    """B rows of T tokens to train on."""
+    """B rows of T tokens for one training step."""
 
     ids: Tensor  # (B, T)
     targets: Tensor  # (B, T)
-    mask: Tensor | None = None  # (B, 1, T, T), true where a token attends to another; None: causal attention
+    mask: Tensor | None = None  # (B, 1, T, T), True where a token attends to another token; None: causal attention
     positions: Tensor | None = None  # (B, T); None: 0, 1, 2 and so on
 
 
@@ -58,7 +58,7 @@ def load(path: Path) -> Corpus:
 
 
 def save(path: Path, tokenizer: Tokenizer, documents: Sequence[corpus.Document]) -> None:
-    """Tokenises the corpus into one .npz file."""
+    """Tokenises the corpus and saves it as one .npz file."""
     arrays: dict[str, NDArray[Any]] = {}
     train = []
     for kind in corpus.KINDS:
@@ -74,7 +74,8 @@ def save(path: Path, tokenizer: Tokenizer, documents: Sequence[corpus.Document])
 
 
 class Windows:
-    """The training tokens cut into windows, each seen once per epoch, in an order fixed by the seed."""
+    """The training tokens cut into windows. Each window occurs once per epoch, in a random order that the seed
+    determines."""
 
     def __init__(self, tokens: Tokens, n_ctx: int, seed: int = 0) -> None:
         self.rows = tokens[: (len(tokens) - 1) // n_ctx * n_ctx + 1]
@@ -83,7 +84,7 @@ class Windows:
         self.epoch, self.order = -1, np.arange(0)
 
     def window(self, index: int) -> Tokens:
-        """Returns window number `index` of an endless sequence of epochs: n_ctx + 1 tokens."""
+        """Returns the window number `index` of an endless sequence of epochs. It has n_ctx + 1 tokens."""
         epoch, position = divmod(index, self.n_windows)
         if epoch != self.epoch:
             self.epoch = epoch
@@ -92,20 +93,20 @@ class Windows:
         return self.rows[start : start + self.n_ctx + 1]
 
     def batch(self, step: int, n_rows: int) -> Batch:
-        """Returns the rows of this step."""
+        """Returns the `n_rows` windows of this step as a batch."""
         rows = [self.window(step * n_rows + i).astype(np.int64) for i in range(n_rows)]
         ids = torch.from_numpy(np.stack(rows)) if rows else torch.zeros(0, self.n_ctx + 1, dtype=torch.int64)
         return Batch(ids[:, :-1], ids[:, 1:])
 
 
 class Lengths:
-    """Batches of windows whose length changes from step to step."""
+    """Makes batches of windows. The length of the windows changes from step to step."""
 
     def __init__(self, tokens: Tokens, steps: Sequence[tuple[int, int]]) -> None:
         self.steps = steps
         self.windows = {n_ctx: Windows(tokens, n_ctx) for n_ctx, _ in steps}
 
     def batch(self, step: int) -> Batch:
-        """Returns the rows of this step. `steps` holds (length, number) of the rows, used in turn."""
+        """Returns the batch of this step. `steps` lists pairs (row length, number of rows), which take turns."""
         n_ctx, n_rows = self.steps[step % len(self.steps)]
         return self.windows[n_ctx].batch(step, n_rows)

@@ -1,4 +1,5 @@
-"""Held-out loss and routing in torch, and the same loss and answers from the GGUF file under llama.cpp."""
+"""Computes held-out loss and routing in torch. Computes the same loss, and answers, from the GGUF file with
+llama.cpp."""
 
 import math
 from dataclasses import dataclass
@@ -15,20 +16,22 @@ from recipes.demo.model import DemoModel
 from recipes.demo.train import loss_of
 
 LOSS_CTX = 512  # tokens of a window
-LEAST_WINDOWS = 10  # windows to score of each kind of text; of a longer text only every n-th window is scored
+# Minimum number of windows of each kind of text to compute; of a longer text only every n-th window is used
+LEAST_WINDOWS = 10
 
 
 @dataclass(frozen=True)
 class KindLoss:
-    """The mean loss over one kind of held-out text, scored in windows without overlap."""
+    """The mean loss over one kind of held-out text, computed in windows that do not overlap."""
 
-    tokens: int  # length of the text
+    tokens: int  # length of the text in tokens
     nats_per_token: float
     bits_per_byte: float
 
 
 def windows(tokens: Tokens, n_ctx: int) -> NDArray[np.int64]:
-    """Returns rows of n_ctx + 1 tokens, spread over the whole text. Leaves out a rest at the end that fills no row."""
+    """Returns rows of n_ctx + 1 tokens, spread over the whole text. Tokens at the end that do not fill a row are left
+    out."""
     n_rows = (len(tokens) - 1) // n_ctx
     if n_rows == 0:
         raise ValueError(f"{len(tokens)} held-out tokens do not fill one window of {n_ctx}")
@@ -37,7 +40,8 @@ def windows(tokens: Tokens, n_ctx: int) -> NDArray[np.int64]:
 
 
 def kind_loss(total: float, rows: NDArray[np.int64], n_tokens: int, n_bytes: int) -> KindLoss:
-    """Computes a mean loss from the summed loss of the rows, and from the size of the text that they were cut from."""
+    """Returns the mean loss. `total` is the summed loss of the rows, which were cut from a text of `n_tokens` tokens
+    and `n_bytes` bytes."""
     scored = rows[:, 1:].size
     mean = total / scored
     return KindLoss(n_tokens, mean, mean * n_tokens / (n_bytes * math.log(2)))
@@ -45,7 +49,8 @@ def kind_loss(total: float, rows: NDArray[np.int64], n_tokens: int, n_bytes: int
 
 @torch.no_grad()
 def torch_losses(model: DemoModel, corpus: Corpus, n_ctx: int = LOSS_CTX) -> tuple[dict[str, KindLoss], torch.Tensor]:
-    """Returns the loss by kind, and the share of choices of each expert: (n_layer, n_expert), each row adds up to 1."""
+    """Returns the loss by kind of text. Also returns the share of choices of each expert: (n_layer, n_expert); each row
+    sums to 1."""
     losses = {}
     load = torch.zeros(model.shape.n_layer, model.shape.n_expert)
     for kind, tokens in corpus.heldout.items():
@@ -59,13 +64,13 @@ def torch_losses(model: DemoModel, corpus: Corpus, n_ctx: int = LOSS_CTX) -> tup
 
 
 def open_gguf(path: Path, n_ctx: int) -> Any:
-    """Opens the file with llama.cpp on the CPU, which keeps the logits of every token."""
+    """Opens the file with llama.cpp on the CPU. The logits of every token are kept."""
     options = {"n_ctx": n_ctx, "n_batch": n_ctx, "n_threads": 2, "n_gpu_layers": 0}
     return library.llama_cpp().Llama(str(path), logits_all=True, verbose=False, **options)
 
 
 def gguf_losses(path: Path, corpus: Corpus, n_ctx: int = LOSS_CTX) -> dict[str, KindLoss]:
-    """Returns the loss by kind, computed by llama.cpp over the windows of `torch_losses`."""
+    """Returns the loss by kind of text, computed by llama.cpp over the same windows as in `torch_losses`."""
     llm = open_gguf(path, n_ctx)
     losses = {}
     for kind, tokens in corpus.heldout.items():
@@ -81,7 +86,8 @@ def gguf_losses(path: Path, corpus: Corpus, n_ctx: int = LOSS_CTX) -> dict[str, 
 
 
 def answers(path: Path, questions: list[str], n_ctx: int) -> dict[str, str]:
-    """Returns llama.cpp's greedy answers with the file's chat template. " [cut]" marks an answer that was cut off."""
+    """Returns {question: llama.cpp's greedy answer}. Uses the file's chat template. " [cut]" follows an answer that was
+    cut off."""
     llm = open_gguf(path, n_ctx)
     found = {}
     for question in questions:

@@ -1,6 +1,6 @@
-"""The demo's network: qwen2moe with a shared expert, the same sums as llama.cpp's `src/models/qwen2moe.cpp`.
+"""The demo's network: qwen2moe with a shared expert. It computes the same as llama.cpp's `src/models/qwen2moe.cpp`.
 
-Matrices are kept as [rows, row length], experts as [n_expert, rows, row length]: GGUF's own order.
+Matrices have the shape [rows, row length], and experts [n_expert, rows, row length], as in GGUF files.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the network, named as in GGUF; every row length is a multiple of 64."""
+    """Sizes of the network, with the names that GGUF uses. Every row length is a multiple of 64."""
 
     n_vocab: int = 4096
     n_layer: int = 6
@@ -31,12 +31,13 @@ class Shape:
 
     @property
     def n_embd_head(self) -> int:
-        """Returns the width of one attention head."""
+        """The width of one attention head."""
         return self.n_embd // self.n_head
 
 
 def matrix(*sizes: int, gain: float = 1.0) -> nn.Parameter:
-    """Returns a random normal matrix whose output has about `gain` times the variance of its input."""
+    """Returns a random normal matrix. The standard deviation of its output is about `gain` times the standard deviation
+    of its input."""
     return nn.Parameter(torch.randn(*sizes) * (gain / math.sqrt(sizes[-1])))
 
 
@@ -53,13 +54,14 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies GPT-NeoX rotary embedding: dimension i pairs with i + n_embd_head / 2. x: (B, H, T, n_embd_head)."""
+    """Applies the rotary embedding of GPT-NeoX, in which dimension i forms a pair with dimension i + n_embd_head / 2.
+    x: (B, H, T, n_embd_head)."""
     left, right = x.chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; biases on q, k and v only."""
+    """Grouped-query attention. Only q, k and v have biases."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -70,7 +72,8 @@ class Attention(nn.Module):
         self.out = matrix(shape.n_embd, shape.n_embd, gain=1 / math.sqrt(2 * shape.n_layer))
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
-        """x: (B, T, n_embd); mask: (B, 1, T, T), true where a token attends to another; None: causal attention."""
+        """Returns the attention's output (B, T, n_embd). x: (B, T, n_embd). mask: (B, 1, T, T), True where a token
+        attends to another token; None: causal attention."""
         n_batch, n_tokens, _ = x.shape
 
         def heads(weight: Tensor, bias: Tensor) -> Tensor:
@@ -87,7 +90,8 @@ class Attention(nn.Module):
 
 
 class MoE(nn.Module):
-    """Softmax over all experts, top-k by their own probabilities (not renormalised), gated shared expert."""
+    """A mixture of experts. The router's softmax is over all experts. The most probable experts are weighted by their
+    probabilities, which are not renormalised. A gated shared expert is added."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -105,7 +109,8 @@ class MoE(nn.Module):
         self.balance_loss = torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Computes the mixture. Sets `load` (share per expert) and `balance_loss` (1 = even). x: (n_tokens, n_embd)."""
+        """Returns the mixture's output. Sets `load` (each expert's share of the choices) and `balance_loss` (1: even
+        loads). x: (n_tokens, n_embd)."""
         probs = functional.linear(x, self.router).softmax(dim=-1)
         weights, ids = probs.topk(self.shape.n_expert_used, dim=-1)
         counts = torch.bincount(ids.flatten(), minlength=self.shape.n_expert)
@@ -118,7 +123,8 @@ class MoE(nn.Module):
         return self.experts(x, weights, ids, counts) + shared * (x @ self.router_shexp).sigmoid()[:, None]
 
     def experts(self, x: Tensor, weights: Tensor, ids: Tensor, counts: Tensor) -> Tensor:
-        """Sorts the choices by expert, runs each expert once on its tokens, and adds the results up per token."""
+        """Sorts the tokens' choices by expert, runs each expert once on its tokens, and adds up the weighted results of
+        each token."""
         order = ids.flatten().argsort()
         tokens = order // self.shape.n_expert_used
         parts = [
@@ -136,7 +142,8 @@ class MoE(nn.Module):
 
 
 class Layer(nn.Module):
-    """A layer: attention, then the mixture of experts. Each one follows a norm and is added to the residual stream."""
+    """A layer: attention, then the mixture of experts. A norm precedes each of the two, and each output is added to the
+    residual stream."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -175,8 +182,8 @@ class DemoModel(nn.Module):
     ) -> Tensor:
         """Returns logits (B, T, n_vocab) of ids (B, T).
 
-        positions: (B, T); None: 0, 1, 2 and so on. wanted: (B, T), true for n tokens; the result is then their logits
-        (n, n_vocab).
+        positions: (B, T); None: 0, 1, 2 and so on. wanted: (B, T), True for n tokens. If it is given, only the logits
+        of these tokens are returned, (n, n_vocab).
         """
         x = functional.embedding(ids, self.token_embd)
         rope = self.rope(torch.arange(ids.shape[1])[None] if positions is None else positions)
@@ -185,17 +192,19 @@ class DemoModel(nn.Module):
         return functional.linear(self.output_norm(x if wanted is None else x[wanted]), self.output)
 
     def mixtures(self) -> list[MoE]:
-        """Returns the mixture of each layer, for its load and balance loss."""
+        """Returns the mixtures of all layers, whose `load` and `balance_loss` the caller reads."""
         return [module for module in self.modules() if isinstance(module, MoE)]
 
 
 def quantised_on_export(name: str, weight: Tensor) -> bool:
-    """Returns True if the GGUF file holds this weight in Q4_0: all matrices but routers, embedding and output."""
+    """Returns True if the GGUF file contains this weight in Q4_0. These are all matrices except routers, embedding and
+    output."""
     return weight.dim() >= 2 and not name.endswith("router") and name not in ("token_embd", "output")
 
 
 def round_q4_0(weight: Tensor) -> Tensor:
-    """Rounds each block of 32 values to the values of llama.cpp's Q4_0. Gradients pass through unchanged."""
+    """Rounds each block of 32 values to values that llama.cpp's Q4_0 can represent. Gradients pass through
+    unchanged."""
     with torch.no_grad():
         blocks = weight.view(-1, 32)
         peak = blocks.gather(1, blocks.abs().argmax(dim=1, keepdim=True))
@@ -207,7 +216,7 @@ def round_q4_0(weight: Tensor) -> Tensor:
 
 
 def with_rounded_weights(model: DemoModel) -> Callable[..., Tensor]:
-    """Returns the model's forward function, with weights rounded to the values of the Q4_0 file."""
+    """Returns a function like the model's forward function, but with weights rounded as in the Q4_0 file."""
 
     def forward(*inputs: Tensor | None) -> Tensor:
         rounded = {n: round_q4_0(p) for n, p in model.named_parameters() if quantised_on_export(n, p)}

@@ -1,4 +1,5 @@
-"""Reads the tokenizer and the dequantised weights of a GGUF file of this recipe, to start another run from them."""
+"""Reads the tokenizer and the dequantised weights from a GGUF file of this recipe, so that another run can start from
+them."""
 
 from collections.abc import Mapping
 from pathlib import Path

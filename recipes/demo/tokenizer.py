@@ -1,4 +1,5 @@
-"""The demo's vocabulary: byte-level BPE, split by the same regex as llama.cpp's pre-tokenizer `qwen2`."""
+"""The demo's vocabulary: byte-level BPE. Text is first split by the same regular expression as in llama.cpp's
+pre-tokenizer `qwen2`."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,7 +18,7 @@ CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text(encodi
 
 
 def with_splits(vocabulary: models.BPE) -> Tokenizer:
-    """Returns a byte-level tokenizer that splits text like llama.cpp's pre-tokenizer `qwen2`."""
+    """Returns a byte-level tokenizer with this vocabulary, which splits text like llama.cpp's pre-tokenizer `qwen2`."""
     tokenizer = Tokenizer(vocabulary)
     split = pre_tokenizers.Split(Regex(QWEN2_SPLIT), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -48,7 +49,7 @@ def special_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def load_or_train(path: Path, texts: Iterable[str]) -> Tokenizer:
-    """Returns the tokenizer saved at `path`. If there is none, trains it on the texts and saves it."""
+    """Returns the tokenizer saved at `path`. If there is no such file, trains a tokenizer on the texts and saves it."""
     if not path.exists():
         train(texts).save(str(path))
     return Tokenizer.from_file(str(path))

@@ -1,4 +1,5 @@
-"""One training loop for both stages. Its clock is wall time: the schedule ends when the budget does."""
+"""The training loop for all stages. A stage has a budget of wall time, and its learning rate falls until this time is
+used up."""
 
 import json
 import os
@@ -27,12 +28,12 @@ class Stage:
     minutes: float
     peak_lr: float
     batch: Callable[[int], Batch]
-    rounded: bool = False  # train with the weights rounded as Q4_0 will round them
+    rounded: bool = False  # True: trains with the weights rounded as in Q4_0
 
 
 @dataclass
 class Progress:
-    """The progress of a stage. Its checkpoint and, at the end, the card contain it."""
+    """The progress of a stage. The stage's checkpoint contains it, and the model card states it at the end."""
 
     steps: int = 0
     tokens: int = 0
@@ -40,13 +41,14 @@ class Progress:
 
 
 def learning_rate(stage: Stage, seconds: float) -> float:
-    """Returns the learning rate: it rises linearly over 2 % of the budget, then falls linearly to 3 % of the peak."""
+    """Returns the learning rate. It rises linearly over the first 2 % of the stage's time, then falls linearly to 3 %
+    of the peak."""
     done = min(1.0, seconds / (60 * stage.minutes))
     return stage.peak_lr * min(1.0, (done + 1e-4) / 0.02, 0.03 + 0.97 * (1 - done))
 
 
 def optimiser(model: nn.Module) -> torch.optim.AdamW:
-    """Returns AdamW with weight decay on matrices only."""
+    """Returns the optimiser AdamW, with weight decay only on matrices."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -59,14 +61,14 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-    """Writes a checkpoint to a temporary file, then replaces the old one with it."""
+    """Writes a checkpoint to a temporary file, then replaces the old checkpoint by it."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": asdict(progress)}
     torch.save(state, path.with_suffix(".tmp"))
     os.replace(path.with_suffix(".tmp"), path)
 
 
 def resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
-    """Loads a checkpoint if there is one, and returns its progress."""
+    """Loads a checkpoint if there is one, and returns the stage's progress so far."""
     if not path.exists():
         return Progress()
     state = torch.load(path)
@@ -76,7 +78,8 @@ def resume(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Pr
 
 
 def log_line(path: Path, model: DemoModel, progress: Progress, loss: Tensor, lr: float) -> None:
-    """Appends to the log: loss, speed, and each layer's coefficient of variation of the experts' loads."""
+    """Appends a line to the log: progress, loss, learning rate, speed, and each layer's unevenness of load (coefficient
+    of variation over its experts)."""
     uneven = [float(m.load.std(correction=0) / m.load.mean()) for m in model.mixtures()]
     line = {
         **asdict(progress),

@@ -1,4 +1,5 @@
-"""The model's card: what it was made from, how, and how much worse it is than the dense model, as JSON and as text."""
+"""The model's card, as JSON and as text: the source of the model, the way it was made, and its loss compared with the
+dense model."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class Card:
-    """The figures of one made model. Losses are held out, in nats per token, from the files under llama.cpp."""
+    """The figures of one model that was made. Losses are on held-out text, in nats per token, computed by llama.cpp
+    from the files."""
 
     made_from: str
     licence: str
@@ -72,7 +74,8 @@ class Card:
 
 
 def losses(path: Path, heldout: Mapping[str, Rows]) -> dict[str, float]:
-    """Returns the mean loss by kind of text in nats per token. Each row is evaluated in an empty context."""
+    """Returns the mean loss of a GGUF file by kind of text, in nats per token. Each row is evaluated in an empty
+    context."""
     llm = open_gguf(path, N_CTX)
 
     def loss(row: Rows) -> float:
@@ -86,7 +89,7 @@ def losses(path: Path, heldout: Mapping[str, Rows]) -> dict[str, float]:
 
 @torch.no_grad()
 def unevenness(network: Network, heldout: Mapping[str, Rows]) -> list[float]:
-    """Returns the coefficient of variation of the experts' loads in each layer, over the held-out rows."""
+    """Returns the coefficient of variation of the experts' loads for each layer, counted over the held-out rows."""
     loads: list[Tensor] = []
     counted = [
         layer.ffn.register_forward_pre_hook(lambda ffn, inputs: loads.append((ffn.weights(inputs[0]) > 0).sum((0, 1))))

@@ -1,7 +1,8 @@
-"""Converts a dense network to a mixture of experts, layer by layer, from the activations of tokens of text.
+"""Converts a dense network to a mixture of experts, layer by layer, using the activations of tokens of text.
 
-A layer's input is the output of the converted layers before it. Its down matrices are fitted to the dense network's
-stream after the layer. Each layer thereby corrects the error of the experts that were not computed up to there.
+A layer's input is the output of the converted layers before it. Its down matrices are fitted so that the residual
+stream after the layer equals the dense network's. Each layer thereby also corrects the error of the earlier layers,
+which compute only some of their experts.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from recipes.moefication.network import FeedForward, Layer, Mixture, Network, ro
 
 CLUSTERING_TOKENS = 4096
 ROWS_AT_ONCE = 8
-ROUTER_RIDGE, DOWN_RIDGE = 0.1, 0.03  # ridge penalties of the fits, relative to the mean of the diagonal
-# A router is fitted to its own input and, with less weight, to the inputs of the layers before it. Its target is the
-# clusters' contribution at its token and, with more weight, at the tokens before. Its choices then depend on features
-# that layers and tokens have in common, as in trained models. These choices leave out no more of the output.
+ROUTER_RIDGE, DOWN_RIDGE = 0.1, 0.03  # ridge penalties of the fits, as shares of the Gram matrix's diagonal
+# A router is fitted to its own layer's input and, with less weight, to the inputs of the layers before it. Its target
+# is the clusters' contribution at its token and, with more weight, at the tokens before. Its choices then depend on
+# features that neighbouring layers and tokens have in common, as in trained models. The experts that are not chosen
+# contribute no more to the output than with a fit to the token alone.
 LAYERS_BEFORE, WEIGHT_BEFORE = 8, 0.5
-TOKENS_BEFORE, SMOOTHING = 0.75, 0.8  # weight of the running mean of tokens; share of the mean that each token keeps
+# TOKENS_BEFORE: weight of the running mean over tokens; SMOOTHING: share of this mean that is kept from token to token
+TOKENS_BEFORE, SMOOTHING = 0.75, 0.8
 
 Rounding = Callable[[Tensor], Tensor]
 
@@ -37,20 +40,22 @@ class Split:
     n_expert_used: int
     n_ff_exp: int
     n_expert_shared: int
-    router_std: float = 0.5  # standard deviation of a router's logits; if small, chosen experts weigh about the same
+    # Standard deviation of a router's logits; if it is small, all chosen experts have about the same weight
+    router_std: float = 0.5
 
     @property
     def n_shared(self) -> int:
-        """Returns the number of neurons in the shared expert."""
+        """The number of neurons in the shared expert."""
         return self.n_expert_shared * self.n_ff_exp
 
     @property
     def name(self) -> str:
-        """Returns a name for files. Splits that differ only in `router_std` have equal names."""
+        """A name for files. Splits that differ only in `router_std` have the same name."""
         return f"{self.n_expert}x{self.n_ff_exp}-{self.n_expert_used}-{self.n_expert_shared}"
 
     def check(self, n_ff: int) -> None:
-        """Raises ValueError unless the experts hold each of n_ff neurons that is not shared at least once."""
+        """Raises ValueError if the experts cannot hold each of the n_ff neurons that is not shared at least once, in
+        whole experts. Also raises it for an impossible number of used experts."""
         n_routed = n_ff - self.n_shared
         if n_routed < self.n_ff_exp or n_routed % self.n_ff_exp or self.n_expert * self.n_ff_exp < n_routed:
             raise ValueError(
@@ -65,7 +70,8 @@ class Split:
 def convert(network: Network, split: Split, ids: Tensor, rounded: Rounding, progress: Callable[[str], None]) -> None:
     """Replaces each layer's feed-forward network by a Mixture. ids: (B, T), the text to fit on.
 
-    `rounded` rounds a matrix as the file will: down matrices are fitted to the rounded gate and up matrices.
+    `rounded` rounds a matrix to the values that the file can hold. The down matrices are fitted to the rounded gate and
+    up matrices.
     """
     split.check(network.shape.n_ff)
     angles = rope(network.shape, ids.shape[1])
@@ -86,7 +92,7 @@ def convert(network: Network, split: Split, ids: Tensor, rounded: Rounding, prog
 
 
 def in_parts(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    """Applies the function to a few rows at a time, and returns the joined results."""
+    """Applies the function to parts of `rows`, one part after another, and returns the joined results."""
     n_rows = ROWS_AT_ONCE if rows.dim() == 3 else ROWS_AT_ONCE * 512
     return torch.cat([function(part) for part in rows.split(n_rows)])
 
@@ -94,10 +100,10 @@ def in_parts(function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
 def mixture(
     ffn: FeedForward, split: Split, inputs: Sequence[Tensor], sizes: Tensor, rounded: Rounding, n_ctx: int
 ) -> Mixture:
-    """Returns the neurons of `ffn` in clusters, with a router.
+    """Returns a Mixture of the neurons of `ffn`, with its router.
 
-    inputs: (n_tokens, n_embd) each, first of this layer, then of the layers before it; tokens are rows of n_ctx.
-    sizes: (n_tokens, 1), the root mean square of each token's stream.
+    inputs: (n_tokens, n_embd) arrays, first the inputs of this layer, then of the layers before it. Each n_ctx tokens
+    are one row of text. sizes: (n_tokens, 1), the root mean square of each token's residual stream.
     """
     x = inputs[0]
     contributions = in_parts(ffn.neurons, x).abs() * ffn.down.norm(dim=0) / sizes
@@ -114,9 +120,10 @@ def mixture(
 
 
 def fit_router(inputs: Sequence[Tensor], wanted: Tensor, std: float) -> Tensor:
-    """Fits a router by least squares from the inputs to the wanted logits, scaled to `std`: (n_expert, n_embd).
+    """Returns a router (n_expert, n_embd), fitted by least squares from the inputs to the wanted logits. Its logits are
+    scaled to the standard deviation `std`.
 
-    MoEfication fits a small network to the clusters' activation (section 3.3); a router of llama.cpp is linear.
+    MoEfication fits a small network to the clusters' activation (section 3.3). A router of llama.cpp must be linear.
     """
     shares = [1.0, *[WEIGHT_BEFORE] * (len(inputs) - 1)]
     router = solve(
@@ -128,7 +135,8 @@ def fit_router(inputs: Sequence[Tensor], wanted: Tensor, std: float) -> Tensor:
 
 
 def smoothed(contributions: Tensor) -> Tensor:
-    """Subtracts each token's mean, and mixes each token with the running mean of the tokens before it.
+    """Subtracts the mean over experts from each token's contributions, then mixes each token with a running mean of the
+    tokens up to it.
 
     contributions: (B, T, n_expert). Returns (B * T, n_expert).
     """
@@ -143,7 +151,7 @@ def _balance(layer: Mixture, order: Tensor, x: Tensor, contributions: Tensor) ->
     """Returns a factor for each neuron of the dense network, by which the outputs of its copies are multiplied.
 
     The chosen experts may contain several copies of a neuron, or none. With the factor, the copies together contribute
-    about as much as the neuron did, by least squares over the tokens.
+    about as much as the neuron in the dense network, by least squares over the tokens.
     """
     weights = layer.weights(x).repeat_interleave(layer.n_ff_exp, dim=-1)
     ones = weights.new_ones(len(x), layer.n_ff_shexp)
@@ -153,10 +161,11 @@ def _balance(layer: Mixture, order: Tensor, x: Tensor, contributions: Tensor) ->
 
 
 def correct(layer: Mixture, x: Tensor, target: Tensor, sizes: Tensor) -> tuple[Tensor, float]:
-    """Fits the down matrices so that the chosen neurons' output is the target. Returns (output, missing share).
+    """Fits the down matrices so that the output of the chosen neurons is as near as possible to the target. Returns
+    (output, missing share).
 
-    An error counts in proportion to its token's stream, since the next norm divides by its size. A few tokens have a
-    huge stream.
+    Errors are divided by the size of their token's residual stream, because the next norm divides by this size. Without
+    this, a few tokens with a huge stream would dominate the fit.
     """
     neurons = in_parts(layer.weighted_neurons, x)
     missing = target - functional.linear(neurons, layer.ffn.down)
@@ -166,12 +175,14 @@ def correct(layer: Mixture, x: Tensor, target: Tensor, sizes: Tensor) -> tuple[T
 
 
 def ridge(inputs: Tensor, outputs: Tensor, strength: float) -> Tensor:
-    """Returns the matrix (n_outputs, n_inputs) of a ridge regression, with a penalty in proportion to each input."""
+    """Returns the matrix (n_outputs, n_inputs) of a ridge regression. The penalty on an input's weights is in
+    proportion to the input's sum of squares."""
     return solve(inputs.T @ inputs, inputs.T @ outputs, strength)
 
 
 def solve(gram: Tensor, products: Tensor, strength: float) -> Tensor:
-    """Solves `ridge` from the inputs' Gram matrix and their products with the outputs. Overwrites `gram`."""
+    """Solves the regression of `ridge`. `gram` is the inputs' Gram matrix, and is overwritten. `products` is the
+    product of inputs and outputs."""
     diagonal = gram.diagonal().clone()
     gram.diagonal().add_(strength * (diagonal + diagonal.mean() * 1e-3))
     return torch.cholesky_solve(products, torch.linalg.cholesky(gram)).T.contiguous()

@@ -1,7 +1,7 @@
 """Trains the converted network towards the dense network's probabilities, with weights rounded as in the file.
 
-This is knowledge distillation (Hinton et al., 2015): the down matrices learn to make up for the experts that were not
-chosen. The routers do not change.
+This is knowledge distillation (Hinton et al., 2015). Only the down matrices learn, so that they compensate for the
+experts that were not chosen. The routers do not change.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ LOG_EVERY_STEPS = 4
 
 @dataclass(frozen=True)
 class Schedule:
-    """The length and the learning rates of a training: the rate warms up, then falls to zero."""
+    """The length and the learning rate of a training. The rate rises at first, then falls to zero."""
 
     minutes: float
-    n_rows: int = 2  # rows of text in a step
+    n_rows: int = 2  # number of rows of text in a step
     peak_lr: float = 3e-4
     save_every_steps: int = 8
 
     def learning_rate(self, seconds: float) -> float:
-        """Returns the learning rate: it rises linearly over 5 % of the time, then falls linearly to zero."""
+        """Returns the learning rate. It rises linearly over the first 5 % of the time, then falls linearly to zero."""
         done = min(1.0, seconds / max(60 * self.minutes, 1e-9))
         return self.peak_lr * min(1.0, (done + 1e-3) / 0.05, 1.0 - done)
 
@@ -47,7 +47,7 @@ def distil(
 ) -> int:
     """Trains until the time is over; returns the number of tokens. rows: (n_rows, T).
 
-    checkpoint: a file from which training goes on where it ended, if it exists, and which is kept up to date.
+    checkpoint: a file that is updated during the training. If it exists at the start, the training continues from it.
     """
     trained = {name: parameter for name, parameter in network.named_parameters() if name.endswith(".ffn.ffn.down")}
     optimizer = torch.optim.AdamW(trained.values(), betas=(0.9, 0.95), weight_decay=0.0)
@@ -79,7 +79,7 @@ def distil(
 def _resume(
     checkpoint: Path | None, trained: dict[str, nn.Parameter], optimizer: torch.optim.AdamW
 ) -> tuple[int, float]:
-    """Loads the checkpoint if it exists. Returns the steps and seconds so far."""
+    """Loads the checkpoint if it exists. Returns the number of steps and the seconds of the training so far."""
     if checkpoint is None or not checkpoint.exists():
         return 0, 0.0
     saved = torch.load(checkpoint)
@@ -91,9 +91,10 @@ def _resume(
 
 
 def divergence(network: Network, dense: Network, weights: dict[str, Tensor], ids: Tensor) -> Tensor:
-    """Returns the mean Kullback-Leibler divergence of next tokens, in nats, between `dense` and this network.
+    """Returns the mean Kullback-Leibler divergence in nats between the next-token probabilities of `dense` and of this
+    network.
 
-    weights: parameters that replace the ones of `network`.
+    weights: parameters that replace parameters of `network`.
     """
     with torch.no_grad():
         wanted = dense(ids).log_softmax(dim=-1)

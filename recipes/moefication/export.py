@@ -1,8 +1,8 @@
 """Writes the converted network as a GGUF file of architecture `deepseek` (DeepSeek-MoE's first release).
 
-Among llama.cpp's architectures with a shared expert, only this one computes the rest of a layer as Llama does. It has
-no norms or biases in the attention, no gate on the shared expert, and Llama's order of rotary pairs. It also multiplies
-the softmax with `expert_weights_scale`. Tensors that were not converted are copied byte by byte.
+Among llama.cpp's architectures with a shared expert, only this one computes the rest of a layer as Llama does. Its
+attention has no norms or biases, its shared expert has no gate, and its rotary embedding has Llama's order of pairs. It
+also multiplies the router's softmax by `expert_weights_scale`. Tensors that were not converted are copied byte by byte.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DENSE_FFN = (".ffn_gate.weight", ".ffn_up.weight", ".ffn_down.weight")
 
 
 def write(path: Path, network: Network, split: Split, source: GGUFReader, quant: str) -> None:
-    """Writes the file: experts in `quant`, everything else as in the source."""
+    """Writes the file. Experts have the type `quant`; all other tensors are as in the source file."""
     writer = GGUFWriter(path, "deepseek")
     writer.add_name("SmolLM2-135M-Instruct as a mixture of experts")
     writer.add_description("Experts clustered by co-activation from a dense model, by moegguf make_lab_model.py")
@@ -51,7 +51,8 @@ def write(path: Path, network: Network, split: Split, source: GGUFReader, quant:
 
 
 def rounding(quant: str) -> Rounding:
-    """Returns the rounding that fitting corrects: Q4_0 rounds, and the finer types return a matrix unchanged."""
+    """Returns the function that rounds matrices before fitting, as the file will. Q4_0 rounds them; for the finer types
+    the function returns a matrix unchanged."""
     return round_q4_0 if quant == "q4_0" else lambda weight: weight
 
 

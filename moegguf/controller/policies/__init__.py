@@ -24,15 +24,16 @@ from moegguf.native.store import NativePolicy, native_policies
 LRU = NativePolicy("lru")
 """Least recently used: the store's default."""
 LOCALITY = NativePolicy("locality", takes_forecast=True)
-"""ExpertFlow's: keeps what is predicted for this pass, and evicts first what was prefetched in vain."""
+"""ExpertFlow's policy: keeps the experts predicted for this pass, and evicts first the experts that were prefetched but
+not used."""
 
 
 @runtime_checkable
 class Policy(Protocol):
     """The interface of a policy in Python, which scores experts.
 
-    The store never evicts pinned experts, keeps a minimum of slots for each layer, and breaks ties by least recent
-    use.
+    Whatever the scores are, the store never evicts pinned experts and keeps a minimum of slots for each layer. Among
+    equal scores it evicts the least recently used expert.
     """
 
     def scores(self, history: History, forecast: Forecast) -> Float32s | None:
@@ -47,8 +48,8 @@ AnyPolicy = Policy | NativePolicy
 
 
 class Lfu:
-    """Scores an expert by the routing events that used it since the model was loaded (MoE-Infinity's published
-    code)."""
+    """Scores an expert by the number of routing events that used it since the model was loaded, as MoE-Infinity's
+    published code does."""
 
     name: ClassVar[str] = "lfu"
 
@@ -73,8 +74,8 @@ class Static:
 
 
 class Sparsity(NativePolicy):
-    """MoE-Infinity's algorithm 1, which the store computes. It evicts by the forecast of the predictor in use. If no
-    predictor is in use, `predictor` forecasts from past requests."""
+    """MoE-Infinity's algorithm 1, which the store computes. It evicts by the forecast of the predictor in use. If the
+    user has chosen no predictor, `predictor` makes the forecast from past requests."""
 
     predictor: EamcPredictor
 
@@ -151,16 +152,16 @@ def parse_policies(text: str) -> Mapping[str, str]:
 
 
 def device_policy(text: str, tier: str) -> str:
-    """Returns the policy for the slots of `tier` ("vram" or "ram"), with which layers compute. A text without "=" is
-    the policy's name. Returns "auto" if the text names other tiers only."""
+    """Returns the policy for the slots from which layers compute; `tier` is the tier of these slots ("vram" or "ram").
+    A text without "=" is the policy's name. Returns "auto" if the text names only other tiers."""
     return parse_policies(text).get(tier, AUTO) if "=" in text else text
 
 
 def ram_policy(text: str) -> str:
-    """Returns the policy for slots in RAM when a device has slots, too. Returns "lru" if the text names none.
+    """Returns the policy for slots in RAM when a device has slots, too. Returns "lru" if the text does not name one.
 
-    Raises OptionError for a policy that the store cannot use there: neither forecasts nor scores from Python cover
-    these slots.
+    Raises OptionError for a policy that needs forecasts or scores from Python, because the store does not apply these
+    to slots in RAM below a device.
     """
     name = parse_policies(text).get("ram", AUTO) if "=" in text else AUTO
     fitting = [native.name for native in native_policies().values() if not native.takes_forecast]

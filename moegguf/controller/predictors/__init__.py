@@ -21,7 +21,7 @@ Make = Callable[[MoeShape, Artifacts], Predictor]
 
 def _learned(name: str, build: Callable[[MoeShape, Weights], Predictor]) -> Make:
     """Returns a function that makes the predictor from the first usable NAME.safetensors in search order. The function
-    returns NoPrediction if all files are damaged, and raises OptionError if there is none."""
+    returns NoPrediction if no file is usable, and raises OptionError if there is no file."""
 
     def make(shape: MoeShape, artifacts: Artifacts) -> Predictor:
         try:
@@ -59,7 +59,7 @@ LEARNT_FOR = {
     "popularity": "duoserve",
     "eamc": "moe-infinity",
 }
-"""{the name of a file: the strategy for which `moegguf learn` makes it}."""
+"""{name of a predictor's file: the strategy for which `moegguf learn` makes this file}."""
 PREDICTORS: dict[str, Make] = {**UNTRAINED, **{name: _learned(name, build) for name, build in LEARNED.items()}}
 
 
@@ -87,8 +87,8 @@ def check_predictor(name: str) -> None:
 
 
 def prefetch_predictor(artifacts: Artifacts) -> str:
-    """Returns the name of the predictor to prefetch with: `mlp` if this model has a trained one, else `skip`. Returns
-    `skip`, too, if `skip` was right more often on the requests on which `mlp` was tested."""
+    """Returns the name of the predictor to prefetch with. This is `mlp` if the model has a trained one, and `skip`
+    otherwise. Returns `skip` also if `skip` was right more often than `mlp` in the test after the training."""
     path = next(artifacts.find("mlp.safetensors"), None)
     if path is None:
         return SKIP

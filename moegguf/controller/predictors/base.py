@@ -1,5 +1,5 @@
-"""Base classes of predictors. In a pass of several sequences a forecast is the probability that any sequence uses an
-expert, 1 - prod(1 - p)."""
+"""Base classes of predictors. In a pass with several sequences, the forecast for an expert is the probability that at
+least one sequence uses it: 1 - prod(1 - p)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from moegguf.native.predictor import Array, NativePredictor
 class Predictor(ABC):
     """Predicts the routing of the pass in progress. `NoPrediction` is the simplest implementation.
 
-    One object serves one model, one request after another. One thread calls the methods in the order announce,
-    (observe, predict*)*. An event's arrays are used again for later events, so a predictor must copy what it keeps of
-    them.
+    One object serves one model, one request after another. One thread calls the methods. For each pass it calls
+    `announce` once, and then for each layer `observe` once and `predict` any number of times. An event's arrays are
+    reused for later events, so a predictor must copy the values that it keeps.
     """
 
     name: ClassVar[str]
@@ -25,21 +25,21 @@ class Predictor(ABC):
 
     def __init__(self, shape: MoeShape, reach: int) -> None:
         self.shape = shape
-        self.reach = reach  # longest distance that it can predict, in layers with experts
+        self.reach = reach  # longest distance at which it can predict, counted in layers with experts
 
     def announce(self, announcement: Announcement) -> None:  # noqa: B027 (optional)
-        """Receives the tokens that are evaluated next. A new number in `sequence` is a new request."""
+        """Receives the tokens that are evaluated next. A sequence number that was not seen before is a new request."""
 
     def observe(self, event: RoutingEvent) -> None:  # noqa: B027 (optional)
         """Receives the routing event of one layer."""
 
     @abstractmethod
     def predict(self, il: int, distance: int) -> Float32s | None:
-        """Returns probabilities (n_expert,) in [0, 1] for layer `il`, `distance` layers with experts after the last
-        one observed.
+        """Returns probabilities (n_expert,) in [0, 1] for layer `il`, which is `distance` layers with experts after the
+        layer observed last.
 
-        Before any routing event of the pass, the first layer with experts has distance 1. Returns None for a layer
-        that is out of reach or that was not trained. The order of the probabilities matters more than their size.
+        Before any routing event of the pass, the first layer with experts has distance 1. Returns None for a layer that
+        is out of reach or that was not trained. The order of the probabilities matters more than their size.
         """
 
     def native(self) -> NativePredictor | None:
@@ -61,9 +61,9 @@ class NoPrediction(Predictor):
 
 
 class StorePredictor(Predictor):
-    """A predictor that only the store computes. The store finds it by `name`."""
+    """A predictor that only the store can compute. The store finds its code by `name`."""
 
-    title = ""  # name for users; "": `name`
+    title = ""  # name that users see; "": `name` is shown
 
     def __init__(
         self,
@@ -75,7 +75,8 @@ class StorePredictor(Predictor):
     ) -> None:
         super().__init__(shape, reach)
         self.name, self.needs_inputs = name, needs_inputs  # type: ignore[misc]  # ClassVars of others
-        self.arrays = arrays or {}  # arrays that it predicts from; its file in moegguf/native/predictors lists them
+        # Arrays for the store; the predictor's file in moegguf/native/predictors documents them
+        self.arrays = arrays or {}
 
     def predict(self, il: int, distance: int) -> Float32s | None:
         """Returns None, because the store predicts."""

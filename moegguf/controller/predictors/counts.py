@@ -1,5 +1,5 @@
-"""Makes predictors that work by counting: popularity, affinity, the last token's experts, the experts of a token id.
-The store computes them."""
+"""Makes predictors that work by counting: popularity, affinity, the last token's experts, the experts used by a token
+id. The store computes the predictions."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ def affinity(shape: MoeShape, weights: Weights) -> StorePredictor:
 
 
 def previous_token(shape: MoeShape) -> StorePredictor:
-    """Makes the predictor by temporal locality (ExpertFlow, section 5.2: TLP). The experts that the last token used in
+    """Makes the predictor by temporal locality (ExpertFlow, section 5.2: TLP): the experts that the last token used in
     a layer get probability 1.
 
-    Predicts every layer that was observed at least once, even in an earlier request.
+    It can predict every layer that was observed at least once, even in an earlier request.
     """
     return StorePredictor("previous-token", shape, len(shape.layers))
 
 
 def token_table(shape: MoeShape, weights: Weights) -> StorePredictor:
-    """Makes ProMoE's token-based predictor (section 4.2): for all layers at once, the experts that a token id used
-    most often.
+    """Makes ProMoE's token-based predictor (section 4.2): for all layers at once, the experts that a token id used most
+    often.
 
-    The arrays are `tokens` (n_entry,), token ids, and `counts` (n_entry, n_moe_layer, n_expert), the choices made for
-    each token. Raises ValueError when they do not fit. A probability is the share of the token's occurrences that used
-    the expert, with one occurrence of an average token added. The paper does not define unseen tokens: here they get
-    the layer's popularity.
+    The arrays are `tokens` (n_entry,), token ids, and `counts` (n_entry, n_moe_layer, n_expert), how often each token
+    id used each expert. Raises ValueError when they do not fit. A probability is the share of the token id's
+    occurrences that used the expert, after adding one occurrence of an average token. The paper does not define unseen
+    tokens: here they get the layer's popularity.
     """
     tokens = weights.arrays["tokens"]
     below = tokens.min(initial=0) >= 0 and tokens.max(initial=-1) < shape.n_vocab
@@ -61,8 +61,8 @@ def token_table(shape: MoeShape, weights: Weights) -> StorePredictor:
 
 
 def _table(shape: MoeShape, tokens: Array, counts: Array, average: Array) -> StorePredictor:
-    """Makes the `token-id` predictor. `counts` has one entry for each of `tokens`; `average` says how often an average
-    token uses each expert."""
+    """Makes the `token-id` predictor. `counts` has one entry for each token id in `tokens`. `average` is how often an
+    average token uses each expert."""
     entry_of = np.full(max(1, shape.n_vocab), -1, np.int32)
     entry_of[tokens] = np.arange(len(tokens))
     arrays: dict[str, Array] = {"entry_of": entry_of, "counts": counts, "average": np.asarray(average, np.float32)}

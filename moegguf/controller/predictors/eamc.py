@@ -1,4 +1,5 @@
-"""MoE-Infinity's prediction (section 4.5): from the experts of past requests that resemble the pass in progress."""
+"""MoE-Infinity's prediction (section 4.5) from the experts of past requests. The past requests that most resemble the
+pass in progress are used."""
 
 from __future__ import annotations
 
@@ -9,18 +10,19 @@ from moegguf.controller.shape import MoeShape
 from moegguf.native.predictor import NativePredictor, integers
 
 N_MATCHES = 8
-MOST_MATCHES = 64  # the most matched entries that the store can add up
+MOST_MATCHES = 64  # maximum number of matching entries that the store can add up
 
 
 class EamcPredictor(StorePredictor):
-    """Predicts from past requests' EAMs: from entries of the collection that resemble the layers of this pass seen so
-    far.
+    """Predicts from the entries of the EAM collection that most resemble the layers of this pass seen so far. An entry
+    is the rEAM of a past request. Every later layer can be predicted.
 
-    Needs no training. A request's rEAM is added to the collection when the request ends, or at `learned`. The store
-    finds the `n_matches` nearest rEAMs and adds them without weights, as in the paper, so that rEAMs of more tokens
-    count more. The caller hands `eamc`, which may have entries, over to this object. The paper multiplies by a layer
-    proximity 1 - (i - l) / L, which only orders prefetches: see `PrefetchOptions.by_proximity`. Reaches every later
-    layer.
+    The predictor needs no training. A request's rEAM is added to the collection when the request ends, or when
+    `learned` is called. The store finds the `n_matches` nearest rEAMs and adds them without weights, as in the paper,
+    so that rEAMs with more tokens count more. The paper also multiplies by a layer proximity 1 - (i - l) / L. This
+    factor only orders prefetches: see `PrefetchOptions.by_proximity`.
+
+    The collection `eamc` may already have entries. After the call only this object may change it.
     """
 
     def __init__(self, shape: MoeShape, eamc: Eamc | None = None, n_matches: int = N_MATCHES) -> None:
@@ -33,7 +35,7 @@ class EamcPredictor(StorePredictor):
         return NativePredictor(self.name, self.eamc.arrays() | {"n_matches": integers(self.n_matches)})
 
     def learn(self, history: History) -> None:
-        """Adds the rEAMs of requests that ended with the history's last event to the collection."""
+        """Adds requests to the collection: the rEAMs of the requests that ended with the history's last event."""
         for ream in history.finished:
             self.eamc.add(ream)
 

@@ -43,12 +43,12 @@ def window_pairs(shape: MoeShape, windows: Iterable[int]) -> list[Pair]:
 
 
 def mlp(shape: MoeShape, weights: Weights) -> Predictor:
-    """Makes ProMoE's predictor, which has one network for each pair (source layer, target layer). Targets near the
-    first layer with experts are predicted from that layer. Returns NoPrediction for a model with one layer with
-    experts.
+    """Makes ProMoE's predictor, which has one network for each pair (source layer, target layer). Layers that are
+    closer to the first layer with experts than a window are predicted from that first layer. Returns NoPrediction for a
+    model with only one layer with experts.
 
     The arrays are `<source>.<target>.{hidden,out}.{weight,bias}`, with the facts `windows` and `n_hidden`. Raises
-    ValueError when they do not fit. One call computes one network: 0.2 ms for 2 million weights.
+    ValueError when they do not fit. Each prediction computes one network, which takes 0.2 ms for 2 million weights.
     """
     windows, n_hidden = weights.facts["windows"], weights.facts["n_hidden"]
     if not isinstance(n_hidden, int) or not windows or not all(isinstance(k, int) and k > 0 for k in windows):
@@ -68,8 +68,8 @@ def mlp(shape: MoeShape, weights: Weights) -> Predictor:
 
 
 def _layer(weights: Weights, name: str, n_in: int, n_out: int) -> dict[str, Array]:
-    """Returns one layer's matrix and bias in the form that the store reads. Raises ValueError if they do not have
-    these sizes."""
+    """Returns the matrix and bias of one layer of a network, in the form that the store reads. Raises ValueError if
+    their sizes are not `n_in` and `n_out`."""
     matrix, bias = weights.array(f"{name}.weight", n_out, n_in), weights.array(f"{name}.bias", n_out)
     return QuantizedMatrix(matrix, bias).arrays(name)
 
@@ -83,16 +83,16 @@ def state_size(shape: MoeShape) -> int:
 def expert_mlp(shape: MoeShape, weights: Weights) -> StorePredictor:
     """Makes DuoServe-MoE's ExpertMLP (section 4.2).
 
-    It predicts one layer ahead, once every layer before it was observed in this pass of one token. The arrays are
+    In a pass of one token it predicts the next layer, once every earlier layer of the pass was observed. The arrays are
     `popularity`, `affinity` and `layers.<i>.{weight,bias}` (BatchNorm folded in), with the fact `hidden`. Raises
     ValueError when they do not fit.
 
-    The paper leaves these points open. One network serves all layers: its input is padded to one length. The network
-    recognizes the target layer by the length of the unpadded part and the layer's popularity. Experts count from 1 and
-    are divided by n_expert, so that 0 is padding only. The vector a_{l-1,l} has the rows of the affinity matrix for
-    the experts just chosen, flattened, because the whole matrix would be equal for every token. (Section 5: "the
-    inter-layer affinity vector from the previous layer's expert selection".) The paper's seven layers are the six
-    hidden layers, from 2048 to 64, and the output.
+    The paper leaves some points open, which are decided here as follows. One network serves all layers: its input is
+    padded to one length. The network recognizes the target layer by the length of the unpadded part and the layer's
+    popularity. Expert numbers count from 1 and are divided by n_expert, so that 0 occurs only as padding. The vector
+    a_{l-1,l} has the rows of the affinity matrix for the experts just chosen, flattened, because the whole matrix would
+    be equal for every token. (Section 5: "the inter-layer affinity vector from the previous layer's expert selection".)
+    The paper's seven layers are the six hidden layers, from 2048 to 64, and the output.
     """
     hidden = weights.facts["hidden"]
     if len(hidden) != len(HIDDEN_SIZES) or not all(isinstance(size, int) and size > 0 for size in hidden):

@@ -30,8 +30,8 @@ def routing_path(shape: MoeShape, weights: Weights) -> StorePredictor:
     expert ids of routing events.
 
     The store predicts tokens that decode, not prompts. The encoder runs at the last layer of the last token of a
-    chunk, so that it is finished before the next announcement. Tokens outside the vocabulary (embeddings instead of
-    tokens) clear the predictor's state; a pass with such tokens has no prediction.
+    chunk, so that it is finished before the next announcement. Tokens outside the vocabulary (the caller passed
+    embeddings instead of token ids) clear the predictor's state. A pass with such tokens has no prediction.
 
     The store reads matrices in signed bytes, with the norms' gains folded in. Raises ValueError when an array is
     missing, not finite, or does not fit the model. The arrays are:

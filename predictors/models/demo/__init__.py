@@ -1,1 +1,1 @@
-"""The questions that the demo model is taught: their wordings, their answers, and made-up tools for their prompts."""
+"""The questions that the demo model learns: their wordings, their answers, and made-up tools for their prompts."""

@@ -1,4 +1,4 @@
-"""The conversations that the demo is taught, and the questions with which it is tested."""
+"""Reads the conversations that the demo model learns, and the questions with which it is tested."""
 
 import json
 import re
@@ -21,7 +21,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_conversations(path: Path = TAUGHT) -> list[list[Message]]:
-    """Returns one conversation for each question. A line holds either `ask` and `answer`, or `messages`."""
+    """Returns one conversation for each question. A line of the file has either `ask` (several questions) and `answer`,
+    or `messages`."""
     conversations = []
     for entry in lines(path):
         if "messages" in entry:
@@ -32,17 +33,17 @@ def read_conversations(path: Path = TAUGHT) -> list[list[Message]]:
 
 
 def exchange(question: str, answer: str) -> list[Message]:
-    """Returns a question and its answer as messages."""
+    """Returns a question and its answer as two messages."""
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def answers() -> dict[str, str]:
-    """Returns the questions that the model learns: {question: answer}."""
+    """Returns {question: answer} for the questions that the model learns."""
     return {question: entry["answer"] for entry in lines(TAUGHT) if "ask" in entry for question in entry["ask"]}
 
 
 def starters() -> list[str]:
-    """Returns the questions that the page offers, and the questions to the demo in README and docs."""
+    """Returns the questions that the web page offers, and the questions to the demo in README and docs."""
     page = PAGE.read_text(encoding="utf-8")
     offered = re.findall(r"<button[^>]*>([^<]+)</button>", page[page.index('class="starters"') :].partition("</ul>")[0])
     texts = [path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
@@ -52,14 +53,14 @@ def starters() -> list[str]:
 
 @dataclass(frozen=True)
 class Heldout:
-    """A wording that is not taught, and the right answers to it."""
+    """A wording of a question that the model does not learn, and the right answers to it."""
 
     question: str
     right: frozenset[str]
 
 
 def heldout() -> list[Heldout]:
-    """Returns the wordings that training never draws, in any case or punctuation."""
+    """Returns the held-out wordings. Leaves out wordings that training could draw, in whatever case or punctuation."""
     known = answers()
     seen = {_bare(form) for question in known for form in (question, *wordings(question))}
     return [

@@ -1,8 +1,9 @@
-"""Made-up tools in the prompt of a question, so that definitions of tools do not confuse the model.
+"""Puts made-up tools into the prompt of a question, so that the model learns not to be confused by definitions of
+tools.
 
-The model is too small to copy names and values out of its prompt. After 200 conversations with calls it knew the form
-of a call, but none of 44 calls was right. The model therefore learns to answer that it is too small, and to answer the
-questions that it knows when tools are defined.
+The model is too small to copy names and values out of its prompt. After a training with 200 calls of tools it knew the
+form of a call, but none of 44 calls was right. The model therefore learns to answer that it is too small for tools. It
+also learns to answer the questions that it knows while tools are defined.
 """
 
 import random
@@ -28,10 +29,10 @@ TOO_SMALL = (
 class Kind:
     """A kind of tool."""
 
-    names: tuple[str, ...]  # names to choose from
-    about: tuple[str, ...]  # descriptions to choose from
+    names: tuple[str, ...]  # possible names of the tool
+    about: tuple[str, ...]  # possible descriptions of the tool
     keys: tuple[str, ...]  # names of the tool's arguments
-    questions: tuple[str, ...]  # forms of questions that need the tool
+    questions: tuple[str, ...]  # questions that need the tool; {} stands for a random word
 
     def tool(self, rng: random.Random) -> Tool:
         """Returns the definition of a random tool of this kind, in the format of OpenAI's API."""
@@ -85,8 +86,9 @@ KINDS = (
 def conversation(rng: random.Random, plain: Callable[[], list[Message]]) -> tuple[list[Message], list[Tool]]:
     """Returns a conversation and one to three defined tools.
 
-    The question needs no tool, and `plain` returns it with its answer. Or the question needs a tool: then the model
-    answers that it is too small, sometimes after a call and its result, since a server can force a call.
+    In most conversations the question needs no tool, and `plain` returns the question with its answer. In the other
+    ones the question needs a tool, and the model answers that it is too small. Some of these contain a call and its
+    result before the answer, because a server can force a call.
     """
     kinds = rng.sample(KINDS, rng.choice((1, 1, 2, 3)))
     defined = [kind.tool(rng) for kind in kinds]

@@ -1,4 +1,4 @@
-"""Rewords questions as other people might type them; training draws from these wordings at random."""
+"""Rewords questions as other people might type them. The training uses such wordings, drawn at random."""
 
 import random
 import re
