@@ -27,7 +27,7 @@ OTHERS = (
 )  # fmt: skip
 
 Fault = Callable[["Handler", bytes], None]
-"""Answers a GET of a file's bytes in the hub's place."""
+"""Type of a function that answers one GET of a file's bytes instead of the hub's normal reply."""
 
 
 @dataclass

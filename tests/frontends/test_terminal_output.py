@@ -284,7 +284,7 @@ def test_a_frame_of_top_fits_the_terminal(width: int, height: int, n_models: int
     models = models_of(*(f"hf.co/user/a-model-with-a-long-name:{i}" for i in range(n_models)), n_layer=48)
     lines = frame(models, width, height)
     assert max(map(len, lines)) <= width
-    least = 2 + 6 * n_models + 7  # a head, the figures of each model, and a legend of up to seven lines
+    least = 2 + 6 * n_models + 7  # two head lines, six lines for each model, and a legend of at most seven lines
     assert len(lines) <= max(height, least)
 
 

@@ -1,4 +1,4 @@
-"""Random models, in F32, of the hybrid architectures that tools/make_model.py has no shape of.
+"""Writes random models in F32, of the hybrid architectures for which tools/make_model.py has no shape.
 
 Names and dimensions are as the pinned llama.cpp loads them (src/models/*.cpp). Dimensions are in numpy's order.
 """
