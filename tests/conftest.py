@@ -67,7 +67,8 @@ def own_data_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("MOEGGUF_TRIAL_LOAD", "0")
         # No contexts on disk: tests count computed tokens (tests of the context store turn it on)
         patch.setenv("MOEGGUF_CONTEXT_STORE", "0")
-        # A fixed placement on machines with a GPU, too; tests in which measured speeds choose the placement override it
+        # A fixed placement on machines with a GPU, too; tests in which measured speeds choose the placement override
+        # it.
         patch.setenv("MOEGGUF_PLACEMENT", "slots")
         yield folder
 

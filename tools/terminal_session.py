@@ -33,7 +33,7 @@ STEPS = (
     (SHELL, "moegguf run demo --expert-cache 90%"),
     (CHAT, "What does moegguf do?"),
     (CHAT, "Who are you?"),
-    (CHAT, "/regen"),  # the experts of the previous answer are in memory
+    (CHAT, "/regen"),  # the experts of the previous answer are still in memory
     (CHAT, "/experts"),
     (CHAT, "/bye"),
 )

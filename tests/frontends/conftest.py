@@ -92,7 +92,7 @@ def here() -> Command:
             code = main(list(map(str, arguments)))
             out.flush()
             said.flush()
-        # Outside tests, the worker ends with the process of the command
+        # Outside tests, the worker ends with the process of the command.
         for left in set(psutil.Process().children()) - before:
             left.kill()
             left.wait()
@@ -114,7 +114,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path]) 
     """A server with the demo and two random models, one whose template knows tools and one that thinks first."""
     models = {"tools": tiny(template="qwen"), "thinker": tiny(template="deepseek")}
     with serving(tmp_path_factory.mktemp("served"), models=models) as found:
-        # One thread per model: a second thread would spin while other processes use the cores
+        # One thread per model: a second thread would spin while other processes use the cores.
         for name in ("demo", *models):
             found.call("/api/generate", {"model": name, "keep_alive": -1, "options": {"num_thread": 1}})
         yield found

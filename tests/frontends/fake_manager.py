@@ -138,9 +138,9 @@ class FakeManager:
         self.slots: list[tuple[str, int, str, dict[str, Any]]] = []  # the calls that act on KV slots, in order
         self.num_ctx: int | None = None  # num_ctx of the last call of embed()
         self.there: dict[str, ModelEntry] = {}
-        # The snapshot of each model's experts, with counts since the model was loaded
+        # The snapshot of each model's experts, with counts since the model was loaded.
         self.now: dict[str, Snapshot] = {}
-        # {model: the loaded fraction, from 0 to 1}, for models that are being loaded
+        # {model: the loaded fraction, from 0 to 1}, for models that are being loaded.
         self.shares: dict[str, float] = {}
         self.n_running = 0
         self.n_ended = 0
@@ -263,7 +263,7 @@ def running(app: ASGIApp) -> Iterator[str]:
     config = uvicorn.Config(app, http=Protocol, **options)
     listener, started = listen(Host(port=0)), threading.Event()
 
-    # Streams send their last event when the server ends, even if a page still reads them, as in the real server
+    # Streams send their last event when the server ends, even if a page still reads them, as in the real server.
     def on_end() -> None:
         if isinstance(app, Starlette) and hasattr(app.state, "ending"):
             app.state.ending.set()

@@ -93,7 +93,7 @@ def test_the_panel_shows_the_figures_of_the_last_answer(server: Server, look: Lo
         assert int(count) == last["eval_count"]
         assert float(speed.replace(",", "")) == pytest.approx(rate, rel=0.006)
         until(page, f"document.getElementById('speed-value').textContent === '{speed}t/s'")
-    # Only the panel's is visible: the table of tiers has a hit rate, too
+    # Only the panel's is visible: the table of tiers has a hit rate, too.
     assert page.locator(".panel :text-is('Hit rate'):visible").count() == 1
     page.reload()
     until(page, f"document.getElementById('speed-value').textContent === '{speed}t/s'")
@@ -107,7 +107,7 @@ def test_the_budget_slider_changes_expert_memory_and_the_map(server: Server, loo
     page.focus("#ram-budget")
     for _ in range(24):
         page.keyboard.press("ArrowLeft")
-    # The map follows the budget without another answer
+    # The map follows the budget without another answer.
     page.wait_for_selector("#resident >> text='24 of 192 in memory, 1.33 MB'")
     assert server.call("/budget?model=demo").json["n_slots"] == 24
     page.keyboard.press("Home")

@@ -176,7 +176,7 @@ def test_an_interrupted_recording_leaves_no_partial_file(recorded: Path, tmp_pat
     out, partial = tmp_path / "t.npz", tmp_path / "t.npz.partial"
     out.write_bytes(b"an older trace")
     with started("trace", "record", "demo", "--prompts", tmp_path / "p.txt", "-o", out, "-t", 1) as process:
-        # Bytes in the partial file: the model is loaded, and passes are being recorded
+        # Bytes in the partial file: the model is loaded, and passes are being recorded.
         until(lambda: partial.exists() and partial.stat().st_size, 60)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)

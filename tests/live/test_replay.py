@@ -185,7 +185,8 @@ def compared(tiers: Mapping[str, TierSpan]) -> dict[tuple[str, str], int]:
     return {(name, figure): getattr(tiers[name], figure) for name in tiers for figure in figures[name]}
 
 
-# A store with staging assigns slots to a prompt's experts by itself, before or after a listener's scores arrive.
+# The store itself assigns slots to a prompt's experts if it stages prompts. A listener's scores may arrive before or
+# after this. The policy `lfu`, a listener in Python, is therefore tested without staging.
 @pytest.mark.parametrize(
     ("vram", "ram", "n_slots", "staging"),
     [

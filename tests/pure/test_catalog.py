@@ -172,7 +172,7 @@ def test_find_model_imports_no_network_package(tmp_path: Path) -> None:
     assert done.stdout == "[]\n"
 
 
-# Removing what is in the Hugging Face cache
+# Tests of the removal of models from the Hugging Face cache
 
 
 def test_remove_deletes_only_the_files_of_a_cached_model(catalog: Catalog) -> None:
@@ -230,7 +230,7 @@ def test_draft_method_replaces_the_draft_model_of_the_base(catalog: Catalog, how
     assert f'PARAMETER draft "{how}"' in catalog.modelfile(made)
 
 
-# Folders of the hub
+# Tests of the folders of the Hugging Face hub
 
 
 def test_hub_cache_reads_the_environment_at_each_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +247,8 @@ def test_remove_keeps_the_name_of_a_file_that_cannot_be_deleted(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = cache("u/r", {"x-Q4_0.gguf": b"4"})
-    (folder / "refs" / "other").write_text("f" * 40)  # this damaged reference must not matter
+    # A reference to a commit that does not exist, which must not disturb the removal.
+    (folder / "refs" / "other").write_text("f" * 40)
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", Mock(side_effect=PermissionError(1, "not permitted")))

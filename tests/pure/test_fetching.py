@@ -1,4 +1,7 @@
-"""Tests FETCHRATE against values computed by hand: by distance, by link, and without experts in the cache."""
+"""Tests FETCHRATE against values computed by hand.
+
+The values differ by the distance of predictions, by the link, and without cached experts.
+"""
 
 import pytest
 from oracles import Oracle, hand_made

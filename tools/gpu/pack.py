@@ -69,7 +69,10 @@ def requirements() -> list[str]:
 
 
 def own_sources() -> Iterator[tuple[str, Path]]:
-    """Yields (path in the archive, file) for the sources that tests and measurements need, without the library."""
+    """Yields (path in the archive, file) for the sources that tests and measurements need, without the library.
+
+    Python bindings of llama.cpp are included.
+    """
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, check=True, capture_output=True, text=True,

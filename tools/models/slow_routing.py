@@ -196,7 +196,7 @@ class SlowRouting:
 
     @property
     def _delta_gain(self) -> float:
-        """Returns the output factor that makes the delta net's averages vary as much as the averaged values.
+        """Returns the output factor that makes the delta net's averages vary as much as the values that they average.
 
         The factor also cancels the norm before the output, which divides by the RMS of a head's values.
         """
