@@ -40,7 +40,7 @@ class FakeRepo:
     gated: bool = False
     # If true, files have a SHA-256, as in large file storage. Otherwise they have only git's hash.
     large: bool = True
-    # Files that are listed but cannot be read.
+    # Files that the hub lists, but refuses to send.
     hidden: set[str] = field(default_factory=set)
     # {path: {"size" or "sha256": a wrong value that the hub lists}}.
     stated: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class FakeHub:
         }
 
     def gets(self, path: str) -> list[str]:
-        """Returns the Range headers of all GETs of a file's bytes."""
+        """Yields a hub that this process uses. All files of the process lie below `home`; no other folder is read."""
         return [span for method, asked, span in self.requests if method == "GET" and asked.endswith(f"/storage/{path}")]
 
     def close(self) -> None:
@@ -146,7 +146,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         """Exchanges any refresh token for the access token that may read."""
-        self.close_connection = True  # the body is not read
+        self.close_connection = True  # the body of the request is not read, so the connection cannot be used again
         self.say(200, body=json.dumps({"access_token": self.hub.TOKEN, "expires_in": 1 << 20}).encode())
 
     def answer(self) -> None:
@@ -271,7 +271,7 @@ def redirect_loop(handler: Handler, _: bytes) -> None:
 
 @dataclass
 class Gate:
-    """Sends `n_bytes`, sets `reached`, and waits until `open` is set."""
+    """A fault that sends `n_bytes` bytes, sets `reached`, and waits until `open` is set before it sends the rest."""
 
     n_bytes: int
     reached: threading.Event = field(default_factory=threading.Event)

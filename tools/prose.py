@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MOST_WORDS = 30
 MOST_FIELDS = 4
 
-# Packages that must follow the rules; `make lint` checks them.
+# Packages that must follow the rules. `make lint` checks them.
 IN_ORDER = ("moegguf", "predictors", "recipes", "tests", "tools")
 
 # Sentences that break a rule for a reason, each "FILE: first words". There are at most MOST_EXCEPTIONS.

@@ -36,7 +36,7 @@ from moegguf.settings import Host, Settings
 HUB = "hf.co/user/repo-GGUF:Q4_K_M"
 HI: Any = [{"role": "user", "content": "hi"}]
 FUNCTIONS: Any = [{"name": name, "parameters": {"type": "object", "properties": {}}} for name in ("weather", "clock")]
-# A template that knows tools, calls and thinking.
+# A chat template that renders tools, calls and thinking.
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c | tojson }}"
     "</tool_call>{% endfor %}\n{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
@@ -136,7 +136,7 @@ class FakeManager:
         self.leases: list[tuple[str, LoadOverrides, float | None, bool]] = []
         self.embedded: list[tuple[list[Any], bool, bool]] = []
         self.slots: list[tuple[str, int, str, dict[str, Any]]] = []  # the calls that act on KV slots, in order
-        self.num_ctx: int | None = None  # num_ctx of the last call of embed()
+        self.num_ctx: int | None = None  # the option num_ctx of the last call of embed()
         self.there: dict[str, ModelEntry] = {}
         # The snapshot of each model's experts, with counts since the model was loaded.
         self.now: dict[str, Snapshot] = {}

@@ -34,7 +34,7 @@ class RayApplication:
 def command_line(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
-    except psutil.Error:  # the process has just ended
+    except psutil.Error:  # the process has ended in the meantime
         return []
 
 

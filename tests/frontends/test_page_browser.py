@@ -186,7 +186,7 @@ def test_no_element_overflows_on_a_phone(server: Server, look: Look, viewport: d
     assert map_box["y"] + map_box["height"] < message_box["y"]
     assert message_box["y"] + message_box["height"] <= viewport["height"]
     page.reload()
-    page.wait_for_selector("#map")  # the choice survives a reload
+    page.wait_for_selector("#map")  # the map is open again after a reload
     page.tap("#fold")
     assert not page.is_visible("#map") and page.get_attribute("#fold", "aria-expanded") == "false"
 

@@ -360,7 +360,7 @@ RESPONSES: dict[str, tuple[int, bytes]] = {
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
     """A client of a server that responds by path. `client.requests` has the requests that arrived."""
-    monkeypatch.setenv("http_proxy", "http://192.0.2.1:9")  # must not be used for loopback
+    monkeypatch.setenv("http_proxy", "http://192.0.2.1:9")  # the client must not use this proxy for loopback addresses
     requests: list[tuple[str, str, Mapping[str, str], bytes]] = []
 
     async def respond(request: Request) -> Response:

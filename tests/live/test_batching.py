@@ -103,7 +103,7 @@ def assert_same(received: list[TokenLogprob], alone: list[TokenLogprob]) -> None
 
 
 class RandomSubset:
-    """Computes any of the running sequences."""
+    """A schedule that computes a random subset of the running sequences in each step."""
 
     def __init__(self, random: Random) -> None:
         self._random = random

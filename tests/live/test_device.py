@@ -225,7 +225,7 @@ def test_a_device_out_of_memory_leaves_the_model_usable(path: Path) -> None:
 
 @on_servers()
 def test_a_context_without_room_takes_memory_of_slots(path: Path) -> None:
-    """A context that does not fit beside the slots leaves memory for fewer slots, and the load succeeds."""
+    """A context that does not fit beside 60 slots makes the load use fewer slots. The load succeeds."""
     with behind_a_link(path, 60, 40) as llm:
         expected, most = short_logits(llm), find_gpus()[0]
         # The smaller device below has no staging tensors.

@@ -116,7 +116,10 @@ def test_predicting_for_several_sequences_changes_no_logit(tiny: TinyModel, pred
 
 
 class Counted:
-    """A schedule that counts the decoding sequences, among the chosen ones and among all running ones."""
+    """A schedule that selects as `inner` does.
+
+    It counts the decoding sequences, both among the selected ones and among all running ones.
+    """
 
     def __init__(self, inner: ExpertFlow) -> None:
         self.inner = inner

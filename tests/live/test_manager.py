@@ -151,7 +151,8 @@ async def test_a_changed_file_of_equal_size_and_time_is_reloaded(
         assert await generate(manager, "served", story(3), options) == versions.old
         change(served, versions.after)
         assert await generate(manager, "served", story(3), options) == versions.new
-        served.rename(served.with_suffix(".gone"))  # the catalog finds the file by its path
+        # The catalog cannot find the file for a moment, because it looks the file up by path.
+        served.rename(served.with_suffix(".gone"))
         served.with_suffix(".gone").rename(served)
         assert await generate(manager, "served", story(3), options) == versions.new
 

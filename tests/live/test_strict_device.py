@@ -52,7 +52,7 @@ class Budgets:
 
 
 def add_devices(n: int) -> list[str]:
-    """Adds strict devices, each with delays of its own. Returns their names."""
+    """Adds `n` strict devices, each with its own random delays of copies. Returns their names."""
     return [add_link_device(LINK, strict_seed=seed) for seed in range(1, n + 1)]
 
 

@@ -197,7 +197,7 @@ class Comparison:
         self._expected: dict[int, Float32s] = {}
 
     def announce(self, sequences: list[int], tokens: Int32s) -> None:
-        """Announces one token of each sequence, or several tokens of one sequence."""
+        """Announces one token of each sequence, or all `tokens` of a single sequence."""
         self._present, self._expected = [self._known.setdefault(each, self._make()) for each in sequences], {}
         parts = [tokens] if len(sequences) == 1 else tokens[:, np.newaxis]
         for sequence, part in zip(self._present, parts, strict=True):

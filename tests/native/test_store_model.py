@@ -59,7 +59,10 @@ def prompt(layout: ExpertLayout) -> Ids:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """One store and calls on it. In an exact run, the reference store predicts its slots."""
+    """One store, and random calls of it.
+
+    In an exact run, each call is repeated on the reference store, which must fill the same slots.
+    """
 
     # Models, each with the bytes of a prompt's product while every expert is resident.
     models: Sequence[tuple[FakeModel, bytes]]

@@ -20,7 +20,7 @@ from moegguf.quantities import GIB, MIB, Link
 from tools.models import PRESETS, write_sparse_model
 
 GB = 10**9
-CONTEXT_BYTES = 400 * MIB  # bytes of an unused card that the driver reserves for a process
+CONTEXT_BYTES = 400 * MIB  # memory that the driver takes for one process on a card without other users
 RAM = Memory(128 * GIB, 120 * GIB, "the machine")
 
 Layouts = Callable[[str], ExpertLayout]

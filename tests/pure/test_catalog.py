@@ -106,7 +106,8 @@ def test_find_model_resolves_file_names_in_the_models_folder(folder: Path) -> No
         ("Qwen-Q4_0", "Qwen-Q4_0.gguf"), ("qwen-q4_0", "Qwen-Q4_0.gguf"), ("qwen-q4_0.gguf", "Qwen-Q4_0.gguf"),
         ("big-q8_0", "Big-Q8_0-00001-of-00002.gguf"), ("mix", "mix/mix.gguf"),
         ("big-q8_0-00001-of-00002:latest", "Big-Q8_0-00001-of-00002.gguf"),
-        (folder / "notes.txt", "notes.txt"), (folder / "mix", "mix/mix.gguf"),  # a folder is its only model
+        # A folder name finds the only model in the folder.
+        (folder / "notes.txt", "notes.txt"), (folder / "mix", "mix/mix.gguf"),
     ):  # fmt: skip
         assert find_model(name) == folder / file
     with pytest.raises(ModelNotFoundError, match="has 3 models"):
@@ -156,7 +157,7 @@ def test_hub_cache_prefers_the_newest_commit_and_falls_back_to_older_ones(catalo
     assert catalog.find("u/r:q4_0").path.read_bytes() == b"new"
     assert catalog.find("u/r:q8_0").path.read_bytes() == b"old 8"
     assert sorted(names("hf.co")) == ["hf.co/u/r:Q4_0", "hf.co/u/r:Q8_0"]
-    for blob in (repository / "blobs").iterdir():  # broken links are not models
+    for blob in (repository / "blobs").iterdir():  # a broken link is no model
         blob.unlink()
     assert names("hf.co") == []
 

@@ -136,7 +136,7 @@ def test_memory_limit_is_the_setting_or_the_free_memory() -> None:
 
 
 def test_plan_within_less_memory_chooses_batch_and_slots_together(path: Path) -> None:
-    """Every size between the minimum and all has a plan that fits, and the worker gets that plan."""
+    """Each number of bytes from the minimum up has a plan that fits. The worker receives this plan."""
     found = measure(
         file_entry(path, "path", "m"), LoadOverrides(), Settings(loading={"placement": "cpu"}), memory_of(64 * GIB)
     )

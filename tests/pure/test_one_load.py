@@ -1,9 +1,9 @@
 """Tests that every command and `Llama` make equal plans from equal options on one machine.
 
-A row of the table is a model, flags, variables of the environment and GPUs. `run`, `serve`, `batch` and `estimate` get
-the flags, and `Llama` gets keywords. Two kinds of callers have other defaults, which `moegguf.options` lists in
-COMMAND_DEFAULTS. `Llama` has the defaults of llama-cpp-python, so the table passes the defaults of commands to `Llama`.
-`bench` has the batch and pass sizes of llama-bench, so the table compares `bench` with a `Llama` of these sizes.
+Each of ROWS has a model, flags, variables of the environment and GPUs. `run`, `serve`, `batch` and `estimate` get the
+flags, and `Llama` gets keywords. Some defaults differ. `Llama` has the defaults of llama-cpp-python, so tests give it
+the defaults of commands (COMMAND_DEFAULTS of `moegguf.options`). `bench` has the batch and pass sizes of llama-bench,
+so tests compare `bench` with a `Llama` of these sizes.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def heads() -> Any:
-    """A model whose last layer writes one more token."""
+    """Returns a model whose last layer is for multi-token prediction."""
     arch = "glm4moe"
     found = moe(arch, n_layer=7, n_expert=16, n_used=4, skip_kv=("context_length",))
     found.add(f"{arch}.context_length", U32, TRAINED).add(f"{arch}.nextn_predict_layers", U32, 1)

@@ -33,7 +33,7 @@ from tools.load_test import DIALECTS, MOST_GROWTH_MB, Question, Run, lines, ques
 SECONDS = float(os.environ.get("MOEGGUF_SOAK", "120"))
 CLIENTS, MAX_TOKENS = 64, 24
 REPETITIVE = "Repeat this: " + "moegguf runs Mixture-of-Experts models. " * 8  # the model drafts parts of the answer
-CANCELS = 0.15  # share of the requests that are cancelled
+CANCELS = 0.15  # share of the requests that the client cancels
 # The shortest and the longest time between two kills, and between two changes of the budget.
 KILL_S, BUDGET_S = (4.0, 9.0), (0.5, 2.0)
 BUDGETS = ("auto", "25%", "40%", "60%", "100%")
