@@ -117,7 +117,7 @@ class FakeHub:
         }
 
     def gets(self, path: str) -> list[str]:
-        """Yields a hub that this process uses. All files of the process lie below `home`; no other folder is read."""
+        """Returns the Range headers of all GETs of a file's bytes."""
         return [span for method, asked, span in self.requests if method == "GET" and asked.endswith(f"/storage/{path}")]
 
     def close(self) -> None:
@@ -298,7 +298,7 @@ def running_hub() -> Iterator[FakeHub]:
 
 @contextmanager
 def hub_in_use(home: Path) -> Iterator[FakeHub]:
-    """Yields a hub that this process uses. All its files lie below `home`; no other folder of the machine is read."""
+    """Yields a hub that this process uses. All files of the process lie below `home`; no other folder is read."""
     with running_hub() as hub, pytest.MonkeyPatch.context() as patch:
         for name in OTHERS:
             patch.delenv(name, raising=False)

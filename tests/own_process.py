@@ -59,7 +59,7 @@ def measure_small_pools() -> None:
 def in_own_process(call: Callable[P, Result], *arguments: P.args, **options: P.kwargs) -> Result:
     """Returns the result of a function in a process of its own, or raises its exception.
 
-    The function must belong to a module. The process uses fixed speeds of devices.
+    The function must be defined at the top of a module. The process uses fixed speeds of devices.
     """
     return _in_process(fork_context(), suppose_speeds, call, *arguments, **options)
 

@@ -40,7 +40,7 @@ def deep_png(width: int, height: int) -> bytes:
 
 
 def png_bomb(width: int, height: int) -> bytes:
-    """A PNG whose header states any size, with next to no data."""
+    """A PNG with almost no data, whose header states any size."""
     small = png(1, 1)
     return small[:16] + struct.pack(">II", width, height) + small[24:]
 
@@ -62,7 +62,7 @@ def gif(n_frames: int = 1) -> bytes:
 
 
 def with_thumbnail(data: bytes) -> bytes:
-    """A PNG with almost no data, whose header states any size."""
+    """Adds to a JPEG what cameras write: a smaller JPEG in a segment before the image data, and zeros after the end."""
     within = b"Exif\0\0" + jpeg(quality=10)
     return data[:2] + b"\xff\xe1" + struct.pack(">H", 2 + len(within)) + within + data[2:] + bytes(100)
 

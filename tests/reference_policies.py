@@ -35,7 +35,7 @@ class LearnedRates:
         self._averages: Float32s = np.zeros((shape.n_layer, n, shape.n_expert), np.float32)
         self._inputs: Float32s = np.zeros((shape.n_layer, n + 1, shape.n_expert), np.float32)
         self._history: list[list[Int32s]] = [[] for _ in range(shape.n_layer)]  # experts of each token, oldest first
-        # The experts that each earlier token shares with the newest token (their number, by age)
+        # The number of experts that each earlier token shares with the newest token, by age.
         self._alike = np.zeros((shape.n_layer, self.WINDOW), np.int64)
         self._n_used = shape.n_expert_used * len(shape.layers)
 

@@ -235,7 +235,7 @@ def test_contexts_of_a_key_are_reused_by_other_keys_only_with_share_contexts(
 def test_live_and_ps_show_a_key_only_its_own_requests(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     """A client sees nothing of another key's requests.
 
-    Neither the experts of /live nor the times of /api/ps change by these requests.
+    These requests change neither the map of experts in /live nor the times in /api/ps for this client.
     """
     ann, bob = ({"authorization": f"Bearer {key}"} for key in KEYS)
     settings = {"MOEGGUF_API_KEY": "\n".join(KEYS), "OMP_NUM_THREADS": "1"}

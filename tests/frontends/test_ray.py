@@ -155,7 +155,7 @@ def test_a_killed_replica_ends_its_stream_with_an_error_and_restarts(application
         before[0].kill()
         assert chat(application, "What is a hit?").status == 200
         ended, last = None, [b""]
-        # One of the two streams came from the killed replica. Its error follows the lines that are already sent.
+        # One of the two streams came from the killed replica. Its error follows the lines that were already sent.
         for _ in range(20_000):
             for stream in (ollama, openai):
                 if b'"error"' in (line := stream.line()):

@@ -68,7 +68,7 @@ class FakeModel:
         return self.contents[m.shard][at : at + m.expert_bytes]
 
     def check(self, store: Store, il: int, expert_ids: npt.ArrayLike, slot_ids: npt.ArrayLike) -> None:
-        """Asserts that the slots of a routing event hold the file's bytes. No two experts may have one slot."""
+        """Asserts that the slots of a routing event hold the file's bytes, and that no two experts share a slot."""
         pairs = set(zip(np.ravel(expert_ids).tolist(), np.ravel(slot_ids).tolist(), strict=True))
         assert len({expert for expert, _ in pairs}) == len({slot for _, slot in pairs}) == len(pairs)
         for expert, slot in pairs:

@@ -37,11 +37,11 @@ class Sequence:
         self.n_pass_tokens = 0
         # The index of the token that began the routing path's chunk.
         self.chunk_start: int | None = None
-        # The last choice of each row.
-        self.last: dict[int, Int32s] = {}
         # The last choice of each row. A row is the index of a layer among the layers with experts.
-        self.ids: dict[int, Int32s] = {}
+        self.last: dict[int, Int32s] = {}
         # The router's choice in each routed row of this pass; empty unless the pass has one token.
+        self.ids: dict[int, Int32s] = {}
+        # The last input of a router and its row, if this pass has one token; else None.
         self.input: tuple[int, Float32s] | None = None
 
     def announce(self, tokens: Int32s) -> None:

@@ -59,7 +59,7 @@ def prompt(layout: ExpertLayout) -> Ids:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """One store, and random calls of it.
+    """One store, and random calls on it.
 
     In an exact run, each call is repeated on the reference store, which must fill the same slots.
     """
@@ -380,7 +380,7 @@ class StoreMachine(RuleBasedStateMachine):
         ]:
             assert of["lookups"] == of["hits_ready"] + of["hits_late"] + of["misses"]
             n_coming = int((self.store.residency(tier) == 1).sum())
-            # A tier that has shrunk keeps its slots in use until they are unpinned.
+            # A tier that has shrunk keeps slots that are in use until they are unpinned.
             over = of["slots_pinned"] + n_coming
             assert of["slots_used"] <= of["n_slots_usable"] + over and of["slots_used"] <= of["n_slots"]
         counters = self.store.counters()

@@ -195,7 +195,7 @@ def test_case_finds_a_row_that_depends_on_the_width() -> None:
 
 @pytest.mark.parametrize("changes", ["output", "state", "earlier state"])
 def test_state_case_finds_a_state_that_depends_on_the_width(changes: str) -> None:
-    """Uses a state that is a sum. For the second sequence, a pass of the second three tokens computes a wrong value."""
+    """Uses a state that is a sum. For the second sequence, the second pass of three tokens computes a wrong value."""
     values = np.arange(3 * 6, dtype=np.float32).reshape(3, 6)
 
     def advance(states: Array, sequences: Sequence[int], begin: int, end: int) -> tuple[Array, Array]:

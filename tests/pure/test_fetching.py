@@ -1,6 +1,6 @@
 """Tests FETCHRATE against values computed by hand.
 
-The values differ by the distance of predictions, by the link, and without cached experts.
+The cases have several distances of predictions, several links, and a cache without experts.
 """
 
 import pytest

@@ -1,7 +1,7 @@
 """Tests the chat templates that the pinned llama.cpp ships.
 
 Each template renders every kind of conversation. No text of a message is lost, and the arguments of calls are JSON.
-Tables list the templates whose authors leave something out.
+Tables list the templates that leave something out by design.
 """
 
 import re

@@ -71,7 +71,7 @@ class Setting:
     card_bytes: int  # memory of the imitated smaller card
     holds: bool  # true: the process allocates the card's other memory; false: the limit only sizes the cache
     sizes: Mapping[str, Any]
-    n_slots: int  # slots of a large pool; on a real card, byte offsets in this pool need more than 32 bits
+    n_slots: int  # slots of a large pool; on a real card, offsets in this pool need more than 32 bits
     n_experts: int  # number of experts in measured products
     n_columns: int  # columns of an expert's matrix in measured products
 
