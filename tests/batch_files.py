@@ -1,4 +1,4 @@
-"""Files of requests in OpenAI's batch format, and an endpoint that answers them without a model."""
+"""Writes files of requests in OpenAI's batch format. `Endpoint` answers such requests without a model."""
 
 import asyncio
 import json
@@ -21,20 +21,20 @@ def request(custom_id: Any, text: str = "hi", *, url: str = CHAT, **body: Any) -
 
 
 def jsonl(lines: Iterable[Any]) -> bytes:
-    """Returns one line of JSON for each object. Bytes stay as they are."""
+    """Returns each object as one line of JSON. An item that is already bytes is copied unchanged."""
     return b"".join(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines)
 
 
 @contextmanager
 def requests_in(path: Path, lines: Iterable[Any], **options: Any) -> Iterator[Requests]:
-    """Writes a file of `lines` and yields its requests."""
+    """Writes `lines` to the file `path`, and yields a `Requests` object that reads this file."""
     path.write_bytes(jsonl(lines))
     with path.open("rb") as file:
         yield Requests(file, ENDPOINTS, **options)
 
 
 def entries(data: bytes | Path) -> list[Any]:
-    """Returns the objects in lines of answers."""
+    """Returns the JSON object of each line. `data` is the text of a file of answers, or its path."""
     return [json.loads(line) for line in (data if isinstance(data, bytes) else data.read_bytes()).splitlines()]
 
 
@@ -44,9 +44,10 @@ def usage(n_tokens: int) -> dict[str, Any]:
 
 
 class Endpoint:
-    """Answers with the text of the last message.
+    """Stands in for the server's endpoint: it answers each request with the text of the request's last message.
 
-    A text that begins with "fail" has the answer 400. A text that begins with "hold" waits until `released` is set.
+    A text that begins with "fail" gets a reply with status 400. A text that begins with "hold" waits until `released`
+    is set.
     """
 
     def __init__(self) -> None:

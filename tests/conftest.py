@@ -1,6 +1,6 @@
-"""Tiny models for every room, written once per session, and `load`, which closes what it loaded.
+"""Fixtures of all folders of tests: tiny models, written once per session, and `load`, which closes models it loaded.
 
-Nothing here imports the native library before a test asks for a model to be loaded: most of tests/pure does without it.
+Nothing here imports the native library before a test loads a model. Most tests in tests/pure never do.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture(autouse=True)
 def no_deadlock(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Ends the run with the stack of every thread when a test hangs."""
+    """Prints the stack of every thread and ends the test run if a test takes longer than LONGEST_TEST_S seconds."""
     # pytest's own copy of stderr, because stderr of the process is captured
     file = request.config.stash.get(fault_handler_stderr_fd_key, 2)
     faulthandler.dump_traceback_later(LONGEST_TEST_S, exit=True, file=file)
@@ -63,15 +63,19 @@ def own_data_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         folder = tmp_path_factory.mktemp("data")
         patch.setenv("XDG_DATA_HOME", str(folder))
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        patch.setenv("MOEGGUF_TRIAL_LOAD", "0")  # tests load hundreds of new models; live/test_trial.py turns it on
-        patch.setenv("MOEGGUF_CONTEXT_STORE", "0")  # tests count computed tokens; tests of the store turn it on
-        patch.setenv("MOEGGUF_PLACEMENT", "slots")  # also with a GPU; a test in which speeds decide sets it anew
+        # No trial loads: tests load hundreds of new models (live/test_trial.py turns trials on)
+        patch.setenv("MOEGGUF_TRIAL_LOAD", "0")
+        # No contexts on disk: tests count computed tokens (tests of the context store turn it on)
+        patch.setenv("MOEGGUF_CONTEXT_STORE", "0")
+        # A fixed placement on machines with a GPU, too; tests in which measured speeds choose the placement override
+        # it.
+        patch.setenv("MOEGGUF_PLACEMENT", "slots")
         yield folder
 
 
 @pytest.fixture
 def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Sets a data folder for one test, and returns its path."""
+    """Sets the data folder of the user for one test, and returns the folder's path."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     return tmp_path / "data"
 
@@ -118,9 +122,10 @@ def projector(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture
 def load() -> Iterator[Load]:
-    """Yields `load(path, **options)`, which loads a small quiet `Llama` with logits of every token. Closes them later.
+    """Yields `load(path, **options)`, which loads a small `Llama` that keeps every token's logits and logs nothing.
 
-    It has one compute thread, because OpenMP's threads spin while other processes share the cores. Results are equal.
+    The fixture closes these models after the test. Each model has one compute thread, because more OpenMP threads would
+    spin while other processes use the cores. The number of threads changes no result.
     """
     from moegguf.engine.llama import Llama
 

@@ -32,7 +32,7 @@ def run(action: str, folder: Path) -> str:
 
 
 def die_at(n: int) -> None:
-    """Makes this process kill itself at its `n`-th change from now on."""
+    """Makes this process kill itself at its `n`-th change of the file system from now on."""
     count = itertools.count(1)
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
@@ -44,7 +44,10 @@ def die_at(n: int) -> None:
 
 
 def crash_everywhere(folder: Path, action: Callable[[], None], check: Callable[[], None]) -> int:
-    """Kills `action` at each change, and calls `check` after each kill. Returns the number of points."""
+    """Kills `action` at each change of the file system, and calls `check` after each kill.
+
+    Returns the number of changes at which `action` was killed.
+    """
     before = folder.with_name("before")
     shutil.copytree(folder, before, symlinks=True)
     for n in range(1, MOST):
@@ -71,7 +74,7 @@ def pull_again() -> None:
 
 
 def old_or_new() -> None:
-    """Asserts that all files of the model have one version, and that each blob has its digest as its name."""
+    """Asserts that all files of the model have one version, and that each blob is named by the digest of its bytes."""
     from huggingface_hub import scan_cache_dir
 
     from moegguf.models.catalog import Catalog
@@ -114,7 +117,7 @@ def make_and_remove() -> None:
 
 
 def all_or_nothing() -> None:
-    """Asserts that every name has all its files, and that the model "kept" exists at every point."""
+    """Asserts that every name in the catalog has all its files, and that the model "kept" exists at every point."""
     from moegguf.models.catalog import Catalog
 
     for entry in Catalog().entries():

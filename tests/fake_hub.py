@@ -27,7 +27,7 @@ OTHERS = (
 )  # fmt: skip
 
 Fault = Callable[["Handler", bytes], None]
-"""Answers a GET of a file's bytes in the hub's place."""
+"""Type of a function that answers one GET of a file's bytes instead of the hub's normal reply."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class FakeRepo:
     gated: bool = False
     # If true, files have a SHA-256, as in large file storage. Otherwise they have only git's hash.
     large: bool = True
-    # Files that are listed but cannot be read.
+    # Files that the hub lists, but refuses to send.
     hidden: set[str] = field(default_factory=set)
     # {path: {"size" or "sha256": a wrong value that the hub lists}}.
     stated: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -146,7 +146,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         """Exchanges any refresh token for the access token that may read."""
-        self.close_connection = True  # the body is not read
+        self.close_connection = True  # the body of the request is not read, so the connection cannot be used again
         self.say(200, body=json.dumps({"access_token": self.hub.TOKEN, "expires_in": 1 << 20}).encode())
 
     def answer(self) -> None:
@@ -271,7 +271,7 @@ def redirect_loop(handler: Handler, _: bytes) -> None:
 
 @dataclass
 class Gate:
-    """Sends `n_bytes`, sets `reached`, and waits until `open` is set."""
+    """A fault that sends `n_bytes` bytes, sets `reached`, and waits until `open` is set before it sends the rest."""
 
     n_bytes: int
     reached: threading.Event = field(default_factory=threading.Event)
@@ -298,7 +298,7 @@ def running_hub() -> Iterator[FakeHub]:
 
 @contextmanager
 def hub_in_use(home: Path) -> Iterator[FakeHub]:
-    """Yields a hub that this process uses. All its files lie below `home`; no other folder of the machine is read."""
+    """Yields a hub that this process uses. All files of the process lie below `home`; no other folder is read."""
     with running_hub() as hub, pytest.MonkeyPatch.context() as patch:
         for name in OTHERS:
             patch.delenv(name, raising=False)

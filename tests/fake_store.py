@@ -122,6 +122,6 @@ def run_pass(controller: Controller, phase: Phase = Phase.DECODE, pass_: int = 0
 
 
 def run_passes(controller: Controller, passes: Iterable[int]) -> None:
-    """Runs decode passes with these numbers."""
+    """Runs one decode pass for each pass number in `passes`."""
     for pass_ in passes:
         run_pass(controller, pass_=pass_)

@@ -47,7 +47,7 @@ SNAPSHOT = {
     "stats": {}, "busy": False, "seconds": 1.0,
 }  # fmt: skip
 NO_EXPERTS = {**SNAPSHOT, "layers": [], "n_expert": 0, "state": "", "uses": "", "loads": ""}
-LOADED: dict[str, Any] = {}  # the script of the load
+LOADED: dict[str, Any] = {}  # the fields of the JSON object in the path of the loaded model, which control this worker
 Event = dict[str, Any]
 
 
@@ -184,7 +184,7 @@ def answer(message: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__" and sys.argv[1].isdigit():
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the real worker does this, too
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the real worker ignores SIGINT, too
     CONNECTION = socket.socket(fileno=int(sys.argv[1]))
     threading.Thread(target=listen, daemon=True).start()
     first = MESSAGES.get()

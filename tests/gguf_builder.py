@@ -1,7 +1,7 @@
-"""Writes GGUF files for tests: valid ones in a few lines, and headers with any byte wrong.
+"""Writes GGUF files for tests: valid files from a few lines of code, and files with any part of the header wrong.
 
-`Gguf` collects key-values and tensors; `build()` gives the bytes. Each entry can be given raw, so that a test
-can break exactly one rule. No dependency on the gguf package: it refuses to write bad files.
+`Gguf` collects key-values and tensors, and `build()` returns the bytes of the file. A test can give the bytes of each
+entry itself, and so break exactly one rule. The gguf package is not used, because it refuses to write wrong files.
 """
 
 from __future__ import annotations
@@ -133,9 +133,10 @@ def moe(
     il_range: range | None = None,
     skip_kv: tuple[str, ...] = (),
 ) -> Gguf:
-    """A small MoE model with every key llama.cpp asks for; gate, up and down have the given types.
+    """Returns a small MoE model with every key that llama.cpp needs. `types` are the types of gate, up and down.
 
-    With `split` = (number, count, tensors in all) it is one shard, with the layers of `il_range`.
+    With `split` = (number of the shard, number of shards, tensors in all shards), the file is one shard, whose layers
+    are `il_range`.
     """
     g = Gguf()
     numbers = {

@@ -1,7 +1,7 @@
-"""Calls functions in processes of their own, because a device registered with ggml stays and is used by later loads.
+"""Calls functions in processes of their own: a device that is registered with ggml stays and is used by later loads.
 
-These processes are made by fork. Their parent has imported the modules that they need and has loaded the library, but
-no model. Imports would take most of a small test's time.
+These processes are forked from a process that has imported the modules they need and has loaded the library, but no
+model. Imports would take most of a small test's time.
 """
 
 import functools
@@ -22,7 +22,7 @@ P = ParamSpec("P")
 Result = TypeVar("Result")
 
 LONGEST_S = int(os.environ.get("MOEGGUF_LONGEST_TEST_S", "120")) * 3 // 4  # less than the limit of the test itself
-# Modules of a room that is not on the path are passed over.
+# Modules that are imported in advance. A module of a folder of tests that is not on the path is skipped.
 IMPORTED = ["pytest", "moegguf.generate.engine", "moegguf.testing.link_device", "tools.models", "rpc_device", "running",
             "answering"]  # fmt: skip
 
@@ -57,12 +57,18 @@ def measure_small_pools() -> None:
 
 
 def in_own_process(call: Callable[P, Result], *arguments: P.args, **options: P.kwargs) -> Result:
-    """Returns the result of a function of a module, or raises its exception. The speeds of devices are fixed there."""
+    """Returns the result of a function in a process of its own, or raises its exception.
+
+    The function must be defined at the top of a module. The process uses fixed speeds of devices.
+    """
     return _in_process(fork_context(), suppose_speeds, call, *arguments, **options)
 
 
 def in_new_process(call: Callable[P, Result], *arguments: P.args, **options: P.kwargs) -> Result:
-    """Calls like `in_own_process`, in a process that loads the library itself and with it reads the environment."""
+    """Calls a function like `in_own_process`, but in a new process that loads the library itself.
+
+    The library then reads the current environment.
+    """
     return _in_process(multiprocessing.get_context("spawn"), suppose_speeds, call, *arguments, **options)
 
 

@@ -1,4 +1,7 @@
-"""Small image files: PNG of random pixels and headers of other formats, written without a library; others by Pillow."""
+"""Makes small image files.
+
+PNGs of random pixels and headers of other formats need no library; Pillow writes the rest.
+"""
 
 import base64
 import io
@@ -37,7 +40,7 @@ def deep_png(width: int, height: int) -> bytes:
 
 
 def png_bomb(width: int, height: int) -> bytes:
-    """A PNG whose header states any size, with next to no data."""
+    """A PNG with almost no data, whose header states any size."""
     small = png(1, 1)
     return small[:16] + struct.pack(">II", width, height) + small[24:]
 
@@ -48,7 +51,7 @@ def jpeg_header(width: int, height: int) -> bytes:
 
 
 def jpeg(**options: Any) -> bytes:
-    """A JPEG of 32 x 32 random pixels. options: of Pillow's `save`."""
+    """A JPEG of 32 x 32 random pixels. `options` are options of Pillow's `save`."""
     return _saved([_random_image(0)], "JPEG", **options)
 
 
@@ -59,7 +62,7 @@ def gif(n_frames: int = 1) -> bytes:
 
 
 def with_thumbnail(data: bytes) -> bytes:
-    """A JPEG as cameras write it: a smaller one within a segment before the data, and zeros after the end."""
+    """Adds to a JPEG what cameras write: a smaller JPEG in a segment before the image data, and zeros after the end."""
     within = b"Exif\0\0" + jpeg(quality=10)
     return data[:2] + b"\xff\xe1" + struct.pack(">H", 2 + len(within)) + within + data[2:] + bytes(100)
 

@@ -1,5 +1,7 @@
-"""Texts that tests compare with files in `recorded/`. `MOEGGUF_RECORD=1 pytest ...` writes the files anew; read the
-difference."""
+"""Compares texts of tests with files in `recorded/`. `MOEGGUF_RECORD=1 pytest ...` writes the files anew.
+
+After that, read the difference to the old files.
+"""
 
 import os
 from collections.abc import Iterator
@@ -17,6 +19,9 @@ def check_recorded(name: str, text: str) -> None:
 
 
 def recorded_lines(name: str, begin: str) -> Iterator[str]:
-    """Yields the lines of the file that start with `begin`. A test uses them as inputs; each precedes its outcome."""
+    """Yields the lines of the file that start with `begin`.
+
+    A test uses these lines as inputs. In the file, each input stands before its recorded outcome.
+    """
     lines = (FOLDER / f"{name}.txt").read_text(encoding="utf-8").splitlines()
     return (line for line in lines if line.startswith(begin))

@@ -1,4 +1,4 @@
-"""The rates of the native next-use policy in numpy, which the store's choices are compared with."""
+"""Computes the rates of the native next-use policy in numpy. Tests compare them with the choices of the store."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ import numpy as np
 from moegguf.controller.shape import MoeShape
 from moegguf.native.events import Float32s, Int32s
 
-LEAST = 1e-4  # a token uses no expert less often than this
+LEAST = 1e-4  # the smallest rate: the least probability with which a token uses an expert
 
 
 def logits(p: Float32s) -> Float32s:
@@ -17,8 +17,11 @@ def logits(p: Float32s) -> Float32s:
 
 
 class LearnedRates:
-    """table (n_layer, n_expert): the probability that a token uses an expert, by averages and recall mixed by weights
-    that are learned, as `moegguf/native/policies/expected_use.cpp` has it."""
+    """Computes `table` (n_layer, n_expert): the probability that a token uses an expert.
+
+    The probability mixes averages over several half-lives and the uses after similar earlier tokens. The weights of
+    this mix are learned, as in `moegguf/native/policies/expected_use.cpp`.
+    """
 
     WINDOW, AFTER, SHARPNESS = 1536, (0.4, 0.25, 0.15, 0.1, 0.05, 0.05), 16
 
@@ -32,7 +35,8 @@ class LearnedRates:
         self._averages: Float32s = np.zeros((shape.n_layer, n, shape.n_expert), np.float32)
         self._inputs: Float32s = np.zeros((shape.n_layer, n + 1, shape.n_expert), np.float32)
         self._history: list[list[Int32s]] = [[] for _ in range(shape.n_layer)]  # experts of each token, oldest first
-        self._alike = np.zeros((shape.n_layer, self.WINDOW), np.int64)  # experts shared with the newest token, by age
+        # The number of experts that each earlier token shares with the newest token, by age.
+        self._alike = np.zeros((shape.n_layer, self.WINDOW), np.int64)
         self._n_used = shape.n_expert_used * len(shape.layers)
 
     def count(self, il: int, ids: Int32s) -> None:

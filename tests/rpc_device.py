@@ -53,7 +53,7 @@ def rpc_library() -> Path:
 
 
 def _ggml() -> c.CDLL:
-    """Returns the libggml that libmoegguf has loaded."""
+    """Returns libggml.so as loaded by libmoegguf, with the types of the functions used here."""
     from moegguf.native import library
 
     library.load()
@@ -90,7 +90,7 @@ def _listens(port: int) -> bool:
 
 @contextmanager
 def server() -> Iterator[tuple[Path, int]]:
-    """Runs a server on a free port of the loopback. Yields the arguments of `register`."""
+    """Runs an RPC server on a free port of the loopback interface. Yields the arguments of `register`."""
     rpc = rpc_library()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -106,7 +106,10 @@ def server() -> Iterator[tuple[Path, int]]:
 
 
 def in_child(call: Callable[..., Any], *arguments: Any, n_servers: int = 1) -> Any:
-    """Runs call(*arguments) in a process of its own. It knows the devices RPC0, RPC1, ... of n_servers new servers."""
+    """Runs call(*arguments) in a process of its own.
+
+    This process has the devices RPC0, RPC1, ... of n_servers new servers.
+    """
     with ExitStack() as stack:
         servers = [stack.enter_context(server()) for _ in range(n_servers)]
         return in_own_process(_registered, servers, call, arguments)
@@ -119,8 +122,11 @@ def _registered(servers: list[tuple[Path, int]], call: Callable[..., Any], argum
 
 
 def on_servers(n_servers: int = 0) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorates a test that runs in a process of its own. The process knows the devices of n_servers servers, and the
-    devices that the test adds itself. The test's fixtures are pickled."""
+    """Returns a decorator that runs a test in a process of its own.
+
+    The process has the devices of n_servers RPC servers, and devices that the test adds itself. The test's fixtures
+    must be picklable.
+    """
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)

@@ -29,7 +29,7 @@ from moegguf.settings import Settings
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Returns once the condition is true."""
+    """Waits until the condition is true."""
     while not condition():
         await asyncio.sleep(0.002)
 

@@ -29,13 +29,14 @@ def control(letter: str) -> str:
 
 
 class Terminal:
-    """`command` on a pseudo-terminal. Leaving the `with` block ends it."""
+    """Runs `command` on a pseudo-terminal. The end of the `with` block ends the command."""
 
     def __init__(
         self, command: Sequence[str], environ: dict[str, str], *, columns: int = 80, rows: int = 24, term: str = "xterm"
     ) -> None:
         self.screen = pyte.HistoryScreen(columns, rows, history=SCROLLBACK, ratio=0.5)
-        self.screen.write_process_input = self._reply  # the terminal's replies, such as the cursor position
+        # Sends the replies of the terminal, such as the cursor position, to the command.
+        self.screen.write_process_input = self._reply
         self._stream = pyte.ByteStream(self.screen)
         self.raw = b""
         environ = {**environ, "TERM": term}
@@ -78,7 +79,7 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """All lines shown so far, including lines that have scrolled away."""
+        """All lines of the terminal, including lines that have scrolled off the screen."""
         return "\n".join(self._all_lines())
 
     def _all_lines(self) -> list[str]:
@@ -90,7 +91,7 @@ class Terminal:
 
     @property
     def line(self) -> str:
-        """The line of the cursor."""
+        """The line on which the cursor stands."""
         return self.screen.display[self.screen.cursor.y].rstrip()
 
     @property
@@ -110,7 +111,7 @@ class Terminal:
         self.wait(lambda: self.line.startswith(PROMPT), "the prompt")
 
     def expect(self, text: str) -> None:
-        """Waits until `text` is on the screen, wrapped or not."""
+        """Waits until `text` is on the screen or above it. Line breaks do not matter."""
         joined = text.replace("\n", "")
         self.wait(lambda: joined in self.text.replace("\n", ""), repr(text))
 
@@ -120,7 +121,7 @@ class Terminal:
         while not condition():
             left = end - time.monotonic()
             if left <= 0 or not self._read(left):
-                # The last output may have met the condition.
+                # The condition may be true after the last output, which arrived with the end of the command.
                 assert condition(), f"{what} did not appear:\n" + "\n".join(self._all_lines()[-self.screen.lines :])
 
     def _read(self, seconds: float) -> bool:

@@ -75,12 +75,16 @@ def random_trace(
 
 
 def batched(n_sequences: int = 4, n_decode: int = 6) -> Trace:
-    """Returns a trace: all prompts in one pass, then a token of every request per pass. The last has a prompt too."""
+    """Returns a trace with all prompts in one pass, then passes with one token of each request.
+
+    The last pass also has the prompt of one more request.
+    """
     trace = random_trace(n_sequences=n_sequences + 1, n_prefill=3, n_decode=n_decode, with_inputs=True)
     of = [np.flatnonzero(trace.sequence_of == sequence) for sequence in range(n_sequences + 1)]
     prompts = np.concatenate([tokens[:3] for tokens in of[:-1]])
     steps = [np.array([tokens[3 + step] for tokens in of[:-1]]) for step in range(n_decode)]
-    steps[-1] = np.concatenate([of[-1][:3], steps[-1]])  # the last layer computes its third token, and decoding
+    # The last layer is computed for the third token of this prompt, and for the tokens of all other requests.
+    steps[-1] = np.concatenate([of[-1][:3], steps[-1]])
     return grouped(trace, [prompts, *steps])
 
 
@@ -150,7 +154,10 @@ def _states(
 def _route(
     shape: MoeShape, routers: Float32s, inputs: npt.NDArray[np.float16]
 ) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.float16]]:
-    """Returns expert ids, best first, and the softmax of logits: (len(shape.layers), n_tokens, n_expert_used)."""
+    """Returns the chosen expert ids, best first, and the softmax of their logits.
+
+    Both arrays have the shape (len(shape.layers), n_tokens, n_expert_used).
+    """
     logits = np.einsum("rtd,red->rte", inputs.astype(np.float32), routers)
     expert_ids = np.argsort(-logits, axis=2, kind="stable")[:, :, : shape.n_expert_used]
     chosen = np.exp(np.take_along_axis(logits, expert_ids, axis=2))

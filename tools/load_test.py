@@ -44,7 +44,10 @@ MOST_GROWTH_MB = 16  # default limit of memory growth in the second half of a ru
 
 Json = dict[str, Any]
 Part = tuple[str, str, int | None]
-"""Text, the reason why the answer ended ("" while it goes on), and in the last object with figures its tokens."""
+"""The text, the reason why the answer ended ("" while it goes on), and the number of its tokens.
+
+The number is None in all objects but the last one with figures.
+"""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MOST_WORDS = 30
 MOST_FIELDS = 4
 
-# Packages whose sentences were rewritten: `make lint` keeps them in order.
+# Packages that must follow the rules. `make lint` checks them.
 IN_ORDER = ("moegguf", "predictors", "recipes", "tests", "tools")
 
 # Sentences that break a rule for a reason, each "FILE: first words". There are at most MOST_EXCEPTIONS.
@@ -41,7 +41,7 @@ _PREPOSITIONS = (
 BANNED_OPENINGS = frozenset(f"{_QUESTIONS} {_PRONOUNS} {_PREPOSITIONS} else otherwise then so such".split())
 COMMENT_OPENINGS = frozenset(
     "if when this it whether".split()
-)  # a comment may open with these: its line names the subject
+)  # A comment may open with these words, because the code beside it names the subject.
 BANNED_STARTS = ("the same", "as many", "so many", "how many")
 BANNED_PHRASES = (
     "that of",
@@ -60,7 +60,7 @@ BANNED_PHRASES = (
 _SENTENCE_END = re.compile(
     r"(?:(?<=[.?!;])|(?<=[.?!]\)))\s+(?=[A-Z`({\"0-9]|llama|ggml|moegguf|[a-z]+_[a-z])|\n\s*\n|\n\s*- "
 )
-_FILE_NAME = re.compile(r"^[a-z_]+\.(?:py|h|cpp): ")  # the first word of a native file's first comment
+_FILE_NAME = re.compile(r"^[a-z_]+\.(?:py|h|cpp): ")  # the file's name at the beginning of its first comment
 _WORD = re.compile(r"[^\s]*[A-Za-z0-9][^\s]*")
 _FIELD = re.compile(r"(?:^|[.;\n])\s*`?[a-z_][a-z0-9_]*`?(?:, `?[a-z_][a-z0-9_]*`?)*: ")
 _CODE_LINE = re.compile(r"^(?: {3,}|\t|>>> |\.\.\. |python3? |```)")
@@ -161,14 +161,14 @@ def rules_broken(text: Text) -> Iterator[str]:
     for sentence in sentences:
         if (n_words := len(_WORD.findall(sentence))) > MOST_WORDS:
             yield f"has a sentence of {n_words} words"
-    described = re.split("Args:|Attributes:", text.words)[0]  # each line of these lists has one field
+    described = re.split("Args:|Attributes:", text.words)[0]  # each line of such a list describes one field
     fields = max(len(_FIELD.findall(paragraph)) for paragraph in described.split("\n\n"))
     if text.kind == "class" and fields > MOST_FIELDS:
         yield f"describes more than {MOST_FIELDS} fields in a paragraph"
 
 
 def files_in(place: Path) -> Iterator[Path]:
-    """Yields the files with sentences that lie in a folder, or the file itself."""
+    """Yields the files in a folder that may have sentences, or the file itself."""
     if place.is_file():
         yield place
         return
@@ -178,7 +178,7 @@ def files_in(place: Path) -> Iterator[Path]:
 
 
 def findings_in(places: Sequence[str], root: Path = ROOT) -> Iterator[Finding]:
-    """Yields what breaks a rule in these files and folders, which are relative to `root`."""
+    """Yields a finding for each text that breaks a rule, in these files and folders. They are relative to `root`."""
     for place in places:
         for path in files_in(root / place):
             name = path.relative_to(root).as_posix()

@@ -29,7 +29,8 @@ FIRST_TOKEN_S = 60.0
 INSTALL_S = 1800.0
 MOST_BYTES = {"wheel": 40 << 20, "plugin": 1 << 30, "sdist": 24 << 20}
 QUESTION = "What does moegguf do?"
-LICENCES = (  # licences of moegguf, libgomp (which auditwheel adds), llama.cpp, its bindings, and the page's libraries
+# The licences of moegguf, of libgomp (which auditwheel adds), llama.cpp, its bindings, and the page's libraries.
+LICENCES = (
     r"moegguf-[^/]+\.dist-info/licenses/LICENSE",
     r"moegguf-[^/]+\.dist-info/licenses/licenses/GCC-runtime-exception\.txt",
     r"moegguf-[^/]+\.dist-info/licenses/licenses/GPL-3\.0\.txt",
@@ -65,11 +66,11 @@ PORTABLE = re.compile(r"-py3-none-manylinux[\w.]*_(x86_64|aarch64)\.whl$")
 
 
 class ReleaseError(Exception):
-    """A file must not be published, for this reason."""
+    """An error of a file that must not be published. The text is the reason."""
 
 
 def check_names(names: Iterable[str], needed: Sequence[str], unwanted: re.Pattern[str] | None = None) -> None:
-    """Raises ReleaseError where a file that is needed is missing, or an unwanted one is there."""
+    """Raises ReleaseError if a needed file is missing, or if an unwanted file is there."""
     found = list(names)
     missing = [pattern for pattern in needed if not any(re.fullmatch(pattern, name) for name in found)]
     if missing:
@@ -170,8 +171,10 @@ def sums_of(paths: Iterable[Path]) -> str:
 
 
 def check(path: Path, version: str, from_source: bool) -> str:
-    """Checks one file of a release. Returns the checks beyond reading it, in words. Raises ReleaseError,
-    subprocess.CalledProcessError."""
+    """Checks one file of a release. Returns a short text about the build or the run of the file.
+
+    Raises ReleaseError, subprocess.CalledProcessError.
+    """
     check_version(path, version)
     if path.name.endswith(".tar.gz"):
         check_source(path)

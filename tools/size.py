@@ -138,7 +138,10 @@ def count() -> dict[str, Size]:
 
 
 def faults(sizes: Mapping[str, Size], tokens: Mapping[str, int], native: Mapping[str, int]) -> list[str]:
-    """Returns one sentence for each package that is over a limit or has none."""
+    """Returns one sentence for each package that is larger than its limit.
+
+    A package without a limit has the limit 0.
+    """
     measured = [(name, size.tokens, tokens.get(name, 0), "code tokens of Python") for name, size in sizes.items()]
     measured += [(name, size.native_lines, native.get(name, 0), "native code lines") for name, size in sizes.items()]
     return [

@@ -1,7 +1,7 @@
 """Records a session in a terminal as a picture, with the packages of the extra "test":
 `python -m tools.terminal_session docs/session.svg`.
 
-The commands are run as a user would type them, in a folder of their own; what the terminal then shows is drawn.
+The program types STEPS in a shell in a temporary folder, and draws the screen of the terminal as SVG.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STEPS = (
     (SHELL, "moegguf run demo --expert-cache 90%"),
     (CHAT, "What does moegguf do?"),
     (CHAT, "Who are you?"),
-    (CHAT, "/regen"),  # the experts of the previous answer are in memory
+    (CHAT, "/regen"),  # the experts of the previous answer are still in memory
     (CHAT, "/experts"),
     (CHAT, "/bye"),
 )

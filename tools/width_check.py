@@ -66,7 +66,7 @@ CHECKED_BY = {
 QUIET = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)(lambda _level, _text, _data: None)
 
 Array = npt.NDArray[Any]
-Compute = Callable[[Sequence[int]], Array]  # maps row numbers to the result, whose first axis is the row
+Compute = Callable[[Sequence[int]], Array]  # a function from row numbers to the result, whose first axis has these rows
 
 
 class InitParams(c.Structure):
@@ -251,7 +251,7 @@ class Graph:
         getattr(self._base, f"ggml_{name}")(*arguments)
 
     def supports(self, node: c.c_void_p) -> bool:
-        """Returns True if the CPU can compute this node with its weights in the buffer type of weights."""
+        """Returns True if the CPU backend can compute this node with its weights in the graph's buffer type."""
         self._allocate()
         self._base.ggml_backend_dev_supports_op.restype = c.c_bool
         return bool(self._base.ggml_backend_dev_supports_op(self._device, node))
@@ -362,7 +362,10 @@ def products(ggml: Ggml, n_in: int, n_out: int, n_rows: int, left_out: Collectio
 
 
 def attention(ggml: Ggml, is_flash: bool, n_rows: int) -> Compute:
-    """Returns attention of query rows [n, n_head, d]. A row sees its sequence's cells up to its own position."""
+    """Returns attention of query rows [n, n_head, d]. A row belongs to a sequence and sees only cells of this sequence.
+
+    It sees the cells up to its own position.
+    """
     rng = np.random.default_rng(3)
     d, n_head, n_head_kv = 64, 4, 2
     q = rng.standard_normal((n_rows, n_head, d)).astype(np.float32)
@@ -426,7 +429,7 @@ def two_inputs(name: str, graph: Graph, x: c.c_void_p, y: c.c_void_p) -> c.c_voi
 
 
 def weighted_sum(graph: Graph, experts: c.c_void_p, weights: c.c_void_p) -> c.c_void_p:
-    """Returns the sum of experts' outputs [n, n_used, n_embd] times their weights [n, n_used, 1]."""
+    """Returns the node with the sum of the experts' outputs [n, n_used, n_embd] times their weights [n, n_used, 1]."""
     scaled = graph.op("mul", experts, weights)
     return graph.op("cont", graph.op("sum_rows", graph.op("cont", graph.op("permute", scaled, 1, 0, 2, 3))))
 
@@ -472,7 +475,7 @@ def others(ggml: Ggml, n: int, n_rows: int) -> Iterator[Case]:
 
 
 def streams(ggml: Ggml, n: int, n_rows: int) -> Iterator[Case]:
-    """Yields cases that mix residual streams, and the scores of sparse attention."""
+    """Yields cases of operations that mix residual streams, and a case of the scores of sparse attention."""
     rng = np.random.default_rng(5)
     n_streams = 4
     n_mixed = (2 + n_streams) * n_streams
@@ -519,7 +522,10 @@ def outputs_and_states(
 
 
 def states_of_delta_nets(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
-    """Yields the gated delta net with a gate for each head, and, as in Kimi's delta attention, for each channel."""
+    """Yields cases of the gated delta net: one has a gate for each head, the other a gate for each channel.
+
+    Kimi's delta attention has a gate for each channel.
+    """
     rng = np.random.default_rng(6)
     n_head, n_key_head, d = 4, 2, 64
 
@@ -596,7 +602,10 @@ def states_of_convolutions(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
 def advance_convolution(
     ggml: Ggml, x: Array, weights: Array, states: Array, sequences: Sequence[int], begin: int, end: int
 ) -> tuple[Array, Array]:
-    """Advances a convolution (see Advance) of x [N_STATES, n_tokens, n]. The state is the last inputs."""
+    """Advances a convolution (see Advance) of x [N_STATES, n_tokens, n].
+
+    The state has the last inputs of each sequence.
+    """
     graph = ggml.graph()
     part = x[list(sequences), begin:end]
     both = graph.op("concat", graph.array(states), graph.op("transpose", graph.array(part)), 0)
@@ -664,7 +673,10 @@ def operations_of(model: Path, n_tokens: Sequence[int] = (1, 64)) -> set[str]:
 
 
 def print_operations(model: Path) -> int:
-    """Prints the case that checks each operation of a model. Returns the number of operations without a case."""
+    """Prints each operation of a model's graph and the name of the case that checks it.
+
+    Returns the number of operations that no case checks.
+    """
     names = sorted(operations_of(model) - MOVES)
     for name in names:
         print(f"{name:24} {CHECKED_BY.get(name, 'not checked')}")

@@ -14,7 +14,7 @@ SMALL = ("--temperature", 0, "-t", 1, "-c", 512, "--expert-cache", "50%")
 
 
 def demo_chat(home: Path, *arguments: object, size: tuple[int, int] = (80, 24), **environ: str) -> Terminal:
-    """Returns a chat with the demo model, whose history lies in `home`."""
+    """Returns a chat with the demo model. The history of its messages lies in `home`."""
     command = moegguf_command("run", "demo", *SMALL, *arguments)
     return _terminal(command, home, size, environ)
 
@@ -22,7 +22,7 @@ def demo_chat(home: Path, *arguments: object, size: tuple[int, int] = (80, 24), 
 def echo_chat(
     home: Path, *arguments: object, size: tuple[int, int] = (80, 24), term: str = "xterm", **environ: str
 ) -> Terminal:
-    """Returns a chat with the worker of `fake_worker.py`."""
+    """Returns a chat with the scripted worker of `fake_worker.py`, which echoes messages."""
     command = [sys.executable, str(ECHO), "run", "demo", *map(str, (*SMALL, *arguments))]
     return _terminal(command, home, size, environ, term)
 

@@ -1,4 +1,7 @@
-"""Checks replies against the types of the real client packages, which accept anything themselves; an OpenAI client."""
+"""Checks replies against the types of the client packages; `client_of` makes an OpenAI client.
+
+The clients themselves accept any reply, so they would not notice a wrong one.
+"""
 
 import typing
 from typing import Any

@@ -39,7 +39,11 @@ QUICK = ("-t", "1", "-n", "8")
 
 @pytest.fixture
 def manager() -> FakeManager:
-    """A scripted manager of `demo`, of `able` with tools and thinking, and of names with defaults and from the Hub."""
+    """A scripted manager of four models.
+
+    The models are `demo`, `able` (tools and thinking), `mine` (default options and a system message of its own) and a
+    model named as on the Hugging Face hub.
+    """
     path = demo_path()
     assert path is not None
     own = {"parameters": {"temperature": 0.25, "top_k": 7}, "system": "Be kind."}
@@ -88,7 +92,8 @@ def here() -> Command:
             code = main(list(map(str, arguments)))
             out.flush()
             said.flush()
-        for left in set(psutil.Process().children()) - before:  # a worker ends with a real process
+        # Outside tests, the worker ends with the process of the command.
+        for left in set(psutil.Process().children()) - before:
             left.kill()
             left.wait()
         texts = (stream.buffer.getvalue().decode() for stream in (out, said))  # type: ignore[attr-defined]
@@ -109,7 +114,8 @@ def served(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path]) 
     """A server with the demo and two random models, one whose template knows tools and one that thinks first."""
     models = {"tools": tiny(template="qwen"), "thinker": tiny(template="deepseek")}
     with serving(tmp_path_factory.mktemp("served"), models=models) as found:
-        for name in ("demo", *models):  # one thread per model: two would spin while others share the cores
+        # One thread per model: a second thread would spin while other processes use the cores.
+        for name in ("demo", *models):
             found.call("/api/generate", {"model": name, "keep_alive": -1, "options": {"num_thread": 1}})
         yield found
 

@@ -36,7 +36,7 @@ from moegguf.settings import Host, Settings
 HUB = "hf.co/user/repo-GGUF:Q4_K_M"
 HI: Any = [{"role": "user", "content": "hi"}]
 FUNCTIONS: Any = [{"name": name, "parameters": {"type": "object", "properties": {}}} for name in ("weather", "clock")]
-# A template that knows tools, calls and thinking.
+# A chat template that renders tools, calls and thinking.
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c | tojson }}"
     "</tool_call>{% endfor %}\n{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
@@ -135,11 +135,13 @@ class FakeManager:
         self.requests: list[Request] = []
         self.leases: list[tuple[str, LoadOverrides, float | None, bool]] = []
         self.embedded: list[tuple[list[Any], bool, bool]] = []
-        self.slots: list[tuple[str, int, str, dict[str, Any]]] = []  # the actions on slots
-        self.num_ctx: int | None = None  # num_ctx of the last call of embed()
+        self.slots: list[tuple[str, int, str, dict[str, Any]]] = []  # the calls that act on KV slots, in order
+        self.num_ctx: int | None = None  # the option num_ctx of the last call of embed()
         self.there: dict[str, ModelEntry] = {}
-        self.now: dict[str, Snapshot] = {}  # the experts of each model, with counts since it was loaded
-        self.shares: dict[str, float] = {}  # the loaded share of each model that is being loaded
+        # The snapshot of each model's experts, with counts since the model was loaded.
+        self.now: dict[str, Snapshot] = {}
+        # {model: the loaded fraction, from 0 to 1}, for models that are being loaded.
+        self.shares: dict[str, float] = {}
         self.n_running = 0
         self.n_ended = 0
 
@@ -196,7 +198,10 @@ class FakeManager:
 
 
 def added(earlier: Snapshot | None, later: Snapshot) -> Snapshot:
-    """Returns `later` with counts since the load of the model. The counts in `later` begin at `earlier`."""
+    """Returns the snapshot `later` with counts since the model was loaded: the counts of `earlier` are added.
+
+    The counts in `later` alone begin at `earlier`. With None, `later` is the first snapshot.
+    """
     counts = {}
     for name in ("uses", "loads"):
         counts[name] = np.frombuffer(getattr(later, name), np.uint8).astype(np.uint32)
@@ -231,7 +236,7 @@ class FedManager(FakeManager):
 
 
 class BusyManager(FakeManager):
-    """Has the experts of a model that computes all the time, with a hit rate of 0.9."""
+    """A manager with one model that never stops computing. Each snapshot has one more token, and a hit rate of 0.9."""
 
     def __init__(self) -> None:
         super().__init__(FakeCatalog(entry_of(demo_path())))
@@ -246,7 +251,7 @@ class BusyManager(FakeManager):
 
 
 def objects(text: str) -> list[dict[str, Any]]:
-    """Yields the JSON objects of a stream, whose form is lines or server-sent events."""
+    """Returns the JSON objects of a stream, which has the form of JSON lines or of server-sent events."""
     lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith(("data: {", "{"))]
     return [json.loads(line) for line in lines]
 
@@ -258,7 +263,8 @@ def running(app: ASGIApp) -> Iterator[str]:
     config = uvicorn.Config(app, http=Protocol, **options)
     listener, started = listen(Host(port=0)), threading.Event()
 
-    def on_end() -> None:  # streams end whole, as in the product, also streams of a page that is still open
+    # Streams send their last event when the server ends, even if a page still reads them, as in the real server.
+    def on_end() -> None:
         if isinstance(app, Starlette) and hasattr(app.state, "ending"):
             app.state.ending.set()
 

@@ -34,14 +34,16 @@ class RayApplication:
 def command_line(process: psutil.Process) -> list[str]:
     try:
         return process.cmdline()
-    except psutil.Error:  # the process has just ended
+    except psutil.Error:  # the process has ended in the meantime
         return []
 
 
 @contextmanager
 def ray_application(arguments: Mapping[str, Any], home: Path) -> Iterator[RayApplication]:
     """Yields the application with `arguments` on loopback. Removes all of Ray's processes and files afterwards."""
-    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # Ray's sockets lie there, whose paths may have 107 bytes
+    # The paths of Ray's sockets lie in this folder and may have at most 107 bytes, so the folder is directly below
+    # /tmp.
+    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
     own = {"HOME": str(home), "MOEGGUF_HOME": str(home), "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
     process = subprocess.Popen(
         [sys.executable, __file__, json.dumps(arguments)],

@@ -151,7 +151,7 @@ def test_an_api_key_is_required_except_on_open_paths(guarded: str) -> None:
     assert call(f"{guarded}/").text == "Ollama is running"
     assert call(f"{guarded}/health").status == 200
     assert call(f"{guarded}/api/tags", Authorization=f"Bearer {KEY}").status == 200
-    # The server accepts any Host header with a key.
+    # A request with the right key may have any Host header.
     assert call(f"{guarded}/api/tags", Host="box.example.com", Authorization=f"Bearer {KEY}").status == 200
 
 
@@ -233,7 +233,10 @@ def test_contexts_of_a_key_are_reused_by_other_keys_only_with_share_contexts(
 
 @pytest.mark.parametrize("arguments", [(), ("--share-contexts",)], ids=["apart", "shared"])
 def test_live_and_ps_show_a_key_only_its_own_requests(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    """A client learns nothing about another key's requests: their experts, the contents of memory, or their time."""
+    """A client sees nothing of another key's requests.
+
+    These requests change neither the map of experts in /live nor the times in /api/ps for this client.
+    """
     ann, bob = ({"authorization": f"Bearer {key}"} for key in KEYS)
     settings = {"MOEGGUF_API_KEY": "\n".join(KEYS), "OMP_NUM_THREADS": "1"}
 

@@ -313,7 +313,10 @@ def test_files_and_batches_are_visible_to_their_own_api_key_only(manager: FakeMa
 def test_requests_of_batches_and_of_priority_u7_run_in_the_background(
     client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request with the header `Priority: u=7` (RFC 9218) also runs after all others."""
+    """Requests of a batch run in the background, after all other requests.
+
+    So does a request with `Priority: u=7` (RFC 9218).
+    """
     lease, clients = FakeManager.lease, []
     monkeypatch.setattr(
         FakeManager, "lease", lambda *given, **more: clients.append(current_client.get()) or lease(*given, **more)

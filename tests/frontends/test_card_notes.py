@@ -29,7 +29,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "n_lines"),
     [
         ((*RUN, "-v"), 1),
-        (RUN, 0),  # stderr is no terminal
+        (RUN, 0),  # no note without -v, because stderr is no terminal
         ((*RUN, "-v", "--placement", "cpu"), 0),
         ((*RUN, "-v", "-ngl", "0"), 0),
         (("estimate", "demo"), 1),

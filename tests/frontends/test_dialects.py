@@ -1,10 +1,10 @@
 """Tests every API over a scripted manager.
 
-Tests cover the guarantees about an answer. An answer's encoding is compared byte for byte to `recorded/`, and checked
-by the types of the clients. For bodies, `recorded/bodies.txt` has the request that reaches the model, or the refusal.
+Each answer must equal a file in `recorded/` byte for byte, and fit the types of the official clients. Each request
+body in `recorded/bodies.txt` must lead to the recorded request to the model, or to the recorded error.
 
-A line of bodies.txt is a path and fields of its body, in addition to the fields of BASE. "... N times" after an item
-of a list, or at the end of a text, repeats it. "every field" stands for all fields of chat. With MOEGGUF_RECORD=1 the
+A line of bodies.txt has a path and the fields of a body that are added to BASE. "... N times" repeats the item of a
+list before it, or the text that it ends. "every field" stands for all fields of a chat body. With MOEGGUF_RECORD=1, the
 outcome of a new line is written into the file.
 """
 
@@ -65,7 +65,10 @@ ECHOED: Json = {
     "parallel_tool_calls": False, "truncation": "auto", "reasoning": {"effort": "low"}, "store": True,
     "text": {"format": SCHEMA, "verbosity": "low"},
 }  # fmt: skip
-"""What a whole response repeats of its request, but for tools that it does not know and `store`."""
+"""Fields of a request to /v1/responses.
+
+The whole response repeats all of them except `store` and the tool of an unknown type.
+"""
 CALLS = (ToolCall("c1", "weather", {"city": "Ås"}), ToolCall("c2", "clock", {}))
 
 
@@ -122,7 +125,7 @@ DIALECTS = (
             "nothing": {"prompt": ["one", "two"], "echo": True},
             "stopped": {"prompt": ["one", "two"], "echo": True, "n": 2},
         },
-        whole=openai.types.Completion,  # this type knows no unfinished text
+        whole=openai.types.Completion,  # this type allows no missing finish reason, which parts of a stream have
     ),
     Dialect(
         "llama-completion", "/completion", {"prompt": "hi"}, '"stop":true',
@@ -310,7 +313,10 @@ CASES: dict[str, tuple[tuple[Any, ...], AnswerSummary]] = {
 }
 CLAUDE = {"anthropic-version": "2023-06-01"}
 ASKING = re.compile(r"# ([A-Z]+) (\S+) ([{[].*[]}])?( as Claude)?: \d{3} .*")
-"""A line of others.txt, of what has no answer: method, path, body, and whether as Anthropic's clients send it."""
+"""A line of others.txt describes a call that returns no answer of a model.
+
+The groups are the method, the path, the body, and " as Claude" for a call with the headers of Anthropic's clients.
+"""
 
 
 def without_chance(text: str) -> str:
@@ -338,7 +344,7 @@ def test_encoded_answers_equal_the_recorded_ones_and_fit_client_types(
         if case != "error":
             check(dialect.whole or Any, whole.json())
             for item in objects(streamed.text):
-                if "prompt_progress" not in item:  # the client's types have no progress
+                if "prompt_progress" not in item:  # the client's types have no field for progress
                     check(dialect.kinds[item["type"]] if dialect.kinds else dialect.parts or Any, item)
     check_recorded(dialect.name, told)
 
@@ -515,7 +521,10 @@ TEMPLATES_OF_A_FILE: dict[str, tuple[dict[str, str], str | None, tuple[str, str 
     "none": ({}, None, (CHATML, None, ["completion"])),
     "another one": ({"": DEFAULT, ".tool_use": WITH_TOOLS}, DEFAULT, (DEFAULT, None, ["completion"])),
 }
-"""The templates that a file and a name have, and the template, the one for tools and the capabilities that are told."""
+"""{case: (templates in the file, template of the name, expected)}.
+
+`expected` has the chat template and the template for tools in /props, and the capabilities in the list of models.
+"""
 
 
 @pytest.mark.parametrize("kind", TEMPLATES_OF_A_FILE)

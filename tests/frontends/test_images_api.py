@@ -1,4 +1,4 @@
-"""Tests images in both APIs, `run` and the chat, with a random vision model and its projector."""
+"""Tests images in Ollama's and OpenAI's API, in `run` and in the chat, with a random vision model and its projector."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

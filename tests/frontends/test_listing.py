@@ -20,7 +20,7 @@ from moegguf.terminal.facts import library_facts, list_facts
 from moegguf.terminal.tables import print_model_list
 from tools.mutants import mutate, read_header, write_file
 
-SEEDS = (*range(60), 462, 465)  # the last two headers have an embedding without a name
+SEEDS = (*range(60), 462, 465)  # the last two seeds rename the tensor of the token embeddings
 FAR_S = 1 << 40  # a time in the year 36812
 LONG = "x" * 300  # too long for the name of a file
 ANTHROPIC = {"anthropic-version": "2023-06-01"}

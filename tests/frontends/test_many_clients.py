@@ -1,7 +1,7 @@
-"""Tests many concurrent clients: each answer equals the answer of a single client, and too many are refused.
+"""Tests many concurrent clients: each answer equals a single client's answer, and requests beyond the queue get errors.
 
-`python -m tools.load_test` does this for a minute, and over thousands of requests. MOEGGUF_REQUESTS is the number of
-requests over which memory has to stay flat (default: some dozen).
+`python -m tools.load_test` runs the same checks for a minute or for thousands of requests. The variable
+MOEGGUF_REQUESTS sets the number of requests during which memory must not grow (default: a few dozen).
 """
 
 import asyncio
@@ -22,8 +22,10 @@ N_REQUESTS = int(os.environ.get("MOEGGUF_REQUESTS", "48"))
 
 @pytest.fixture(scope="module")
 def busy_server(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path]) -> Iterator[Server]:
-    """A server where QUEUE requests may wait. Models compute with one thread: two would spin while others share the
-    cores."""
+    """A server whose queue holds QUEUE requests.
+
+    Each model has one compute thread: more threads would spin on shared cores.
+    """
     models = {"tiny": tiny()}
     with serving(tmp_path_factory.mktemp("many"), models=models, MOEGGUF_MAX_QUEUE=str(QUEUE)) as found:
         for name in ("demo", "tiny"):
@@ -40,7 +42,10 @@ async def client_of(server: Server) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def run_load(server: Server, clients: int, seconds: float, requests: int | None = None) -> Outcome:
-    """Lets all clients send the demo a few equal questions. A single client has recorded the answers first."""
+    """Runs a load test: all clients send the same few questions to the demo model.
+
+    A single client sends the questions first, and its answers are the expected ones.
+    """
 
     async def run() -> Outcome:
         questions = [Question("What is a hit?", seed, 6) for seed in (1, 2)] + [Question("Who are you?", 3, 6)]
@@ -66,7 +71,10 @@ def test_requests_beyond_the_queue_limit_are_refused_as_busy(busy_server: Server
 
 
 def test_memory_stays_flat_over_many_requests(busy_server: Server) -> None:
-    """The server computes one request at a time; tests/live/test_batching.py tests a loop of many sequences."""
+    """Tests the memory of a server that computes one request at a time.
+
+    tests/live/test_batching.py tests passes with many sequences.
+    """
     sizes = list[int]()
     (server, *workers) = processes_of(httpx.URL(busy_server.url).port or 0)
     for _ in range(4):

@@ -50,7 +50,7 @@ def test_exposition_equals_the_recorded_metrics() -> None:
     vram, ram = (numbered([*fields_of(TIER_COUNTS), *slots], first) for first in (200, 300))
     tiers = (TierStats("VRAM", "CUDA0", **vram), TierStats("RAM", "CUDA0", **ram))
     stats = Stats(tiers=tiers, **numbered([*fields_of(COUNTS), *slots, "n_experts", "staging_bytes"], 100))
-    gone = 2**22 + 1  # a process that has ended
+    gone = 2**22 + 1  # the process id of a worker that has ended
     loaded = [
         model("a:latest", gone, stats=stats, busy=True, queue=2, n_ctx=7),
         model("b:latest", gone + 1, busy=True, queue=1),

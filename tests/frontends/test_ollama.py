@@ -1,4 +1,4 @@
-"""Tests /api of a real server with plain requests, the `ollama` Python client, and the documentation's examples."""
+"""Tests /api of a real server with plain HTTP, the `ollama` Python client, and examples of Ollama's documentation."""
 
 import hashlib
 import re
@@ -133,7 +133,8 @@ def test_the_client_gets_an_answer_by_a_schema_and_embeddings(client: ollama.Cli
 def test_models_are_copied_and_deleted_and_unknown_ones_get_errors(client: ollama.Client, server: Server) -> None:
     client.copy("demo", "twin")
     assert "twin:latest" in {model.model for model in client.list().models}
-    gone = server.call("/api/delete", {"model": "", "name": "twin"}, method="DELETE")  # Ollama's command sends this
+    # Ollama's command sends an empty `model`, too.
+    gone = server.call("/api/delete", {"model": "", "name": "twin"}, method="DELETE")
     assert gone.status == 200
     assert "twin:latest" not in {model.model for model in client.list().models}
     for stream in (False, True):

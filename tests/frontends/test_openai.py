@@ -1,4 +1,7 @@
-"""Tests OpenAI's APIs with the `openai` Python client, with real answers and over a scripted manager, and `exact`."""
+"""Tests OpenAI's APIs with the `openai` Python client, over real answers and a scripted manager.
+
+Other tests check the field `exact`, which computes an answer apart from other requests.
+"""
 
 import json
 from collections.abc import Iterator
@@ -119,7 +122,7 @@ N_TOKENS = 24
 
 
 def chances(server: Server) -> list[float]:
-    """Returns the logprobs of an exact answer's tokens."""
+    """Returns the log probabilities of the tokens of an answer that was requested with the field `exact`."""
     asked: Any = {"model": "demo", "messages": MESSAGES, "temperature": 0, "logprobs": True, "max_tokens": N_TOKENS}
     with client_of(server.url) as client:
         found = client.chat.completions.create(**asked, extra_body={"exact": True}).choices[0].logprobs

@@ -82,7 +82,9 @@ def test_paths_outside_the_page_get_a_404(http: httpx.Client, path: str) -> None
 def test_page_files_have_no_foreign_addresses_and_parse_no_html(path: Path) -> None:
     text = path.read_text().replace("http://www.w3.org/2000/svg", "")  # the name of a language, not an address
     assert path not in OWN or not re.findall(r"https?:|//[\w-]+\.\w|@import|url\(", text)
-    if path.name != "highlight.min.js":  # has such names as words to colour, and in a function that the policy refuses
+    # This library has these names in its list of words to highlight, and in a function that the page's security policy
+    # blocks.
+    if path.name != "highlight.min.js":
         assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", text)
 
 

@@ -1,6 +1,6 @@
-"""Tests the page in a browser over the real server with the demo model: the stream, the map, and a phone's width.
+"""Tests the page in a browser over the real server with the demo model: the stream, the map of experts, and a phone.
 
-Other tests check Markdown of answers: its looks, its limits, and its display while it is written.
+Other tests check an answer in Markdown: its look, its limits, and its display while it is being written.
 """
 
 import json
@@ -15,11 +15,13 @@ from servers import Server, serving
 
 from moegguf.models.catalog import demo_path
 
-# A snapshot from within an answer has experts that are on their way; the one after its end has none.
+# True if the panel shows a quarter of the experts as resident. A snapshot during an answer also counts experts that are
+# being read; a snapshot after the answer has none.
 RESIDENT = "document.getElementById('resident').textContent.startsWith('48 of 192 in memory')"
 PHONE, SMALLEST = {"width": 390, "height": 844}, {"width": 360, "height": 640}
 
-# Counts the pixels of the map that have memory's grey, and the hot pixels (used or fetched just now).
+# Counts the pixels of the map in the grey of resident experts (`grey`) and in the colours of experts just used or read
+# (`hot`).
 COUNT_PIXELS = """() => {
   const canvas = document.getElementById("map"), counts = { grey: 0, hot: 0, sum: 0 };
   if (canvas.hidden) return counts;
@@ -38,7 +40,7 @@ COUNT_PIXELS = """() => {
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A real server with a quarter of the demo model's experts in memory.
 
-    The model has one compute thread, because several wait for each other while the browser uses the processor.
+    The model has one compute thread: several threads would wait for each other while the browser uses the processor.
     """
     with serving(tmp_path_factory.mktemp("page"), "--expert-cache", "25%") as server:
         load = {"model": "demo", "messages": [], "options": {"num_thread": 1}, "keep_alive": -1}
@@ -91,7 +93,8 @@ def test_the_panel_shows_the_figures_of_the_last_answer(server: Server, look: Lo
         assert int(count) == last["eval_count"]
         assert float(speed.replace(",", "")) == pytest.approx(rate, rel=0.006)
         until(page, f"document.getElementById('speed-value').textContent === '{speed}t/s'")
-    assert page.locator(".panel :text-is('Hit rate'):visible").count() == 1  # the table of tiers has one, too
+    # Only the panel's is visible: the table of tiers has a hit rate, too.
+    assert page.locator(".panel :text-is('Hit rate'):visible").count() == 1
     page.reload()
     until(page, f"document.getElementById('speed-value').textContent === '{speed}t/s'")
 
@@ -104,14 +107,15 @@ def test_the_budget_slider_changes_expert_memory_and_the_map(server: Server, loo
     page.focus("#ram-budget")
     for _ in range(24):
         page.keyboard.press("ArrowLeft")
-    page.wait_for_selector("#resident >> text='24 of 192 in memory, 1.33 MB'")  # no other answer is needed
+    # The map follows the budget without another answer.
+    page.wait_for_selector("#resident >> text='24 of 192 in memory, 1.33 MB'")
     assert server.call("/budget?model=demo").json["n_slots"] == 24
     page.keyboard.press("Home")
     page.wait_for_selector("#budget-note >> text=is too small")
     assert page.input_value("#ram-budget") == "24"
     page.keyboard.press("ArrowLeft")
     page.wait_for_selector("#resident >> text='23 of 192 in memory, 1.27 MB'")
-    assert page.inner_text("#budget-note") == ""  # the note was about another budget
+    assert page.inner_text("#budget-note") == ""  # the note about the refused budget is gone
     server.call("/budget", {"model": "demo", "expert_cache": "auto"}, method="PUT")  # another client changes the budget
     until(page, "document.getElementById('ram-budget').value === '48'")
     labels = [page.inner_text(f"#bytes-chart small >> nth={i}") for i in range(2)]
@@ -182,12 +186,13 @@ def test_no_element_overflows_on_a_phone(server: Server, look: Look, viewport: d
     assert map_box["y"] + map_box["height"] < message_box["y"]
     assert message_box["y"] + message_box["height"] <= viewport["height"]
     page.reload()
-    page.wait_for_selector("#map")  # the choice survives a reload
+    page.wait_for_selector("#map")  # the map is open again after a reload
     page.tap("#fold")
     assert not page.is_visible("#map") and page.get_attribute("#fold", "aria-expanded") == "false"
 
 
-# Shows a text in pieces of n characters (0: at once). Returns its HTML and the elements that were removed meanwhile.
+# Shows a text in pieces of n characters, or all at once with n = 0. Returns the HTML, and the elements that were
+# removed between the pieces.
 SHOW = """async ([text, n]) => {
   const { Markdown, load } = await import("/page/markdown.js");
   const { load: loadKatex } = await import("/page/math.js");
@@ -214,7 +219,7 @@ SHOW = """async ([text, n]) => {
 
 @pytest.fixture(scope="module")
 def page(chromium: Any) -> Iterator[Any]:
-    """One page for all texts, which change nothing but the conversation."""
+    """One page for all tests of Markdown. These tests change nothing in the page."""
     with server_of(FakeManager(FakeCatalog(entry_of(demo_path())))) as url, looking(chromium) as look:
         yield look(url)
 

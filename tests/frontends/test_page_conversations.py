@@ -25,7 +25,7 @@ TOOLS = '[{"type": "function", "function": {"name": "weather", "parameters": {"t
 
 @pytest.fixture
 def manager(projector: Callable[..., Path]) -> FakeManager:
-    """A manager of `demo`, of `able` with tools and thinking, and of `see`, which reads pictures."""
+    """A manager of three models: `demo`, `able` (tools and thinking) and `see` (reads pictures)."""
     path = demo_path()
     able, see = entry_of(path, "able:latest", template=TEMPLATE), entry_of(path, "see:latest", mmproj=projector("mlp"))
     return FakeManager(FakeCatalog(entry_of(path), able, see), texts("Yes."))
@@ -175,7 +175,7 @@ def test_settings_apply_to_their_own_conversation_only(manager: FakeManager, url
     given = {"system": "Be brief.", "top_k": "5", "min_p": "0.25", "num_predict": "9", "num_ctx": "64"}
     for name, value in {**given, "temperature": "0.5", "seed": "7"}.items():
         page.fill(f"#{name}", value)
-    assert page.is_visible("#tools") and not page.is_visible("#think")  # the demo takes tools and does not think
+    assert page.is_visible("#tools") and not page.is_visible("#think")  # the demo's template has tools and no thinking
     page.click("#settings .primary")
     answered(page, "Second")
     sampling = manager.requests[-1].sampling

@@ -1,6 +1,6 @@
 """Tests attached files, pulled and deleted models, and searched and exported conversations on the page.
 
-Other tests check that an error disappears when it no longer holds.
+Other tests check that an error message disappears once its cause is gone.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ MODEL = "hf.co/user/repo-GGUF:Q4_K_M"
 
 @pytest.fixture
 def manager(projector: Callable[..., Path]) -> FakeManager:
-    """A manager of `demo`, of `able` with tools, and of `see`, which reads pictures."""
+    """A manager of three models: `demo`, `able` (tools) and `see` (reads pictures)."""
     path = demo_path()
     able, see = entry_of(path, "able:latest", template=TEMPLATE), entry_of(path, "see:latest", mmproj=projector("mlp"))
     return FakeManager(FakeCatalog(entry_of(path), able, see), [Delta(text="Yes.")])

@@ -1,6 +1,7 @@
-"""Tests `moegguf.serving.ray:app` on a local Ray, if Ray is installed: two replicas of the demo, and a scaled model.
+"""Tests `moegguf.serving.ray:app` on a local Ray, if Ray is installed.
 
-Without Ray, tests check which calls the APIs in front of replicas offer and refuse.
+The application has two replicas of the demo, and a model with a growing number of replicas. Without Ray, tests check
+which API calls are offered in front of the replicas, and which are refused.
 """
 
 import json
@@ -154,7 +155,8 @@ def test_a_killed_replica_ends_its_stream_with_an_error_and_restarts(application
         before[0].kill()
         assert chat(application, "What is a hit?").status == 200
         ended, last = None, [b""]
-        for _ in range(20_000):  # each replica computes one of the streams
+        # One of the two streams came from the killed replica. Its error follows the lines that were already sent.
+        for _ in range(20_000):
             for stream in (ollama, openai):
                 if b'"error"' in (line := stream.line()):
                     ended, last = stream, [line]
@@ -191,7 +193,7 @@ def test_queued_requests_start_another_replica(application: RayApplication) -> N
             statuses.add(chat(application, f"Wait, {i}.", model="scaled:b", max_tokens=100).status)
         return statuses
 
-    with ThreadPoolExecutor() as threads:  # one request more than max_ongoing_requests
+    with ThreadPoolExecutor() as threads:  # one request more than a replica takes (max_ongoing_requests)
         asking = [threads.submit(keep_asking, i) for i in range(N_ONGOING + 1)]
         try:
             until(lambda: len(application.replicas("scaled%3Ab")) == 2)

@@ -248,7 +248,7 @@ ASKED = ("run", "demo", "What does moegguf do?", "--temperature", 0, "-n", 8)
 
 @pytest.fixture
 def unused(server: Server) -> Iterator[Server]:
-    """Yields the server without a loaded model. Models that other tests left are unloaded first."""
+    """Yields the server with no model loaded. Models that other tests have loaded are unloaded first."""
     for name in server.loaded():
         server.call("/api/generate", {"model": name, "keep_alive": 0})
     yield server
@@ -264,7 +264,7 @@ def test_an_answer_by_the_server_looks_like_a_local_answer(here: Command, unused
     assert (served.returncode, unused.loaded().keys()) == (0, {"demo:latest"}), served.stderr
     alone = here(*ASKED, "-v", "--local", MOEGGUF_HOST=unused.url)
     assert served.stdout == alone.stdout
-    # The note is about a second copy of the model.
+    # Only the local answer has a note: it warns of a second copy of the model in memory.
     of_alone = [label for label in labels(alone.stderr) if label != "note"]
     assert labels(served.stderr) == [*of_alone, "answered by"]
     assert re.search(rf"answered by: +{unused.url}\n", served.stderr)
@@ -360,7 +360,7 @@ RESPONSES: dict[str, tuple[int, bytes]] = {
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
     """A client of a server that responds by path. `client.requests` has the requests that arrived."""
-    monkeypatch.setenv("http_proxy", "http://192.0.2.1:9")  # must not be used for loopback
+    monkeypatch.setenv("http_proxy", "http://192.0.2.1:9")  # the client must not use this proxy for loopback addresses
     requests: list[tuple[str, str, Mapping[str, str], bytes]] = []
 
     async def respond(request: Request) -> Response:
@@ -406,7 +406,8 @@ def test_client_raises_for_error_lines_and_cut_responses(client: Client) -> None
     ("path", "message", "status"),
     [
         ("/missing", "model 'x' not found", 404), ("/v1/missing", "no such model", 404),
-        ("/html", "not JSON", None), ("/moved", "302", 302),  # another program's replies; no key is sent to a redirect
+        # Replies of another program. The client follows no redirect, so the API key is not sent elsewhere.
+        ("/html", "not JSON", None), ("/moved", "302", 302),
     ],
 )  # fmt: skip
 def test_client_raises_for_error_replies_and_invalid_ones(

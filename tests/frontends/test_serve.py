@@ -39,7 +39,7 @@ from tools.models import write_projector
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
-    """Records the settings at each start of a server. No server runs."""
+    """Replaces the start of a server: returns a list to which each start adds its settings. No server runs."""
     found: list[Settings] = []
 
     def run(settings: Settings, *_: Any) -> int:
@@ -58,7 +58,8 @@ def test_flags_of_serve_reach_the_workers_and_wrong_names_are_refused(
     assert serve() == serve(strategy="promoe", warm_start=False, policy="lru", expert_cache="25%") == 0
     assert dict(os.environ) == before
     plain, chosen = (size_of(tiny(), settings) for settings in started)
-    assert plain.options.keys().isdisjoint(("strategy", "warm_start", "policy"))  # the worker's environment has them
+    # The worker reads the default values from its environment.
+    assert plain.options.keys().isdisjoint(("strategy", "warm_start", "policy"))
     assert [chosen.options[name] for name in ("strategy", "warm_start", "policy")] == ["promoe", False, "lru"]
     assert chosen.plan and plain.plan and chosen.plan.n_slots * 4 == plain.plan.n_slots
     for wrong in ({"strategy": "promo"}, {"policy": "promo"}):
@@ -133,7 +134,7 @@ def test_serve_applies_mmproj_and_adapter_to_its_one_model(
     write_adapter(tmp_path / "b.gguf", "qwen2moe", "blk.0.ffn_gate_exps.weight", (16, 64, 128)).rename(adapter)
     assert catalog.find(entry.name).weights != entry.weights
     adapter.rename(tmp_path / "gone.gguf")
-    assert catalog.find(entry.name) is entry  # a loaded model stays usable
+    assert catalog.find(entry.name) is entry  # A loaded model stays usable after its adapter's file is gone.
     (tmp_path / "gone.gguf").rename(adapter)
     for models in (None, [str(path), "demo"]):
         with pytest.raises(OptionError, match="--mmproj belongs to one model"):

@@ -46,7 +46,7 @@ def test_heatmap_has_a_letter_for_each_state() -> None:
 def test_heatmap_groups_experts_on_a_narrow_terminal() -> None:
     state = np.zeros((1, 64), np.uint8)
     uses = np.zeros((1, 64), np.uint8)
-    state[0, :9] = 2  # all of the first group of eight, and one of the second
+    state[0, :9] = 2  # all eight experts of the first group, and one expert of the second group
     uses[0, 8] = 1
     state[0, 24] = 1
     uses[0, 40] = 1
@@ -284,7 +284,7 @@ def test_a_frame_of_top_fits_the_terminal(width: int, height: int, n_models: int
     models = models_of(*(f"hf.co/user/a-model-with-a-long-name:{i}" for i in range(n_models)), n_layer=48)
     lines = frame(models, width, height)
     assert max(map(len, lines)) <= width
-    least = 2 + 6 * n_models + 7  # a head, the figures of each model, and a legend of up to seven lines
+    least = 2 + 6 * n_models + 7  # two head lines, six lines for each model, and a legend of at most seven lines
     assert len(lines) <= max(height, least)
 
 
@@ -298,7 +298,7 @@ def test_a_reloaded_model_starts_its_counts_anew() -> None:
 def test_models_unloaded_by_the_server_leave_the_view() -> None:
     models = models_of("a:latest", "b:latest")
     apply_line(models, {"loaded_models": ["b:latest"]})
-    apply_line(models, line_of(30, "a:latest"))  # a last snapshot, sent before the unload
+    apply_line(models, line_of(30, "a:latest"))  # the last snapshot, which was sent before the unload
     assert list(models) == ["b:latest"]
     apply_line(models, {"loaded_models": []})
     assert any("No model is loaded" in line for line in frame(models, 80, 24))

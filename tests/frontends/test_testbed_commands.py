@@ -124,7 +124,7 @@ def test_serve_loads_own_classes_from_its_command_line_only(tmp_path: Path) -> N
     with serving(tmp_path / "server", "--policy", POLICY, "--expert-cache", "25%") as server:
 
         def decided_by(model: str, **options: str) -> str:
-            """Returns the policy of an answer."""
+            """Returns the name of the policy that decided during an answer."""
             chat = {"model": model, "messages": [{"role": "user", "content": "hi"}], "details": True}
             body = {**chat, **options, "options": {"num_predict": 2, **options}}
             lines = httpx.post(f"{server.url}/api/chat", json=body, timeout=60).text.splitlines()

@@ -59,7 +59,7 @@ def test_simulate_with_a_link_prints_stalls_and_speed(here: Command, recorded: P
     assert done.returncode == 0, done.stderr
     stalls = done.stdout[done.stdout.index("Stall") : done.stdout.index("Decoded tokens per second")].splitlines()[2:4]
     none, skip = (float(line.split()[-1]) for line in stalls)
-    assert 0 < skip <= none  # prefetching stops where it does not pay
+    assert 0 < skip <= none  # the watchdog stops prefetching where it does not reduce stalls
     speeds = done.stdout[done.stdout.index("Decoded tokens per second") :].splitlines()[2:4]
     assert all(0 < float(line.split()[-1]) < 1000 for line in speeds)
 
@@ -176,7 +176,8 @@ def test_an_interrupted_recording_leaves_no_partial_file(recorded: Path, tmp_pat
     out, partial = tmp_path / "t.npz", tmp_path / "t.npz.partial"
     out.write_bytes(b"an older trace")
     with started("trace", "record", "demo", "--prompts", tmp_path / "p.txt", "-o", out, "-t", 1) as process:
-        until(lambda: partial.exists() and partial.stat().st_size, 60)  # passes are recorded: the model is loaded
+        # Bytes in the partial file: the model is loaded, and passes are being recorded.
+        until(lambda: partial.exists() and partial.stat().st_size, 60)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
     assert (process.returncode, said) == (130, "")

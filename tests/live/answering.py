@@ -1,7 +1,7 @@
 """Computes answers in the process of a test.
 
-`Answer` computes one answer in a loop of its own. Other helpers compute many answers in a loop of many sequences. Tests
-act at numbered steps of this loop, so that results do not depend on time.
+`Answer` computes one answer in its own loop. The other helpers compute many answers in one `BatchLoop`, with a sequence
+for each. Tests act at numbered steps of this loop, so that results do not depend on time.
 """
 
 from __future__ import annotations
@@ -129,7 +129,10 @@ class Received:
 
 
 class Scripted:
-    """A schedule that chooses as `inner` does, and calls `before` with the number of each step."""
+    """A schedule that selects the sequences that `inner` selects, or all without `inner`.
+
+    It calls `before` with the number of each step.
+    """
 
     def __init__(self, before: Callable[[int], object] = lambda step: None, inner: Schedule | None = None) -> None:
         self._before = before
@@ -157,7 +160,7 @@ def running(llm: Llama, schedule: Schedule | None = None, step_tokens: int | Non
 
 @contextmanager
 def started(loop: BatchLoop) -> Iterator[BatchLoop]:
-    """Yields `loop`, which runs on a thread of its own until the end."""
+    """Runs `loop` on a thread of its own and yields the loop. Closes the loop at the end of the `with` block."""
     thread = threading.Thread(target=loop.run, name="loop")
     thread.start()
     try:
@@ -179,7 +182,10 @@ def answers_of(loop: BatchLoop, requests: list[Request]) -> list[Received]:
 def answers_together(
     llm: Llama, requests: list[Request], schedule: Schedule | None = None, step_tokens: int | None = None
 ) -> list[Received]:
-    """Returns the answers to `requests`. All arrive before the first step, so steps do not depend on threads."""
+    """Returns the answers to `requests`.
+
+    All requests arrive before the first step, so the timing of threads changes no step.
+    """
     loop, received = BatchLoop(llm, schedule, step_tokens), [Received() for _ in requests]
     for n, (request, events) in enumerate(zip(requests, received, strict=True)):
         loop.submit(request, events)

@@ -22,8 +22,8 @@ Own = Callable[..., Path]
 def reference() -> Reference:
     """Returns `reference(path, n_ubatch=512, repack=True)`, which computes greedy logits with plain llama.cpp.
 
-    llama.cpp comes from the build that is tested. With `resident=True` the logits come from the expert store, with a
-    slot for every expert.
+    llama.cpp comes from the build that is tested. With `resident=True`, moegguf's expert store computes the logits
+    instead, with a slot for every expert.
     """
     from running import N_NEW, N_PROMPT, Llama, WithoutRepacking, greedy_logits, hooks_off, random_prompt
 

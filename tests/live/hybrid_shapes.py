@@ -1,4 +1,4 @@
-"""Random models, in F32, of the hybrid architectures that tools/make_model.py has no shape of.
+"""Writes random models in F32, of the hybrid architectures for which tools/make_model.py has no shape.
 
 Names and dimensions are as the pinned llama.cpp loads them (src/models/*.cpp). Dimensions are in numpy's order.
 """
@@ -19,7 +19,7 @@ from tools.models.writer import add_tokenizer
 N_EMBD, N_HEAD, HEAD_DIM, N_FF, N_EXPERT, N_VOCAB, D_CONV = 128, 4, 32, 64, 8, 1024, 4
 WIDTH = N_HEAD * HEAD_DIM
 KV_RANK, Q_RANK, MLA_HEAD, N_ROT = 64, 48, 48, 16
-LAYERS = "rara"  # a layer with a recurrent state, and one with attention
+LAYERS = "rara"  # the kinds of the four layers: r has a recurrent state, a has attention
 SIGMOID = int(ExpertGatingFuncType.SIGMOID)
 SOFTMAX = int(ExpertGatingFuncType.SOFTMAX)
 
@@ -34,7 +34,7 @@ class Shape:
     keys: Keys
     recurrent: Dims
     attention: Dims
-    rest: Dims  # tensors that every layer has
+    rest: Dims  # tensors that every layer has, of both kinds
     outer: Dims
 
 

@@ -30,7 +30,7 @@ N_PROMPT, N_NEW = 120, 16
 
 
 class WithoutRepacking(Llama):
-    """Plain llama.cpp, but without the CPU's interleaved layout of weights. A pool of plain slots lacks it, too."""
+    """Plain llama.cpp without the CPU's interleaved layout of weights, as in a pool whose slots are not repacked."""
 
     def _attach_model(self, params: Structure) -> None:
         super()._attach_model(params)
@@ -59,7 +59,10 @@ def greedy_logits(
 
 
 def share_for(path: Path, n_slots: int, device: str | None = None) -> int:
-    """Returns a budget in bytes for exactly `n_slots` slots of the CPU, of a device, or in RAM below a device."""
+    """Returns the bytes of a budget for exactly `n_slots` slots.
+
+    The slots are on `device`; with None they are in the CPU's memory, or in RAM below a device.
+    """
     from moegguf.engine.plan import slot_bytes
     from moegguf.native.slot_sizes import padded
 

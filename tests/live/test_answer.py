@@ -75,7 +75,8 @@ def test_the_error_for_a_too_long_prompt_states_its_length(demo: Llama) -> None:
     for form in ({"truncate": False}, {"shift": False}):
         with pytest.raises(ContextError, match=rf"Requested tokens \({n_tokens}\) exceed context window of 512; "):
             Answer(demo, ask("word " * 40_000, **form))
-    with pytest.raises(ContextError, match=r"\((249|250)\d{5}\) exceed context window"):  # the length is estimated
+    # The length of such a long text is only estimated.
+    with pytest.raises(ContextError, match=r"\((249|250)\d{5}\) exceed context window"):
         Answer(demo, ask("xy " * 12_500_000, truncate=False))
 
 

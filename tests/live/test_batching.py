@@ -103,7 +103,7 @@ def assert_same(received: list[TokenLogprob], alone: list[TokenLogprob]) -> None
 
 
 class RandomSubset:
-    """Computes any of the running sequences."""
+    """A schedule that computes a random subset of the running sequences in each step."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
@@ -129,7 +129,7 @@ def test_random_interleavings_give_the_answers_of_solo_requests(block: int, pair
             poisoned.add(i)
             options["logit_bias"] = {one.n_vocab(): 1.0}
         elif random.random() < 0.1:
-            options["seed"] = 1  # a request with a seed reuses no prefix
+            options["seed"] = 1  # a request with a seed reuses no computed prefix
         requests.append(of_tokens(one, tokens, **options))
         received.append(Received())
 
@@ -148,7 +148,7 @@ def test_random_interleavings_give_the_answers_of_solo_requests(block: int, pair
             cancelled.add(i)
             loop.cancel(submitted[i])
         if random.random() < 0.05:
-            arm_fault("read", 1)  # fails once, so the sequences with this expert read it again
+            arm_fault("read", 1)  # The next read fails once. Each sequence that needs this expert reads it again.
 
     schedule = Scripted(meddle, RandomSubset(random))
     with running(many, schedule, step_tokens=int(random.integers(1, 64))) as loop:
@@ -181,7 +181,7 @@ def test_equal_steps_beside_other_tokens_give_equal_bits(pair: tuple[Llama, Llam
         many.context.clear()
         received = answers_together(
             many, requests, step_tokens=16
-        )  # the order of the requests decides which cells each of them gets
+        )  # the KV cells of each request depend on the order of the requests
         assert [events.error for events in received] == [None] * len(requests)
         return received[target].logprobs
 

@@ -1,4 +1,4 @@
-"""Tests `moegguf bench`, a measurement of tools/gpu_trial.py, and random models with the routing of a real model."""
+"""Tests `moegguf bench`, the measurement of tools/gpu_trial.py, and random models with the routing of a real model."""
 
 import json
 from collections.abc import Callable
@@ -85,9 +85,9 @@ def test_bench_after_a_text_at_a_depth_gives_the_same_tokens(tiny: Callable[...,
 
 
 def test_a_run_killed_by_its_memory_limit_is_a_result(tiny: Callable[..., Path]) -> None:
-    limit = 8 << 20  # Python alone uses more
+    limit = 8 << 20  # even an idle Python process uses more
     if limit_fault(limit):
-        return  # this machine cannot limit memory
+        return  # this machine cannot limit memory, so nothing is tested
     spec = Spec(str(tiny()), (Test(4, 0),), expert_cache="100%")
     outcome = ProcessRunner(limit)(make_systems(spec, ["100%"], [])[0])
     assert outcome.error == KILLED
@@ -153,14 +153,15 @@ def assert_hits_as_published(trace: Trace, locality: str) -> None:
         assert result.hit_rate == pytest.approx(published, abs=0.03), share
 
 
-CASES = zip(product(LOCALITIES, (1.0, 0.0)), cycle(SHAPES), strict=False)  # each shape with one of them
+# All pairs of locality and temperature; the shapes of SHAPES are used in turn.
+CASES = zip(product(LOCALITIES, (1.0, 0.0)), cycle(SHAPES), strict=False)
 
 
 @pytest.mark.parametrize(("locality", "temperature", "arch"), [(*case, arch) for case, arch in CASES])
 def test_random_models_hit_at_the_published_rates(tmp_path: Path, locality: str, temperature: float, arch: str) -> None:
     trace = recorded(model(tmp_path, locality, arch), temperature)
     assert trace.n_tokens > 500
-    assert len(set(trace.tokens.tolist())) > trace.n_tokens / 2  # the answer is no loop
+    assert len(set(trace.tokens.tolist())) > trace.n_tokens / 2  # the answer does not repeat itself in a loop
     assert_hits_as_published(trace, locality)
 
 
@@ -188,7 +189,11 @@ SIZES = {"n_prompt": 40, "n_decode": 8, "n_ctx": 256, "n_ubatch": 32}
 @pytest.mark.parametrize("path", [("tiny-mix", "q4_0")], indirect=True)
 @on_servers()
 def test_gpu_measurements_of_llama_cpp_and_moegguf_have_the_same_tokens(path: Path) -> None:
-    """Measures loads with all on the device, some experts there, all on the CPU, and moegguf with 60 % of experts."""
+    """Compares the tokens of four loads: three of llama.cpp and one of moegguf.
+
+    llama.cpp computes every expert on the device, some of them there, or all on the CPU. moegguf has slots for 60 % of
+    the experts.
+    """
     from tools.gpu import measure
 
     def measured(each: Case) -> dict[str, Any]:

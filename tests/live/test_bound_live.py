@@ -22,7 +22,7 @@ from moegguf.native.store import StoreOptions
 from moegguf.trace.simulate import SimOptions, Simulation
 
 Test.__test__ = False  # type: ignore[attr-defined]
-MOST_PCT = 105  # the link may be a little slower while it is measured
+MOST_PCT = 105  # a measured speed may exceed the bound a little, because the link's own measurement was slower
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ N_SLOTS = 24
 
 
 def begun(load: Load, path: Path, test: Test) -> tuple[Any, list[list[int]]]:
-    """Returns a small model with slots for some experts, and the tokens of each sequence."""
+    """Returns a loaded small model with slots for some of its experts, and the tokens of each sequence of `test`."""
     llm = load(
         path, strategy="lru", expert_cache=share_for(path, N_SLOTS), store=StoreOptions(sweep=False),
         n_seq_max=test.n_parallel, logits_all=False, flash_attn=None, n_ctx=64, context_store=0,

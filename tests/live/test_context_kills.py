@@ -1,7 +1,7 @@
-"""Kills processes at random moments while they write contexts to disk. Answers keep their bits, and blocks are whole.
+"""Kills processes at random moments while they write contexts to disk. All answers and all stored blocks stay right.
 
-A few are killed in every run; `make slow` kills the others. MOEGGUF_SLOW_KILLS sets the number of processes for each
-model.
+A few processes are killed in every run; `make slow` kills the others. MOEGGUF_SLOW_KILLS sets the number of killed
+processes for each model.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from moegguf.quantities import parse_size
 N_KILLS = int(os.environ.get("MOEGGUF_SLOW_KILLS", "500"))
 KILLS_OF_A_TEST = 50
 N_PROMPTS, N_NEW = 16, 6
-STORES = {"demo": "24MiB", "tiny-qwen35moe": "3MiB"}  # hold some of the prompts' blocks, so that others leave
+# Room for some of the blocks of the prompts, so that old blocks are deleted.
+STORES = {"demo": "24MiB", "tiny-qwen35moe": "3MiB"}
 QUICK_KILLS = 3
-LONGEST_S = 0.5  # the longest time from a first answer to the kill
+LONGEST_S = 0.5  # the longest time in seconds from the first answer of a process to its kill
 
 
 def prompts(n_vocab: int) -> list[list[int]]:
@@ -74,7 +75,10 @@ def started(
 
 @dataclass(frozen=True)
 class Killed:
-    """A model whose processes are killed, the folder of their contexts, and the answers of a process without it."""
+    """A model whose processes are killed, and the folder of their contexts. `store` is the size limit of the folder.
+
+    `expected` has the answer to each prompt by a process that stores no contexts.
+    """
 
     model: Path
     folder: Path

@@ -34,7 +34,7 @@ OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "ve
 LINK = Link(8e9, 5e-6)
 DEVICE_BYTES = 256 << 20
 WEIGHED_AT = WatchdogOptions().warm_tokens + WatchdogOptions().weighed_tokens  # tokens
-# Slots do not know what a layer does before its experts: models with a recurrent state are left out.
+# Slots do not depend on the parts of a layer before its experts, so models with a recurrent state are left out.
 TINY = [name for name, shape in PRESETS.items() if name.startswith("tiny-") and "r" not in shape.mixers]
 QUANTS = pytest.mark.parametrize("path", [("tiny-qwen2moe", "q4_0"), ("tiny-qwen2moe", "q4_k_m")], indirect=True)
 
@@ -225,10 +225,11 @@ def test_a_device_out_of_memory_leaves_the_model_usable(path: Path) -> None:
 
 @on_servers()
 def test_a_context_without_room_takes_memory_of_slots(path: Path) -> None:
-    """A context that does not fit beside the slots leaves memory for fewer slots, and the load succeeds."""
+    """A context that does not fit beside 60 slots makes the load use fewer slots. The load succeeds."""
     with behind_a_link(path, 60, 40) as llm:
         expected, most = short_logits(llm), find_gpus()[0]
-        used = most.total_bytes - most.free_bytes - llm.plan.staging_bytes  # prompts are not staged where it is short
+        # The smaller device below has no staging tensors.
+        used = most.total_bytes - most.free_bytes - llm.plan.staging_bytes
     short = add_link_device(LINK, strict_seed=1, memory_bytes=used - 10 * llm.plan.slot_bytes)
     budgets = {"vram_cache": share_of(path, 60), "expert_cache": share_of(path, 40)}
     with pytest.warns(UserWarning, match=f"{short} has no memory for weights and a context beside 60 expert slots"):
@@ -278,7 +279,7 @@ def test_prefetching_on_a_device_begins_after_the_link_is_measured(path: Path) -
 
 
 def check_resized_slots(path: Path, device: str) -> None:
-    """Fails unless logits equal plain llama.cpp's on the device while the numbers of slots change before each pass.
+    """Compares logits to plain llama.cpp's on the device, while the numbers of slots change before each pass.
 
     The prompt is staged.
     """

@@ -21,7 +21,7 @@ from moegguf.testing.link_device import add_link_device
 OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "verbose": False}
 DEVICE_BYTES = 256 << 20
 LINK = Link(8e9, 5e-6)
-REMEDIES = {"a": 1, "b": 2, "c": 4, "d": 8, "e": 16, "f": 32}  # the values of tools/gpu/short_plan.py
+REMEDIES = {"a": 1, "b": 2, "c": 4, "d": 8, "e": 16, "f": 32}  # the bits of SWITCHES in tools/gpu/short_plan.py
 
 
 def strict_devices(n: int) -> list[str]:
@@ -75,7 +75,10 @@ def test_ids_are_copied_only_with_absent_experts_or_a_watcher(path: Path) -> Non
     layout = read_layout(path)
 
     def evaluate(llm: Llama) -> tuple[str, Logits]:
-        """Returns the ids ("slot" or "own") that a new graph multiplies by, "" for a repeated graph, and logits."""
+        """Evaluates one token. Returns the kind of ids by which the graph multiplies, and the logits.
+
+        The kind is "slot" for slot ids, "own" for the model's expert ids, and "" if no new graph was built.
+        """
         before = llm.stats()
         llm.reset()
         logged = scheduled(lambda: llm.eval([5]))

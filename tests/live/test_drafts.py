@@ -241,7 +241,8 @@ def test_mtp_heads_draft_and_change_no_token(load: Load, tiny: TinyModel, eager:
         assert [*map(facts, drafted)] == [*map(facts, undrafted)]
         assert counted.drafted_tokens > counted.accepted_tokens > 0
     for draft in ("off", "ngram"):
-        with heads_of(load, path, draft=draft) as plain:  # this model computes its last layer for fewer tokens
+        # The last layer is computed for fewer tokens if no heads are loaded.
+        with heads_of(load, path, draft=draft) as plain:
             assert not plain.layout.loads_heads
             assert [*map(facts, answered(plain, requests, None))] == [*map(facts, undrafted)]
 
@@ -251,7 +252,8 @@ def test_mtp_heads_continue_after_a_context_computed_without_them(load: Load, ti
         requests = [request(0, max_tokens=20), request(0, max_tokens=30, temperature=1.0, seed=5), request(1)]
         undrafted = [answered(llm, [each], None)[0] for each in requests]
         llm.context.clear()
-        for wanted, each in zip(undrafted, requests, strict=True):  # the second begins with the first's context
+        # The second request reuses the context of the first one.
+        for wanted, each in zip(undrafted, requests, strict=True):
             (received,) = answers_together(llm, [each])
             assert facts(received) == facts(wanted)
 

@@ -224,11 +224,13 @@ def test_mypy_accepts_a_right_program_and_reports_mistakes(tmp_path: Path) -> No
     api = pytest.importorskip("mypy.api", reason="mypy is not installed")
     for name, program in (("right", SAMPLE), ("wrong", MISTAKES)):
         (tmp_path / f"{name}.py").write_text(program)
-    config = tmp_path / "mypy.ini"  # other packages are Any: to read their sources takes most of the time
+    # Mypy treats other packages as Any, because reading their sources would take most of the time.
+    config = tmp_path / "mypy.ini"
     config.write_text("[mypy]\nfollow_imports = skip\n[mypy-moegguf.*]\nfollow_imports = silent\n")
     options = (f"--config-file={config}", f"--cache-dir={tmp_path}")
     recursion_limit = sys.getrecursionlimit()
     written, _, _ = api.run([*options, *map(str, tmp_path.glob("*.py"))])
-    sys.setrecursionlimit(recursion_limit)  # mypy raises it, which other tests of this process would notice
+    # Mypy raises this limit, and other tests in this process would notice the change.
+    sys.setrecursionlimit(recursion_limit)
     assert re.findall(r"(\w+)\.py:\d+: error", written) == ["wrong"] * 5, written
     assert 'note: Revealed type is "moegguf.engine.plan.Plan"' in written

@@ -1,7 +1,7 @@
-"""Tests failed reads, failed allocations and raising callbacks. Each gives a typed error or the expected tokens.
+"""Tests failed reads, failed allocations and callbacks that raise. Each leads to a typed error or the expected tokens.
 
-Afterwards the model computes as before. The library fails the Nth operation of a kind; N grows until a run has fewer
-operations.
+Afterwards the model computes as before. A test makes the Nth operation of a kind fail, for growing N, until a run has
+fewer than N operations.
 """
 
 import shutil
@@ -35,13 +35,19 @@ def operations(kind: str) -> int:
 
 
 def faults(*kinds: str) -> list[Any]:
-    """Returns each kind of fault, once and permanently, without a permanently interrupted read, which never ends."""
+    """Returns parameters (kind, sticky): each kind of fault occurs once (False) or from then on (True).
+
+    A read that is interrupted every time is left out, because it would never end.
+    """
     every = [(kind, sticky) for kind in kinds for sticky in (False, True) if (kind, sticky) != ("eintr", True)]
     return [pytest.param(*each, id=f"{each[0]} {'for good' if each[1] else 'once'}") for each in every]
 
 
 def growing() -> Iterator[int]:
-    """Yields 1, 2, 3, ..., then steps of a third, because only early operations differ from each other."""
+    """Yields 1, 2, 3, ..., and later numbers in steps of a third.
+
+    Only early operations differ from each other, so most late operations are skipped.
+    """
     n = 1
     while True:
         yield n
@@ -139,7 +145,7 @@ def test_a_read_error_of_llama_cpp_in_a_load_raises_expert_io_error(
 
 
 def wait_for_a_read(llm: Llama) -> None:
-    """Returns while a pass waits for the disk."""
+    """Waits until a pass waits for the disk."""
     until(lambda: llm.session.store.counters()["chunks_reading"])
 
 

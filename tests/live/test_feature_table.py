@@ -27,7 +27,7 @@ STEPS_BACK = (399, 64, 8, 1)
 
 @dataclass(frozen=True)
 class Kind:
-    """A class of models: its name, the presets that have its parts, and a matrix of the first layer."""
+    """A class of models: its name, the presets that belong to it, and the name of a matrix in the first layer."""
 
     name: str
     presets: tuple[str, ...]
@@ -76,7 +76,10 @@ def last_logits(llm: Llama) -> bytes:
 
 
 def adapted(path: Path, shape: Shape, matrices: dict[str, str], folder: Path, plain: bytes) -> str:
-    """Returns the parts of a model that an adapter changes. matrices: one by the name of the part."""
+    """Returns "yes" if an adapter changes the logits through each of `matrices`, else the names of the parts that do.
+
+    `matrices` has one matrix for each part of a model, by the name of the part.
+    """
     shapes = {tensor.name: tensor.shape for tensor in tensors(shape, "q4_0")}
     found = []
     for part, matrix in matrices.items():

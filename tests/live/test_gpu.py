@@ -24,7 +24,8 @@ Plain = Callable[..., Logits]
 OPTIONS: dict[str, Any] = {"n_ctx": 256, "n_threads": 1, "logits_all": True, "verbose": False}
 N_UBATCH = 64
 
-# Around the widest pass of matrix-vector kernels (4 or 8), the tiles of matrix kernels (16, 32), and beyond them.
+# Numbers of tokens in a pass. They lie around the widest pass of matrix-vector kernels (4 or 8) and around the tiles of
+# matrix kernels (16, 32).
 BATCHES = (1, 2, 4, 8, 9, 16, 32, 33)
 TINY = [name for name in PRESETS if name.startswith("tiny-")]
 
@@ -84,7 +85,7 @@ def random_tokens(n_tokens: int, seed: int = 0) -> list[int]:
 
 
 def slots_of(path: Path, size: str) -> tuple[int, int]:
-    """Returns the numbers of slots on the GPU and in RAM."""
+    """Returns the numbers of slots on the GPU and in RAM for a size: "least", "one layer", "40%" or "all but one"."""
     layout = read_layout(path)
     share = layout.n_expert_total * 2 // 5
     return {
@@ -104,13 +105,14 @@ def check_identity(
     with Llama(path, vram_cache=vram, expert_cache=ram, store=store, n_ubatch=n_ubatch, **OPTIONS) as llm:
         assert llm.plan.device == device.name
         with Meddler(llm.session.store):
-            for _ in range(20):  # a run may not use the only expert without a slot
+            for _ in range(20):  # up to 20 runs, because one run may never use the single expert that has no slot
                 logits = logits_of(llm, prompt, n_tokens)
                 tiers = llm.session.tiers()
                 if all(tiers[name]["evictions"] for name in ("VRAM", "RAM")):
                     break
         n_ubatch = llm.plan.n_ubatch
-        n_staged = llm.plan.staging_slots_bytes // llm.plan.slot_bytes  # slots of the VRAM budget, used for staging
+        # Slots of the VRAM budget whose memory is used for staging tensors.
+        n_staged = llm.plan.staging_slots_bytes // llm.plan.slot_bytes
     # A pool smaller than a layer may read a prompt in smaller passes, for which kernels sum in another order. The
     # reference has passes of equal size.
     assert np.isfinite(logits).all()

@@ -1,4 +1,4 @@
-"""Tests passes of several requests: their sequences in events, their exact replay, and groups of a schedule."""
+"""Tests passes of several requests: their sequences in events, their exact replay, and the groups of the schedule."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -30,9 +30,9 @@ N_SEQUENCES, N_PROMPT, N_DECODE = 4, 5, 6
 
 
 def decode_together(llm: Llama, after_each: Callable[[list[int]], object] = lambda rows: None) -> None:
-    """Evaluates prompts in two passes of two, then passes with a random token of each sequence.
+    """Evaluates the prompts of the sequences in two passes, then passes with one random token of each sequence.
 
-    Calls `after_each` with the rows of logits of the latter passes.
+    Calls `after_each` after each of these later passes, with the row numbers of its logits.
     """
     random = np.random.default_rng(0)
     tokens = random.integers(0, llm.n_vocab(), (N_SEQUENCES, N_PROMPT + N_DECODE)).tolist()
@@ -67,7 +67,7 @@ def test_replay_of_a_recorded_batch_has_its_counters(
     assert lengths == [N_PROMPT + N_DECODE] * N_SEQUENCES
     prompts = trace.phase_of == Phase.PREFILL
     assert np.count_nonzero(prompts) == N_SEQUENCES * N_PROMPT
-    last = trace.expert_ids[-1, prompts, 0] >= 0  # the last layer: for one token of each prompt
+    last = trace.expert_ids[-1, prompts, 0] >= 0  # the last layer is computed for the last token of each prompt only
     assert last.tolist() == [*[False] * (N_PROMPT - 1), True] * N_SEQUENCES
     chosen = make_policy(policy, shape, None)  # type: ignore[arg-type]
     replay = Simulation(trace, chosen, ahead, n_slots).run()
@@ -111,12 +111,15 @@ def test_predicting_for_several_sequences_changes_no_logit(tiny: TinyModel, pred
         while True:
             assert np.array_equal(logits(llm), expected)
             if llm.stats().prefetch_started > 0 or time.monotonic() > deadline:
-                break  # earlier, the threads that predict and read had no core
+                break  # an earlier run may have no prefetch, if the threads that predict and read got no processor core
         assert llm.stats().prefetch_started > 0 and llm.stats().evictions > 0
 
 
 class Counted:
-    """A schedule that counts the decoding sequences, among the chosen ones and among all running ones."""
+    """A schedule that selects as `inner` does.
+
+    It counts the decoding sequences, both among the selected ones and among all running ones.
+    """
 
     def __init__(self, inner: ExpertFlow) -> None:
         self.inner = inner

@@ -1,4 +1,7 @@
-"""Tests models with a recurrent state: the expert store changes no bit, and files have MTP heads."""
+"""Tests models with a recurrent state.
+
+The expert store changes no bit of their logits, and files may have MTP heads.
+"""
 
 from collections.abc import Callable
 from time import monotonic
@@ -18,7 +21,7 @@ HYBRIDS = [
     "tiny-deepseek4",
 ]  # fmt: skip
 WITH_HEADS = ["tiny-qwen35moe", "tiny-nemotron", "tiny-deepseek4"]
-# More tokens than a chunk of a state, a compressed key and a sliding window have.
+# More tokens than a chunk of the recurrent state, than the tokens of one compressed key, and than a sliding window.
 N_PROMPT = 150
 N_NEW = 12
 

@@ -73,7 +73,8 @@ def pair(
     else:
         path = tiny(request.param)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # hides the warning that bits depend on the pass
+        # Hides the warning that an answer's last bits depend on the other tokens of a pass.
+        warnings.simplefilter("ignore")
         many = Llama(path, n_seq_max=N_SEQ, expert_cache="40%", draft="ngram", context_store=0, **OPTIONS)
     with many, Llama(path, draft="off", context_store=0, **OPTIONS) as one:
         yield many, one
@@ -341,7 +342,8 @@ def test_states_and_snapshots_have_the_planned_bytes(
 def test_mtp_heads_draft_and_change_no_token(tiny: TinyModel, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafting, "DraftGate", Eager)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # hides the warning that bits depend on the pass
+        # Hides the warning that an answer's last bits depend on the other tokens of a pass.
+        warnings.simplefilter("ignore")
         llm = Llama(tiny(preset), n_seq_max=3, expert_cache="40%", draft="mtp", context_store=0, **OPTIONS)
     with llm:
         assert llm._drafts.in_use == "mtp" and llm.plan.n_rs_seq == N_BACK

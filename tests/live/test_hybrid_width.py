@@ -38,7 +38,8 @@ STATES = {
     "kimi-k3": {"GATED_DELTA_NET", "SSM_CONV"},
     "glm5-next": {"GATED_DELTA_NET", "SSM_CONV", "LIGHTNING_INDEXER", "TOP_K"},
 }
-OWN_CELLS = ("tiny-qwen4exp", "tiny-deepseek4")  # a sequence may have cells of its own in these
+# Models in which each sequence may have its own KV cells; they are also tested without shared cells.
+OWN_CELLS = ("tiny-qwen4exp", "tiny-deepseek4")
 N_TOKENS = 200
 N_TOGETHER = 126
 N_VOCAB = 1024
@@ -48,7 +49,7 @@ Write = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def write(tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Write:
-    """`write(name)`: a random model of a preset, or of an architecture that has none."""
+    """Returns `write(name)`, which writes a random model of a preset, or of an architecture of hybrid_shapes.py."""
     folder = tmp_path_factory.mktemp("hybrids")
 
     def write(name: str) -> Path:
@@ -79,7 +80,7 @@ class Sequences:
         self._batch = PassBatch(settings.n_batch)
 
     def compute(self, *chunks: SequenceTokens) -> list[bytes]:
-        """Computes a pass. Returns the logits of each token of the chunks that want logits."""
+        """Computes a pass. Returns the logits of each token for which a chunk requests logits."""
         self._batch.fill(chunks)
         status = self._llama.llama_decode(self._context, self._batch.batch)
         assert status == 0, f"llama_decode: status {status}"

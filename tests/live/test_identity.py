@@ -23,7 +23,8 @@ TWO_MODELS = [("tiny-qwen2moe", "q4_0"), ("tiny-mix", "q4_k_m")]
 SIZES = ("minimum", "one layer", "40%", "all")
 READERS = [(1, 1), (2, 3), (4, 1)]  # (reader threads, files of the split)
 ALL_OFF = {"chunked": False, "preempt": False, "overlap": False, "sweep": False, "direct": False}
-# Not every combination of values runs here. tests/native/test_store_model.py combines switches, readers and sizes.
+# Only some combinations of these values run here. tests/native/test_store_model.py combines switches, reader threads
+# and pool sizes.
 POOLS = [(model, size, (m + s) % 2 == 0) for m, model in enumerate(MODELS) for s, size in enumerate(SIZES)]
 WAYS = [
     (model, *READERS[(m + n) % len(READERS)], switches)
@@ -94,7 +95,7 @@ def test_logits_are_identical_for_every_store_switch_and_reader_count(
 
 @pytest.mark.skipif("avx2" not in read_processor().flags, reason="Q4_0 of 8 rows is interleaved with AVX2 only")
 def test_q4_0_rows_are_written_past_the_cache(tiny: TinyModel, load: Load) -> None:
-    for quant, written in (("q4_0", True), ("q8_0", False)):  # other tests compare the logits
+    for quant, written in (("q4_0", True), ("q8_0", False)):  # other tests compare the logits of these models
         with load(tiny("tiny-qwen2moe", quant), expert_cache="40%") as llm:
             info = llm.session.store.info()
             assert info["n_uncached"] == (len(llm.session.layout.matrices) if written else 0)

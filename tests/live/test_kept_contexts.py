@@ -93,7 +93,8 @@ def test_a_restored_context_continues_with_the_same_bits(
     with engine(model, parallel=n_parallel) as later:
         found = answer(later, longer)
         assert (found.text, found.logprobs) == (expected.text, expected.logprobs)
-        assert computed(found) == (71, len(longer) - 71)  # the last token of the answer was not evaluated
+        # 70 new tokens and the last token of the previous answer, which was not evaluated.
+        assert computed(found) == (71, len(longer) - 71)
 
 
 @pytest.mark.parametrize("name", ["demo", "iswa"])
@@ -118,7 +119,8 @@ def test_recurrent_states_are_stored_and_damaged_ones_computed_again(tiny: TinyM
         first_turn = answer(never_stopped, prompt)
         longer = [*first_turn.summary.context, *prompt_of(70, seed=1)]
         expected = answer(never_stopped, longer)
-        assert computed(expected) == (71, 0)  # the last token of the answer was not evaluated
+        # 70 new tokens and the last token of the previous answer, which was not evaluated.
+        assert computed(expected) == (71, 0)
     with engine(model) as first:
         assert answer(first, prompt).logprobs == first_turn.logprobs
     with engine(model) as later:
@@ -127,7 +129,7 @@ def test_recurrent_states_are_stored_and_damaged_ones_computed_again(tiny: TinyM
         assert computed(found) == (71, len(longer) - 71)
     with engine(model) as again:
         assert computed(answer(again, [*prompt, *prompt_of(5, seed=2)])) == (6, N_PROMPT - 1)
-        assert computed(answer(again, prompt)) == (1, 0)  # the sequence goes back to a state
+        assert computed(answer(again, prompt)) == (1, 0)  # the sequence returns to a stored state within its tokens
     for block in stored_blocks(default_folder()):
         block.path.write_bytes(block.path.read_bytes()[:-1] + b"?")
     with engine(model) as damaged:
@@ -172,7 +174,8 @@ def test_other_options_or_weights_reuse_no_stored_block(tiny: TinyModel, tmp_pat
         answer(first, prompt)
     data = bytearray(path.read_bytes())
     norm = next(tensor for tensor in read_gguf(path).tensors if tensor.name == "blk.0.attn_norm.weight")
-    data[norm.offset : norm.offset + norm.n_bytes] = bytes(norm.n_bytes)  # another training of the same shape
+    # Zeros stand for another training of a model with this shape.
+    data[norm.offset : norm.offset + norm.n_bytes] = bytes(norm.n_bytes)
     copy.write_bytes(data)
     os.utime(copy, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
     for options in ({"type_k": 0}, {"rope_freq_base": 1e4}, {"flash_attn": False}, {"model": copy}):
@@ -212,7 +215,10 @@ def block_paths() -> list[Path]:
 
 
 def crafted(path: Path, index: int) -> None:
-    """Writes a wrong value into a block (type of K, number of rows or position) with the right checksum."""
+    """Writes a block with a wrong value and the right checksum.
+
+    `index` selects the value: 0 is the type of K, 1 the number of cells, and 2 the position.
+    """
     store = KvBlockStore(default_folder(), GIB)
     data = store.read(path.name)
     words = np.frombuffer(data, np.int32).copy()
@@ -245,14 +251,14 @@ def test_damaged_blocks_are_computed_again_and_replaced(
         found = answer(later, prompt)
         assert (found.text, found.logprobs) == (expected.text, expected.logprobs)
         assert found.summary.disk_tokens == (2 * BLOCK_TOKENS if n_damaged == 1 else 0)
-    with engine(DEMO) as again:  # the computed blocks have replaced the damaged ones
+    with engine(DEMO) as again:  # the blocks that were computed again have replaced the damaged ones
         found = answer(again, prompt)
         assert found.logprobs == expected.logprobs
         assert computed(found) == (1, N_PROMPT - 1)
 
 
 def test_blocks_refused_by_a_full_write_queue_are_written_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_cache, "MOST_QUEUED_BYTES", 1)  # one block at a time
+    monkeypatch.setattr(prefix_cache, "MOST_QUEUED_BYTES", 1)  # the write queue holds one block at a time
     prompt, kept, keep = prompt_of(10 * BLOCK_TOKENS), [], PrefixCache._keep_block
     monkeypatch.setattr(PrefixCache, "_keep_block", lambda *given: kept.append(keep(*given)) or kept[-1])
     with engine(DEMO) as first:
@@ -306,7 +312,7 @@ def test_images_are_restored_by_the_hash_of_their_content(
     with engine(model, n_ctx=4096, mmproj=mmproj, context_store=0, parallel=1) as unkept:
         expected = {seed: turn(unkept, seed).logprobs for seed in (1, 2)}
     with engine(model, n_ctx=4096, mmproj=mmproj) as first:
-        answer(first, prompt_of(90))  # this prompt uses another sequence
+        answer(first, prompt_of(90))  # this prompt takes one sequence, so the images are computed in another sequence
         found = turn(first, 1)
         assert found.logprobs == expected[1]
         n_all, n_disk = computed(found)
@@ -315,6 +321,6 @@ def test_images_are_restored_by_the_hash_of_their_content(
         found = turn(later, 1)
         assert found.logprobs == expected[1]
         assert computed(found) == (1, n_all - 1)
-        found = turn(later, 2)  # another picture of the same size
+        found = turn(later, 2)  # another picture of the same size shares no stored block
         assert found.logprobs == expected[2]
         assert computed(found)[1] == 0

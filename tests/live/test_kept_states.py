@@ -1,7 +1,7 @@
-"""Tests stored contexts of models whose memory cannot be cut at every token.
+"""Tests stored contexts of models whose memory cannot be truncated at every token.
 
-Recurrent states and sliding windows are stored beside the blocks. A prompt continues from the nearest state with equal
-bits, and damaged states are computed again.
+Recurrent states and sliding windows are stored beside the blocks. A prompt continues from the nearest stored state with
+equal bits, and damaged states are computed again.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ WINDOWED = ["tiny-gpt-oss"]
 WHOLE = ["tiny-deepseek4"]
 ALL = RECURRENT + WINDOWED + WHOLE
 N_PROMPT, N_NEW = 5 * BLOCK_TOKENS + 9, 20
-N_LONG = 1100  # more than two passes, and more than a window and a pass
+N_LONG = 1100  # more tokens than two passes have, and more than a sliding window and a pass together
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +91,7 @@ def test_a_sequence_shares_cells_up_to_the_nearest_state_of_another(tiny: TinyMo
         assert found.summary.disk_tokens == 0
         assert found.summary.cached_tokens >= MOST_STEP_TOKENS
         assert found.logprobs == unkept(model, second).logprobs
-        assert answer(both, first).summary.prompt_tokens == 1  # the other sequence kept its tokens
+        assert answer(both, first).summary.prompt_tokens == 1  # the sequence of the first prompt has kept its tokens
 
 
 @pytest.mark.parametrize("preset", ALL)
@@ -103,7 +103,8 @@ def test_the_next_turn_in_a_new_engine_computes_only_new_tokens(tiny: TinyModel,
     with engine(model) as later:
         found = answer(later, longer)
     assert found.logprobs == unkept(model, longer).logprobs
-    assert found.summary.prompt_tokens == 71  # the last token of the answer was not evaluated
+    # 70 new tokens and the last token of the previous answer, which was not evaluated.
+    assert found.summary.prompt_tokens == 71
 
 
 @pytest.mark.parametrize("in_memory", [True, False], ids=["in memory", "from disk"])
@@ -145,7 +146,7 @@ def test_two_conversations_share_the_state_of_their_common_beginning(tiny: TinyM
         ("tiny-gpt-oss", 2, "blocks and windows"),
         ("tiny-qwen35moe", 2, "blocks and states"),
         ("tiny-qwen4exp", 1, "blocks and states"),
-        ("tiny-qwen4exp", 2, "whole states"),  # each sequence has cells of its own
+        ("tiny-qwen4exp", 2, "whole states"),  # each sequence has its own KV cells if there are two
         ("tiny-deepseek4", 2, "whole states"),
     ],
 )
@@ -163,7 +164,7 @@ def test_recurrent_states_are_stored_beside_blocks_without_duplicates(tiny: Tiny
         answer(first, prompt)
     found = states()
     assert len(found) >= N_LONG // MOST_STEP_TOKENS
-    assert len({block.n_bytes for block in found}) <= 2  # a state does not grow with the conversation
+    assert len({block.n_bytes for block in found}) <= 2  # the bytes of a state do not grow with the conversation
     blocks = [block for block in stored_blocks(default_folder()) if block.about.n_own_tokens == BLOCK_TOKENS]
     assert len(blocks) == (N_LONG + N_NEW - 1) // BLOCK_TOKENS
 
@@ -171,7 +172,7 @@ def test_recurrent_states_are_stored_beside_blocks_without_duplicates(tiny: Tiny
 @pytest.mark.parametrize("kept", [0, 1])
 @pytest.mark.parametrize("preset", ["tiny-lfm2moe", "tiny-qwen35moe", "tiny-deepseek4"])
 def test_a_damaged_state_is_computed_again(tiny: TinyModel, preset: str, kept: int) -> None:
-    """The first `kept` states stay whole."""
+    """Damages all stored states except the first `kept` ones."""
     model, prompt = tiny(preset), prompt_of(N_LONG)
     with engine(model) as first:
         expected = answer(first, prompt)
@@ -182,7 +183,7 @@ def test_a_damaged_state_is_computed_again(tiny: TinyModel, preset: str, kept: i
         found = answer(later, prompt)
     assert found.logprobs == expected.logprobs
     assert found.summary.cached_tokens == (MOST_STEP_TOKENS if kept else 0)
-    with engine(model) as again:  # the computed states have replaced the damaged ones
+    with engine(model) as again:  # the states that were computed again have replaced the damaged ones
         assert answer(again, prompt).summary.prompt_tokens == 1
 
 

@@ -75,7 +75,8 @@ class Footprint:
 
     def __init__(self) -> None:
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # earlier tests decide how much freed memory malloc keeps
+        # Malloc would otherwise keep an amount of freed memory that depends on earlier tests.
+        ctypes.CDLL(None).malloc_trim(0)
         self.threads = len(os.listdir("/proc/self/task"))
         self.files = len(os.listdir("/proc/self/fd"))
         self.bytes = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
@@ -104,7 +105,8 @@ def test_twenty_loads_leave_no_threads_files_or_memory(tiny: TinyModel) -> None:
         with Llama(tiny("tiny-mix", "q8_0"), expert_cache="40%", n_threads=1, n_ctx=512, verbose=False) as llm:
             llm("some text", max_tokens=4)
 
-    for n_loads in (3, 20):  # libraries and allocators warm up; then a pool of 5 MB each time
+    # Three loads warm up libraries and allocators; each of the 20 loads then has a pool of 5 MB.
+    for n_loads in (3, 20):
         before = Footprint()
         for _ in range(n_loads):
             use()
@@ -147,7 +149,10 @@ def test_failed_loads_leave_no_threads_files_or_memory(tiny: TinyModel, tmp_path
 
 
 def child_of_fork(llm: Llama) -> int:
-    """Returns 0 if every use raises ForkError and closing succeeds."""
+    """Returns 0 if every use of the model in the child raises ForkError and close() works.
+
+    Returns another number for each kind of failure.
+    """
     for use in ("eval", "stats", "call", "generate", "embed", "set_expert_cache"):
         try:
             USES[use](llm)

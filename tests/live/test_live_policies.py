@@ -88,7 +88,8 @@ def test_every_predictor_predicts_and_changes_no_bit(
     assert llm.stats().evictions > 0
     figures = llm.decisions()
     assert (figures["policy"], figures["predictor"]) == ("next-use", predictor)
-    predicts = predictor not in ("none", "eamc")  # the first request has no other to be matched with
+    # Eamc compares a request with earlier requests, and there is none before the first.
+    predicts = predictor not in ("none", "eamc")
     assert (llm.stats().prefetch_started > 0) == predicts
 
 
@@ -214,7 +215,7 @@ def test_the_controller_of_a_resident_model_is_idle_until_a_shrink(
 
 
 class LiveJudge(Judge):
-    """A judge that listens to a running model."""
+    """A judge that can be added to a running model as a listener."""
 
     listen_options = ListenOptions(inputs=True, lockstep=True)
 
@@ -288,7 +289,7 @@ PAPERS = ("moe-infinity", "promoe", "expertflow", "duoserve")
 
 
 def run(llm: Llama) -> Logits:
-    """Runs two requests and returns the second's logits. A predictor can match the second with the first."""
+    """Runs two requests and returns the logits of the second one. A predictor may find the first request similar."""
     greedy_logits(llm, random_prompt(llm, 4, seed=1), 3)
     return greedy_logits(llm, random_prompt(llm, 12), 10)
 
@@ -337,7 +338,7 @@ def test_counters_of_a_simulated_strategy_equal_the_live_ones(
     load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path))
-    options = replace(STRATEGIES[name].store, sweep=False)  # the time of a sweep's reads differs
+    options = replace(STRATEGIES[name].store, sweep=False)  # the reads of a sweep happen at other times in a simulation
     llm = load(
         DEMO, strategy=name, prefetch=False, store=options, lockstep=True,
         trace=TraceOptions(tmp_path / "t", inputs=True), **QUARTER,

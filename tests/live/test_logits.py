@@ -138,7 +138,8 @@ def test_prompt_logprobs_equal_the_logits_of_a_plain_eval(
     expected = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     llm = load(DEMO, n_seq_max=n_seq_max, logits_all=False)
     scored = ask(prompt="", context=tuple(tokens), n_logprobs=2, prompt_logprobs=True, prompt_only=True)
-    reply(llm, prompt="", context=tuple(tokens), max_tokens=2)  # a prefix that could be reused
+    # Computes a prefix, which the scored requests must not reuse.
+    reply(llm, prompt="", context=tuple(tokens), max_tokens=2)
     for n_logits in (llm.context.n_logits, 5 + n_seq_max):
         monkeypatch.setattr(llm.context, "n_logits", n_logits)
         answer = Answer(llm, scored)
@@ -198,7 +199,7 @@ def test_invalid_grammars_raise_schema_error(model: Llama) -> None:
 
 
 def test_generate_with_a_grammar_gives_the_tokens_of_llama_cpp(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The grammar's text never ends, so llama.cpp's own chain of samplers never crashes on it."""
+    """A text of this grammar can always continue, so llama.cpp's own chain of samplers never crashes at its end."""
     form = grammar(r'root ::= ([a-z]+ | [0-9]+ | ", ")+')
 
     def tokens() -> list[int]:

@@ -80,7 +80,7 @@ async def generate(manager: ModelManager, name: str, request: Request, overrides
 
 @dataclass(frozen=True)
 class Versions:
-    """Two model files of one size, options of a load, and the text of an answer from each file."""
+    """Two model files of equal size, the options of a load, and the answers `old` and `new` of the files."""
 
     before: Path
     after: Path
@@ -114,7 +114,7 @@ async def test_an_overwritten_file_ends_the_answer_and_is_reloaded(versions: Ver
         async with manager.lease("served", options) as lease:
             answer = lease.answer(ENDLESS)
             await anext(answer)
-            shutil.copy(versions.after, served)  # overwrites the file in place
+            shutil.copy(versions.after, served)  # overwrites the file without making a new one
             with pytest.raises(ExpertIOError, match=r"served\.gguf' was written to after the model was loaded"):
                 _ = [event async for event in answer]
         assert await generate(manager, "served", story(3), options) == versions.new
@@ -151,7 +151,8 @@ async def test_a_changed_file_of_equal_size_and_time_is_reloaded(
         assert await generate(manager, "served", story(3), options) == versions.old
         change(served, versions.after)
         assert await generate(manager, "served", story(3), options) == versions.new
-        served.rename(served.with_suffix(".gone"))  # the catalog finds the file by its path
+        # The catalog cannot find the file for a moment, because it looks the file up by path.
+        served.rename(served.with_suffix(".gone"))
         served.with_suffix(".gone").rename(served)
         assert await generate(manager, "served", story(3), options) == versions.new
 
@@ -198,7 +199,7 @@ async def test_a_set_budget_survives_a_reload_for_a_longer_context(files: Files)
 
 
 async def test_set_budget_grows_only_into_memory_free_of_other_models(files: Files) -> None:
-    shrunk_bytes = share_for(files.paths["a"], 38)  # the shrink to 40 % frees at least 38 of 64 slots
+    shrunk_bytes = share_for(files.paths["a"], 38)  # shrinking to 40 % frees at least 38 of the 64 slots
     memory_bytes = sum(files.size_bytes(name, n_ctx=512)[0] for name in "ab") - shrunk_bytes // 2
     async with running_manager(files, n_ctx=512, memory_bytes=memory_bytes) as manager:
         await manager.load("a", ONE_THREAD)
@@ -229,7 +230,8 @@ async def test_less_memory_gives_fewer_slots_and_the_same_answer(files: Files) -
             await generate(manager, "a", story(5))
 
 
-# A worker of a machine with an RPC device, as long as the device's server runs.
+# A worker process that registers the device of the RPC server in its arguments. If that server has ended, the worker
+# has no device.
 WORKER = """
 import socket, sys
 sys.path[:0] = sys.argv[1:3]

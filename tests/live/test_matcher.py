@@ -1,4 +1,4 @@
-"""Tests that texts which a matcher accepts over the tokens of a model fit the schema or the tool."""
+"""Tests that every text that a matcher accepts fits the JSON schema or the tool."""
 
 from __future__ import annotations
 
@@ -189,7 +189,8 @@ def test_the_matcher_accepts_only_texts_that_fit_the_schema(
 
 WHOLE = st.integers(-300, 300)
 LARGE = st.integers(-(2**63), 2**63)
-DIGITS = st.integers(1 - 10**16, 10**16 - 1)  # a number without bounds has at most 16 digits
+# The largest numbers of 16 digits: an integer without bounds has no more digits.
+DIGITS = st.integers(1 - 10**16, 10**16 - 1)
 
 
 @settings(deadline=None)  # another process compiles each grammar first

@@ -23,7 +23,7 @@ PASSES = ((512, 512, False), (8192, 2048, True))  # n_ctx, n_ubatch, flash_attn
 
 
 def buffer_bytes(paths: list[Path]) -> list[tuple[str, float, int]]:
-    """Returns the bytes that llama.cpp reserves for each of PASSES of each model, and the planned ones."""
+    """Returns (case, bytes that llama.cpp reserves, planned bytes) for each of PASSES of each model."""
     bindings, found = library.llama_cpp(), list[float]()
 
     def note(_level: int, text: bytes, _user: Any) -> None:

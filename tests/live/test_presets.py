@@ -65,7 +65,7 @@ def test_server_gets_the_text_of_the_in_process_answer() -> None:
 def test_resume_computes_one_token_of_a_known_prompt(tmp_path: Path) -> None:
     first = rows_of("resume", "tokens=300", f"folder={tmp_path}")
     with closing(PRESETS["resume"].measure(str(DEMO), tokens=300, folder=str(tmp_path))) as rows:
-        again = next(rows)  # the other rows equal the first run's
+        again = next(rows)  # the first row only: the other rows would equal the rows of the first call
     ways = ["computed", "from memory", "after unloading", "after kill -9", "another question"]
     assert [row["way"] for row in first] == ways
     assert again["way"] == "after kill -9"

@@ -177,15 +177,17 @@ def live_on_a_device(path: Path, out: Path, policy: str, n_slots: tuple[int, int
 
 
 def compared(tiers: Mapping[str, TierSpan]) -> dict[tuple[str, str], int]:
-    """Returns the figures that have to be equal in a live run and in its simulation.
+    """Returns the figures that must be equal in a live run and in its simulation.
 
-    Evictions and bytes of staging tensors are left out: the speed of a copy decides whether an unneeded copy began.
+    The evictions and bytes of staging tensors are left out. They depend on the speed of copies, because a copy that is
+    no longer needed may or may not have begun.
     """
     figures = {name: ("lookups", "hits", *(() if name == STAGING else ("evictions", "bytes_in"))) for name in tiers}
     return {(name, figure): getattr(tiers[name], figure) for name in tiers for figure in figures[name]}
 
 
-# A store with staging assigns slots to a prompt's experts by itself, before or after a listener's scores arrive.
+# The store itself assigns slots to a prompt's experts if it stages prompts. A listener's scores may arrive before or
+# after this. The policy `lfu`, a listener in Python, is therefore tested without staging.
 @pytest.mark.parametrize(
     ("vram", "ram", "n_slots", "staging"),
     [

@@ -48,7 +48,7 @@ with Llama(sys.argv[1], n_ctx=2048, n_threads=1, expert_cache="40%", verbose=Fal
 def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shape = replace(PRESETS["tiny-qwen4exp"], ple_vocab_base=N_ROWS_BASE)
     path = write_model(tmp_path_factory.mktemp("table") / "m.gguf", shape, "q4_0")[0]
-    drop_page_cache([path])  # pages that are cached before do not count for the limit
+    drop_page_cache([path])  # pages that were cached before a process starts do not count for its memory limit
     yield path
     path.unlink()
 

@@ -73,7 +73,8 @@ def test_a_stored_eamc_collection_grows_over_runs(
     assert eamc.n_entries == 6
     assert np.array_equal(logits_of(llm), expected)
     whole = N_NEW * len(llm.layout.layers) * llm.layout.n_expert_used
-    assert sorted(eamc.state.sum(axis=(1, 2)).tolist())[2:] == [whole] * 4  # two runs ended before the last event
+    # The other two entries are from runs that ended before their last event.
+    assert sorted(eamc.state.sum(axis=(1, 2)).tolist())[2:] == [whole] * 4
 
 
 def test_an_eamc_collection_is_saved_during_a_run(path: Path, load: Load) -> None:
@@ -151,7 +152,10 @@ FAILURES = [PermissionError(13, "Permission denied"), ValueError("truncated"), A
 
 
 def broken(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """Makes predictions fail when their artifacts are read, or when the store starts them."""
+    """Makes predictions fail with `error`.
+
+    An AllocationError is raised in the store's set_predictor(). Any other error is raised while routers are read.
+    """
 
     def fail(*given: Any) -> Any:
         if len(given) == 1 or given[1] is not None:

@@ -1,4 +1,7 @@
-"""Tests layers on two devices and on the CPU, and placements: bits equal a run with every expert resident there."""
+"""Tests layers on two devices and on the CPU, and placements.
+
+The bits equal the bits of these devices with every expert resident.
+"""
 
 import ctypes as c
 import json
@@ -57,7 +60,10 @@ Outcome = tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]], dict[str, 
 
 
 def assigned_layers(path: Path, **options: Any) -> dict[str, list[int]]:
-    """Returns {device: layers} from llama.cpp's log of a plain load. Only for processes of their own."""
+    """Returns {device: layers} from the log of a plain load by llama.cpp.
+
+    This changes the log callback and the devices, so it runs only in a process of its own.
+    """
     bindings, lines, n_layer = library.llama_cpp(), list[str](), count_layers(read_layout(path))
     callback = bindings.llama_log_callback(lambda _level, text, _user: lines.append(text.decode(errors="replace")))
     bindings.llama_log_set(callback, c.c_void_p(None))
@@ -72,9 +78,9 @@ def assigned_layers(path: Path, **options: Any) -> dict[str, list[int]]:
 
 
 def compare(path: Path, vram: str, n_ram: int, split: dict[str, Any], shrink: bool) -> Outcome:
-    """Compares logits of plain llama.cpp with this split to slots on its devices. Returns figures of the slots.
+    """Compares plain llama.cpp to slots, with the layers on the devices of `split`. Returns the figures of the slots.
 
-    Both read prompts in passes of one size, because the CPU's kernels round differently in passes of another size.
+    Both read the prompt in passes of one size, because the CPU's kernels round differently in passes of another size.
     """
     with Llama(path, vram_cache=vram, expert_cache=share_for(path, n_ram), **OPTIONS, **split) as llm:
         store, passes = llm.session.store, count()
@@ -151,9 +157,9 @@ def test_one_of_two_devices_is_selected_and_wrong_splits_are_refused(path: Path)
 
 
 def check_placements(path: Path, alone: dict[str, int]) -> None:
-    """Fails unless "auto" puts slots on several devices without a comparison, and compares placements on one device.
+    """Checks plans of placements. With several devices, "auto" means slots; with one, "auto" compares all placements.
 
-    Whole layers lie on one device.
+    The placement "layers" needs exactly one device.
     """
     auto: dict[str, Any] = {"placement": "auto", "n_ctx": 512}
     plan = Llama.estimate(path, vram_cache="40%", expert_cache="50%", **auto)
@@ -212,7 +218,8 @@ def test_prompts_stream_through_cpu_slots_beside_a_device(path: Path, vram: int,
     assert shown["expert cache CPU"].startswith(f"{of_cpu.n_slots} of ")
     on_cpu = np.isin(np.arange(len(places)), list(of_cpu.layers))
     assert Place.VRAM in places[~on_cpu] and Place.RAM in places[on_cpu] and Place.VRAM not in places[on_cpu]
-    # The CPU's layers are computed there, from weights as they are in the file: in memory that the device pins.
+    # The CPU computes its layers from weights that are not repacked, because they lie in host memory that the device
+    # has pinned.
     with hooks_off(), Llama(path, n_ubatch=plan.n_ubatch, op_offload=False, **OPTIONS, n_gpu_layers=3) as llm:
         assert np.array_equal(greedy_logits(llm), logits)
     assert (plan.n_staging, plan.streams, plan.n_ubatch) == (n_staging, True, 512)
@@ -313,7 +320,8 @@ def placed(path: Path, kind: str, vram: str, ram: str) -> tuple[Logits, dict[str
 @pytest.mark.parametrize(
     ("kind", "vram", "ram", "layers", "tiers"),
     [
-        ("layers", "50%", "100%", [0, 1, 2], ["RAM"]),  # layers 2 and 3 are larger than 0 and 1
+        # Only layer 3 is whole on the device: layers 2 and 3 are larger than 0 and 1.
+        ("layers", "50%", "100%", [0, 1, 2], ["RAM"]),
         ("layers", "60%", "100%", [0, 1], ["RAM"]),
         ("layers", "30%", "40%", [0, 1, 2], ["RAM"]),
         ("slots", "50%", "40%", [0, 1, 2, 3], ["VRAM", "RAM"]),
@@ -347,11 +355,12 @@ class ExpertsOfTheFirstLayersOnTheCpu(Llama):
 
 
 def decisions(path: Path) -> dict[str, Any]:
-    """Returns the decisions about placements and the speeds that are measured once."""
+    """Returns facts about the placement that "auto" chooses, and about the file of measured speeds."""
     link_device(Link(1e9, 20e-6))
     files = cache_folder() / "placements"
     found = Llama.estimate(path, placement="auto", n_ctx=512)
-    known = list(files.glob(f"{header_digest(read_layout(path).shards)}-*.json"))  # also of devices of other tests
+    # Files of measured speeds, also for devices of other tests.
+    known = list(files.glob(f"{header_digest(read_layout(path).shards)}-*.json"))
     for file in known:
         file.write_text(json.dumps(json.loads(file.read_text()) | {"cpu_bytes_per_s": 1e12}))
     again = Llama.estimate(path, n_ctx=512, placement="auto")
@@ -430,4 +439,4 @@ def test_prompts_stream_through_slots_of_device_layers(path: Path, n_slots: int,
         assert np.array_equal(greedy_logits(llm), logits)
     assert (plan.n_slots, plan.n_ubatch) == (n_slots, 512)
     assert (counters["evictions"] > 0) == (n_slots < 32)
-    assert counters["passes"] == 1 + N_NEW  # the prompt was not cut
+    assert counters["passes"] == 1 + N_NEW  # the prompt was one pass

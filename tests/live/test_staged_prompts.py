@@ -1,4 +1,4 @@
-"""Tests prompts staged on a device: logits equal plain llama.cpp's, at any size of prompts and of both tiers."""
+"""Tests prompts that are staged on a device. Logits equal plain llama.cpp's, for prompts and pools of any size."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -77,7 +77,10 @@ def compare(
 
 
 def run_on(device: str, *arguments: Any) -> list[dict[str, dict[str, Any]]]:
-    """Checks logits and that staging has acted; returns all figures."""
+    """Returns the figures of all sizes of `compare`.
+
+    Fails unless logits are equal, prompts were staged and experts evicted.
+    """
     plain, outcomes = on(device, compare, *arguments)
     for logits, figures in outcomes:
         assert np.array_equal(logits, plain)

@@ -41,7 +41,7 @@ Scenario = Callable[[Llama], Outcome]
 
 @dataclass(frozen=True)
 class Budgets:
-    """Budgets in VRAM and RAM, and how a model is loaded with them."""
+    """Budgets in VRAM and RAM, and the other options with which `load` loads a model."""
 
     vram: str | int
     ram: str | int | None
@@ -52,7 +52,7 @@ class Budgets:
 
 
 def add_devices(n: int) -> list[str]:
-    """Adds strict devices, each with delays of its own. Returns their names."""
+    """Adds `n` strict devices, each with its own random delays of copies. Returns their names."""
     return [add_link_device(LINK, strict_seed=seed) for seed in range(1, n + 1)]
 
 
@@ -66,7 +66,7 @@ def assert_same(found: Outcome, expected: Outcome) -> None:
 
 
 def assert_acted(names: Iterable[str], before: dict[str, LinkFigures]) -> None:
-    """Asserts that each device has repeated graphs beside copies under way since then, and has noted no fault."""
+    """Fails if a device has a fault, or has not repeated graphs and run copies at the same time since `before`."""
     for name in names:
         figures = link_figures(name)
         assert figures.fault == ""
@@ -76,7 +76,10 @@ def assert_acted(names: Iterable[str], before: dict[str, LinkFigures]) -> None:
 
 
 def compare(path: Path, scenario: Scenario, n_devices: int = 1, share: float = 0.4, **options: Any) -> None:
-    """Compares the outcome of a scenario with every expert in VRAM to the outcome with a share in VRAM and RAM."""
+    """Compares a scenario with every expert in VRAM to the scenario with slots for a `share` of the experts.
+
+    VRAM and RAM below it have equally many slots.
+    """
     names = add_devices(n_devices)
     options = OPTIONS | options
     options["store"] = StoreOptions(device=names[0] if n_devices == 1 else None, staging=1)
@@ -193,7 +196,7 @@ def test_drafts_by_mtp_heads_have_the_resident_bits(tiny: TinyModel) -> None:
     in_own_process(compare, tiny("tiny-glm4moe"), heads, n_seq_max=2, n_ctx=768, flash_attn=None, draft="mtp")
 
 
-# Adapters, images, kept contexts
+# Tests of adapters, images and kept contexts
 
 
 def short_greedy(llm: Llama) -> Outcome:
@@ -208,7 +211,7 @@ def test_an_adapter_on_experts_has_the_resident_bits(tiny: TinyModel, tmp_path: 
 
 
 def look(llm: Llama) -> Outcome:
-    """Returns the last logits of an answer about an image, and of an answer that continues it."""
+    """Returns the last logits of an answer about an image, and of the next answer, which is about a second image."""
     first = message("look ", png(120, 64), "what is it?")
     text, _ = answer(llm, [first])
     logits = last_logits(llm)
@@ -252,7 +255,7 @@ def test_contexts_restored_from_disk_have_the_resident_bits(
     in_own_process(kept_contexts, tiny())
 
 
-# Sizes, prompts, devices, types
+# Tests of pool sizes, prompts, devices and types
 
 
 def resizing(llm: Llama) -> Outcome:

@@ -36,7 +36,8 @@ def process(code: str) -> tuple[str, ...]:
 ABORT = process("import os; os.write(2, b'x.c:1: GGML_ASSERT(n > 0) failed'); os.abort()")
 KILL = process("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
 TOO_LONG = process("import os, signal; os.kill(os.getpid(), signal.SIGXCPU)")
-BUS = process("import os, signal; os.kill(os.getpid(), signal.SIGBUS)")  # the signal of a failed read of a mapping
+# The signal of a failed read of memory-mapped data.
+BUS = process("import os, signal; os.kill(os.getpid(), signal.SIGBUS)")
 SLEEP = process("import sys; sys.stdin.read()")
 BARE = process("""print('{"kind": "bare", "reason": "AssertionError: no"}')""")
 MEMORY = process("""print('{"kind": "memory", "reason": "bad_alloc"}')""")
@@ -207,7 +208,7 @@ def test_projectors_are_part_of_the_trial(
     good, bad = projector("mlp"), tmp_path / "mmproj-bad.gguf"
     header = read_header(good)
     kept = tuple(tensor for tensor in header.tensors if tensor.name != "mm.2.weight")
-    write_file(replace(header, tensors=kept), bad)  # libmtmd reads the pointer that is not there
+    write_file(replace(header, tensors=kept), bad)  # libmtmd would use the null pointer of the missing tensor
     load(tiny(), mmproj=good)
     [path] = verdicts()
     assert json.loads(path.read_bytes()) == ""
@@ -257,7 +258,8 @@ def renamed_tokens(tokens: list[Item]) -> list[Item]:
     return [*tokens[:-2], b"", b"[EMPTY_1022]"]
 
 
-# {what is wrong: (key or tensor, its value of a tiny model -> another; a tensor's is the number of its type)}
+# {the damage: (key or tensor, function from the valid value to the wrong one)}. The value of a tensor is the number of
+# its type.
 ABORTING: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "two tokens of one name": ("tokenizer.ggml.tokens", renamed_tokens),
     "two equal tokens": ("tokenizer.ggml.tokens", lambda tokens: [*tokens[:-1], tokens[0]]),

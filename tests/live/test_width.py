@@ -110,7 +110,7 @@ def test_a_prefix_copied_from_another_sequence_has_equal_bits(llm: Llama, alone:
         assert computed(llm, tokens[n : n + 1], n) == alone[n + 1], f"after {n + 1} tokens"
 
 
-N_KV = 520  # flash attention divides the sums over 512 or more
+N_KV = 520  # flash attention splits the sums over 512 or more cells into parts
 
 
 def logits_with(counts: list[int], **options: Any) -> Logits:

@@ -160,11 +160,11 @@ async def test_snapshots_add_up_and_count_uses_only_while_watched(tiny: TinyMode
         assert set(snapshot.state) <= {0, 1, 2} and snapshot.model == "tiny"
         assert not snapshot.busy and snapshot.tokens_per_s > 0 and snapshot.seconds > 0
         assert now.since(now).tokens_per_s == 0
-    async with worker_of(tiny()) as process:  # all experts are in memory
+    async with worker_of(tiny()) as process:  # the default budget has a slot for every expert
         await answer_of(process, REQUEST)
         await experts_of(process, 0.01)
         await asyncio.sleep(0.02)
-        await answer_of(process, REQUEST)  # nobody watches after the end of this answer
+        await answer_of(process, REQUEST)  # the time to watch is over when this answer ends
         unwatched = await experts_of(process, 0)
         await answer_of(process, REQUEST)
         assert (await experts_of(process, 0)).uses == unwatched.uses
@@ -238,6 +238,6 @@ def test_a_slow_count_does_not_block_the_next_message(monkeypatch: pytest.Monkey
     with ours, theirs:
         served = Worker(theirs)
         monkeypatch.setattr(served, "_reply", lambda *message: begun.set() or go.wait(30))
-        served._on_message({"kind": "count", "id": 1})  # the reading thread makes this call
+        served._on_message({"kind": "count", "id": 1})  # the thread that reads messages makes this call in a worker
         assert begun.wait(10) and not go.is_set()
         go.set()

@@ -75,7 +75,10 @@ class FakeModel:
             self.check_slot(store, il, expert, slot, len(np.atleast_2d(expert_ids)))
 
     def check_slot(self, store: Store, il: int, expert: int, slot: int, n_tokens: int = 1) -> None:
-        """Asserts that this slot id leads a pass of n_tokens to this expert's bytes, in plain slots."""
+        """Asserts that a pass of n_tokens that reads this slot id reads the bytes of this expert.
+
+        Slots must not be repacked.
+        """
         for index, m in enumerate(self.layout.matrices):
             if m.il == il:
                 found = _slot_bytes(store, m, slot, n_tokens)
@@ -156,10 +159,10 @@ def make_model(
 ) -> FakeModel:
     """Writes the shards and returns the model.
 
-    Layer il has the types `types[il % len(types)]`. Matrices are dealt to the shards in turn and lie `gap` bytes
-    apart, a multiple of 32 because GGUF aligns them. The last matrix of a shard ends where the file ends.
+    Layer il has the types `types[il % len(types)]`. The matrices go to the shards in turn. They lie `gap` bytes apart,
+    which is a multiple of 32 because GGUF aligns tensors. The last matrix of a shard ends where the file ends.
 
-    weights: returns the bytes of all experts of a matrix. Without it, the bytes are random.
+    `weights` returns the bytes of all experts of a matrix. Without it, the bytes are random.
     """
     rng = np.random.default_rng(seed)
     ends, layers = [gap] * n_shards, []

@@ -1,4 +1,7 @@
-"""Weights of the types whose quantiser takes seconds to start. They are random codes with one scale."""
+"""Makes weights of the types whose quantiser takes seconds to start.
+
+The weights are random codes, and all blocks have one scale.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ D = 0x2C00  # the scale 1/16 in half precision
 
 
 class GridBlocks(Ggml):
-    """ggml with random blocks in place of quantised values, for the types of GRIDS. Equal rows get equal blocks."""
+    """ggml, but with random blocks instead of quantised values for the types of GRIDS. Equal rows get equal blocks."""
 
     def quantized(self, ggml_type: int, values: Array) -> bytes:
         """Returns the bytes of weights in the shape of `values` [..., n]."""
@@ -24,7 +27,7 @@ class GridBlocks(Ggml):
         n_bytes = self.row_bytes(ggml_type, rows.shape[1])
         content = b"".join(np.random.default_rng(zlib.crc32(row.tobytes())).bytes(n_bytes) for row in rows)
         blocks = np.frombuffer(bytearray(content), np.uint8).reshape(-1, self.row_bytes(ggml_type, 256))
-        if name == "iq1_m":  # a nibble of d at the end of each 16 bits of scales
+        if name == "iq1_m":  # the scale d has 16 bits: four bits of it lie at the end of each 16 bits of block scales
             nibbles = D >> np.array([0, 4, 8, 12]) & 15
             blocks[:, 49::2] = blocks[:, 49::2] & 15 | nibbles << 4
         else:

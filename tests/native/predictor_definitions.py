@@ -20,7 +20,11 @@ from predictors.study.controls import probabilities
 
 Arrays = dict[str, npt.NDArray[np.float32]]
 Definition = Callable[["Sequence", int, int], Float32s | None]
-"""The probabilities (n_expert,) of a row of a layer with experts, so many rows after the last one routed."""
+"""Type of a predictor's definition.
+
+The arguments are a sequence, the row (the index of a layer among the layers with experts), and the distance in rows
+from the last routed layer. The result is a probability for each expert, or None.
+"""
 
 
 class Sequence:
@@ -33,11 +37,11 @@ class Sequence:
         self.n_pass_tokens = 0
         # The index of the token that began the routing path's chunk.
         self.chunk_start: int | None = None
-        # The last choice of each row.
+        # The last choice of each row. A row is the index of a layer among the layers with experts.
         self.last: dict[int, Int32s] = {}
-        # The choices of each row in this pass, if the pass has one token.
+        # The router's choice in each routed row of this pass; empty unless the pass has one token.
         self.ids: dict[int, Int32s] = {}
-        # The router's last input and its row, if this pass has one token.
+        # The last input of a router and its row, if this pass has one token; else None.
         self.input: tuple[int, Float32s] | None = None
 
     def announce(self, tokens: Int32s) -> None:
@@ -65,7 +69,10 @@ def previous_token(predictor: StorePredictor) -> Definition:
 
 
 def token_table(predictor: StorePredictor) -> Definition:
-    """Predicts the shares of the token's occurrences. One occurrence of an average token is added."""
+    """Predicts the share of the token's occurrences in which it used each expert.
+
+    One occurrence of an average token is added to the counts.
+    """
     n_used, counts, entry_of = predictor.shape.n_expert_used, predictor.arrays["counts"], predictor.arrays["entry_of"]
 
     def predict(seen: Sequence, row: int, distance: int) -> Float32s | None:
@@ -92,7 +99,7 @@ def affinity(predictor: StorePredictor) -> Definition:
 
 
 def skip(predictor: StorePredictor) -> Definition:
-    """Predicts the choice of the model's router, by the matrices that the store has."""
+    """Predicts the choice of the model's routers, with the quantised matrices that the store has."""
     arrays, layers, n_used = predictor.arrays, predictor.shape.layers, predictor.shape.n_expert_used
     gating, *groups = (int(arrays[name][0]) for name in ("gating", "n_group", "n_group_used"))
 
@@ -149,7 +156,10 @@ def expert_mlp(predictor: StorePredictor) -> Definition:
 
 
 def eamc(predictor: EamcPredictor) -> Definition:
-    """Predicts the sum of the entries nearest to this pass. Among equally near entries, more tokens come first."""
+    """Predicts the sum of the collection's entries that are nearest to this pass.
+
+    Among equally near entries, those with more tokens come first.
+    """
     entries, layers = predictor.eamc.state, predictor.shape.layers
 
     def predict(seen: Sequence, row: int, distance: int) -> Float32s | None:
@@ -167,7 +177,10 @@ def eamc(predictor: EamcPredictor) -> Definition:
 
 
 def path_logits(arrays: Arrays, window: Int32s, chunk: Int32s) -> npt.NDArray[np.float64]:
-    """Computes the routing path's network by tokens and heads. Returns (len(chunk), n_moe_layer, n_expert)."""
+    """Computes the network of the routing path in plain loops over tokens and attention heads.
+
+    Returns logits (len(chunk), n_moe_layer, n_expert).
+    """
 
     def norm(x: Float32s, gain: Float32s) -> Float32s:
         return gain * x / np.sqrt(np.mean(x * x) + NORM_EPS)
@@ -201,7 +214,10 @@ def path_logits(arrays: Arrays, window: Int32s, chunk: Int32s) -> npt.NDArray[np
 
 
 def routing_path(shape: MoeShape, arrays: Arrays) -> Definition:
-    """Predicts with the window of tokens before the chunk. Padding fills a window that begins before the text."""
+    """Predicts from the tokens of the chunk and from the window of tokens before it.
+
+    Padding fills a window that begins before the text.
+    """
     n_window = len(arrays["window"])
 
     @cache
@@ -219,7 +235,10 @@ DEFINITIONS: dict[str, Callable[..., Definition]] = {
     "previous-token": previous_token, "token-id": token_table, "affinity": affinity, "skip": skip, "mlp": mlp,
     "expert-mlp": expert_mlp, "eamc": eamc,
 }  # fmt: skip
-"""All but that of the routing path, which is of its arrays in float32."""
+"""The definitions of all predictors but the routing path.
+
+The routing path's definition also needs its arrays in float32.
+"""
 
 
 def defined(predictor: Predictor, arrays: Arrays | None = None) -> Callable[[], Sequence]:

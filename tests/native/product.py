@@ -60,7 +60,8 @@ class Product:
         self.out = self._base.ggml_mul_mat_id(
             c.c_void_p(self._context), c.c_void_p(pool), c.c_void_p(self._x), c.c_void_p(self.ids)
         )
-        self._base.ggml_set_name(c.c_void_p(self.out), b"ffn_moe_down_in-0")  # the name of the input of down matrices
+        # llama.cpp's name for the input of the down matrices.
+        self._base.ggml_set_name(c.c_void_p(self.out), b"ffn_moe_down_in-0")
         self._graph = self._base.ggml_new_graph(c.c_void_p(self._context))
         self._base.ggml_build_forward_expand(c.c_void_p(self._graph), c.c_void_p(self.out))
         self._buffer = allocate(c.c_void_p(self._context), c.c_void_p(self._base.ggml_backend_cpu_buffer_type()))
@@ -81,15 +82,15 @@ class Product:
         return into
 
     def slot_ids(self) -> npt.NDArray[np.int32]:
-        """Returns [n_tokens][n_used]: the router's choice, or its slots after `acquire`."""
+        """Returns ids [n_tokens][n_used]: the router's expert ids, or slot ids after `acquire`."""
         return self._get(self.ids, np.empty(self._shape[:2], np.int32))
 
     def set_ids(self, expert_ids: npt.ArrayLike) -> None:
-        """Sets the router's choice, which `acquire` replaces by slots."""
+        """Sets the expert ids of the router. `acquire` replaces them by slot ids."""
         self._set(self.ids, np.asarray(expert_ids, np.int32))
 
     def acquire(self) -> None:
-        """Calls the hook as the scheduler's callback does, once the node with the ids is computed."""
+        """Calls the hook for the node with the ids, as llama.cpp's scheduler does after it has computed this node."""
         assert library.load().moegguf_eval(self.ids, False, self.context.handle)
 
     def compute(self) -> bytes:
@@ -106,7 +107,7 @@ class Product:
 
 
 def aborts(context: StoreContext) -> bool:
-    """Returns True if the context's pass ends with the node that was computed last."""
+    """Returns True if the store's abort callback would end the pass after the node that was computed last."""
     return bool(library.load().moegguf_abort(context.handle))
 
 

@@ -1,7 +1,7 @@
 """The store in plain Python. It models which expert each slot holds after each call, without bytes and without time.
 
-A victim is found by a look at every slot. The policies are lru, scores, lfu-decay and next-use. The last two use
-VALUES: averages that halve with each token are exact in any arithmetic.
+It finds a victim by comparing all slots. The policies are lru, scores, lfu-decay and next-use. The last two use the
+values of VALUES. Averages that halve with each token are exact in any arithmetic.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ Float32s = npt.NDArray[np.float32]
 ZERO, ONE, LEAST = np.float32(0), np.float32(1), np.float32(1e-4)
 POLICIES = ("lru", "lfu-decay", "next-use")
 VALUES = {"next-use": (1.0, 1.0), "lfu-decay": (1.0,)}
-BETWEEN_PASSES = 1 << 30  # any layer after this one starts a pass
+BETWEEN_PASSES = 1 << 30  # a layer number above all others: the next routed layer begins a new pass
 
 
 @dataclass
@@ -38,7 +38,8 @@ class ReferenceStore:
         self.slots: list[Slot | None] = [None] * n_slots
         self.n_usable = n_slots
         self.pinned = set[int]()
-        self.il, self.pass_tokens = BETWEEN_PASSES, 0  # last routed layer and number of tokens of the pass under way
+        # The last routed layer, and the number of tokens of the current pass.
+        self.il, self.pass_tokens = BETWEEN_PASSES, 0
         self.scores: Float32s | None = None
         self.moment = (0, False, False)  # il, sweep, token
         self.tick = 0
@@ -181,7 +182,10 @@ class ReferenceStore:
         return min(ranks)[2] if ranks else -1
 
     def _floors(self) -> dict[int, int]:
-        """Returns for each layer the slots that no other layer may take. They are 0 if a token fits into the slots."""
+        """Returns for each layer the number of slots that no other layer may take.
+
+        The numbers are 0 if there are enough slots for the experts that a token uses in all layers.
+        """
         layers, share = list(self.shape.layers), dict[int, int]()
         scarce = self.n_usable < len(layers) * self.shape.n_expert_used
         left = max(0, self.n_usable - self.shape.n_expert_used) if scarce else 0
@@ -191,7 +195,7 @@ class ReferenceStore:
         return share
 
     def _ordered(self) -> bool:
-        """Returns True if scores decide about victims, and not recency alone."""
+        """Returns True if scores decide about victims, and False if only the last use decides."""
         return self.scores is not None or (self.policy in VALUES and self.moment[2])
 
     def _score(self, expert: Expert) -> np.float32:

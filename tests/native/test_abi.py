@@ -75,7 +75,8 @@ def test_library_calls_reject_null_pointers(fake: FakeModel, open_store: Open) -
 def test_store_open_rejects_a_config_with_one_invalid_field(fake: FakeModel, change: dict[str, Any]) -> None:
     matrices = (abi.Matrix * 1)(abi.Matrix(b"m", 0, 0, 0, 8, 4, 4, 0, 0, 0, 64))
     paths = (c.c_char_p * 1)(str(fake.paths[0]).encode())
-    devices = (abi.Device * 2)(abi.Device(None, 4), abi.Device(None, 4))  # no layer is on the second
+    # The one layer is on the first device, so the second device has no layer.
+    devices = (abi.Device * 2)(abi.Device(None, 4), abi.Device(None, 4))
     fields: dict[str, Any] = {
         "abi": abi.ABI_VERSION, "n_layer": 1, "n_matrices": 1, "n_shards": 1, "n_devices": 1, "n_readers": 1,
         "matrices": matrices, "shard_paths": paths, "n_expert_used": (c.c_int32 * 1)(2), "devices": devices,
@@ -118,7 +119,8 @@ def test_offset_beyond_the_file_fails_only_the_event_of_its_layer(fake: FakeMode
     ("n_slots", "n_used", "options", "words"),
     [
         *((n_slots, 2, {}, "and slots") for n_slots in (0, -1)),
-        *((4, n_used, {}, "more experts than it has") for n_used in (0, -1, 9)),  # the layer has 8 experts
+        # Wrong, because the layer has 8 experts.
+        *((4, n_used, {}, "more experts than it has") for n_used in (0, -1, 9)),
         *((4, 2, {"readers": readers}, "between 1 and 64") for readers in (-1, 0, 65, 1000)),
         (4, 2, {"device": "NPU7"}, "NPU7"),
     ],

@@ -26,7 +26,7 @@ IDS = np.arange(24).reshape(12, 2) * 3 % 8  # ids of 12 tokens: every expert occ
 
 
 def resident(fake: FakeModel, open_store: Open, products: list[Product], ids: npt.ArrayLike, **options: Any) -> bytes:
-    """Computes the product after every expert has arrived."""
+    """Computes the product of a store that has a slot for every expert, after all experts have been read."""
     n_experts = sum(layer.n_expert for layer in fake.layout.layers)
     store, context = open_store(fake, n_experts, **options)
     store.drain(10)
@@ -72,7 +72,7 @@ def test_acquire_without_overlap_returns_after_all_experts_have_arrived(
     products[-1].acquire()
     assert store.counters()["queue_needed"] == 0
     assert (store.residency()[0, [5, 2]] == 2).all()
-    fake.check(store, 0, ids, [[0, 1]])  # slots are given in the order of first choice
+    fake.check(store, 0, ids, [[0, 1]])  # slots are assigned in the order in which the router chose the experts
     assert products[-1].compute() == expected
 
 
@@ -83,7 +83,7 @@ ROUTED = {"slots": (8, 1, [[3, 4]], 2), "streamed": (3, 2, IDS, 5)}  # slots, re
 def test_failed_read_aborts_the_pass_and_the_kernel_returns(
     fake: FakeModel, open_store: Open, products: list[Product], how: str, asks: bool
 ) -> None:
-    """Fails a read. In one case, no later node asks the store whether to abort."""
+    """Makes a read fail. In the case without `asks`, no later node calls the abort callback of the store."""
     n_slots, readers, ids, nth = ROUTED[how]
     store, context = open_store(fake, n_slots, readers=readers)
     products.append(Product(store, context, fake, ids))
@@ -177,7 +177,8 @@ def test_kernel_does_not_wait_for_slot_ids_of_a_failed_pass(
     if prefetching:
         arm_fault("slow_read", 1, sticky=True)
         store.prefetch([2], [0])
-    products.append(Product(store, context, fake, [[3, 99]]))  # no expert 99: slot ids are 0 and not pinned
+    # Expert 99 does not exist, so the pass fails, all slot ids are 0, and no slot is pinned.
+    products.append(Product(store, context, fake, [[3, 99]]))
     products[-1].acquire()
     products[-1].compute()
     assert not prefetching or store.counters()["queue_wanted"] > 0, "these reads take six seconds"
@@ -260,7 +261,7 @@ def test_streaming_reads_the_first_expert_of_the_next_layer_ahead(n_slots: int) 
     shape = MoeShape(n_layer=3, n_expert=8, n_expert_used=2, layers=(0, 1, 2), expert_bytes=3000)
     prompt = np.random.default_rng(0).permuted(np.tile(np.arange(8, dtype=np.int32), (32, 1)), axis=1)[:, :2]
     for stream in (False, True):
-        comes = stream and n_slots > 2  # a smaller pool gives all slots to one layer until the next layer is routed
+        comes = stream and n_slots > 2  # the current layer keeps both of 2 slots until the next layer is routed
         options = StoreOptions(
             repack=False, fill=False, simulate=True, sweep=False, stream=stream, chunked=False, link_bytes_per_s=1e9
         )

@@ -24,12 +24,13 @@ from predictors.study.asked import asked
 from predictors.study.controls import FreshGate
 
 FOUR = MoeShape(n_layer=4, n_expert=2, n_expert_used=1, layers=(0, 1, 2, 3))
-# MoE-Infinity's figure 5, before layer proximity. The printed numbers imply four layers of two experts and l = 1 (R2
-# has dispatched). The two matched EAMs are summed as raw counts. The first EAM comes from a request of one token. It
-# agrees on the seen rows as well (all three cosines are 1), but is not matched: the number of tokens decides.
+# MoE-Infinity's figure 5, before layer proximity. The printed numbers imply four layers of two experts. Layers 0 and 1
+# are routed (l = 1). The counts of the two matched EAMs are added. ONE_TOKEN comes from a request of one token. It
+# agrees on the routed layers, too (all three cosines are 1). It is not matched, because entries with more tokens come
+# first.
 ONE_TOKEN = [[0, 1], [1, 0], [1, 0], [1, 0]]
 MATCHED = [[0, 2], [2, 0], [2, 0], [0, 2]], [[0, 3], [3, 0], [0, 3], [1, 2]]
-AGGREGATED = [[0.4, 0.6], [0.2, 0.8]]  # the shares of the two experts in layers 2 and 3
+AGGREGATED = [[0.4, 0.6], [0.2, 0.8]]  # the shares of the two experts, in layer 2 and in layer 3
 
 
 def announce(predictor: Predictor, *tokens: int, sequence: int = 0, phase: Phase = Phase.DECODE) -> None:
@@ -46,7 +47,10 @@ def test_eamc_predictor_reproduces_figure_5_of_moe_infinity() -> None:
 
 
 def hits_by_request(predictor: Predictor, kinds: tuple[int, ...]) -> npt.NDArray[np.float64]:
-    """Returns the hit rate of each request, predicted one layer ahead, for 60 requests of each kind."""
+    """Returns the hit rate of each request, with predictions one layer ahead.
+
+    Each of `kinds` has 60 requests, in this order.
+    """
     trace = random_trace(n_sequences=120, n_prefill=0, n_decode=12, seed=3, n_labels=2)
     k, rates = trace.shape.n_expert_used, []
     for sequence in (s for kind in kinds for s in range(kind, 120, 2)):
@@ -64,7 +68,10 @@ def hits_by_request(predictor: Predictor, kinds: tuple[int, ...]) -> npt.NDArray
 
 
 def test_eamc_below_capacity_recovers_within_50_requests_of_another_text_kind() -> None:
-    """Compares hit rates of requests 25 to 50 after the change with a predictor without requests of the old kind."""
+    """Compares two predictors by their hit rates on requests 25 to 50 of one kind.
+
+    The first predictor has seen requests of another kind before. The second one has not.
+    """
     shape = random_trace(n_sequences=1).shape
 
     def rates(*kinds: int) -> npt.NDArray[np.float64]:
@@ -104,7 +111,7 @@ def test_expert_mlp_predicts_nothing_after_a_layer_was_left_out() -> None:
 
 
 def table(predictor: Predictor) -> list[npt.NDArray[np.float32] | None]:
-    """Returns the predictions of a routing path before the first layer, one for each layer."""
+    """Returns the predictions of a routing path for each layer, made before the first layer is routed."""
     return [predictor.predict(il, distance) for distance, il in enumerate(SHAPE.layers, start=1)]
 
 

@@ -14,13 +14,17 @@ import pytest
 from tools.width_check import Array, Ggml
 
 ROOT = Path(__file__).resolve().parents[2]
-N_ROWS, N_CELLS = 70, 1100  # more than one tile of rows, two whole parts of the keys and the beginning of a third
+# More rows than a tile has, and cells for two whole parts of the keys and the beginning of a third part.
+N_ROWS, N_CELLS = 70, 1100
 SOME_ROWS = ([0], [37], [69], [3, 4], range(5, 10), range(10, 18), range(30, 39), range(20, 53))
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention of the last N_ROWS of N_CELLS tokens. window: keys that a token sees, 0: all before it."""
+    """Attention of the last N_ROWS of N_CELLS tokens.
+
+    `window` is the number of keys that a token sees; 0 stands for all earlier keys.
+    """
 
     d_key: int = 64
     d_value: int = 64

@@ -24,7 +24,8 @@ SWITCHES: list[dict[str, Any]] = [
     {"readers": 4, "preempt": False},
     {"readers": 2, "sweep": False, "overlap": False, "fill": False},
 ]
-# Each size with two sets of switches, each set with three sizes or more. test_store_model.py covers other pairs.
+# Each pool size runs with two of the five SWITCHES, and each of these with three sizes or more. test_store_model.py
+# covers other pairs.
 RUNS = [(n, SWITCHES[(i + more) % 5]) for i, n in enumerate(SIZES.values()) for more in (1, 4)]
 MIXED: tuple[Types, ...] = (
     {"gate": Q4_K, "up": Q4_K, "down": Q6_K},
@@ -35,7 +36,10 @@ MIXED: tuple[Types, ...] = (
 
 
 def meddle(store: Store, seed: int, over: threading.Event) -> None:
-    """Sets random scores, changes the policy and prefetches random experts, until `over` is set. Some do not exist."""
+    """Sets random scores, changes the policy and prefetches random experts, until `over` is set.
+
+    Some of these experts do not exist.
+    """
     rng = np.random.default_rng(seed)
     while not over.wait(0.0005):
         store.set_scores(rng.random(store.shape) if rng.random() < 0.8 else None)
@@ -47,7 +51,7 @@ def meddle(store: Store, seed: int, over: threading.Event) -> None:
 
 
 def routing(rng: np.random.Generator, most: int) -> npt.NDArray[np.int32]:
-    """Returns the experts of one token or of a prompt, at most `most` different ones."""
+    """Returns the expert ids of one token or of several tokens, with at most `most` different experts."""
     some = rng.permutation(N_EXPERT)[: min(most, N_EXPERT)]
     n_tokens = int(rng.choice([1, 1, 1, 3, 24]))
     return np.array([rng.permutation(some)[:N_USED] for _ in range(n_tokens)], np.int32)

@@ -1,4 +1,4 @@
-"""Short sequences of events with a known victim, at a single layer or over all layers.
+"""Tests short sequences of events with a known victim, in one layer or in several layers.
 
 Other tests use pools with a slot for every expert, or count the uses of each expert.
 """
@@ -72,7 +72,7 @@ def test_started_prefetch_that_is_not_needed_frees_its_slot(fake: FakeModel, ope
     store, context = open_store(fake, 8, simulate=True, link_bytes_per_s=1e9)
     store.prefetch([1], [4])
     store.advance(10)
-    context.acquire(0, [0, 1])  # this read precedes the rest of the prefetch
+    context.acquire(0, [0, 1])  # the reads for this event go before the rest of the prefetch
     assert store.residency()[1, 4] == 1
     context.acquire(1, [5])
     assert store.residency()[1, 4] == 0

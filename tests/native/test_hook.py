@@ -1,4 +1,4 @@
-"""Tests the scheduler's callback with llama.cpp's calls: on the node of expert ids and before the down matrices."""
+"""Tests the scheduler's callback as llama.cpp calls it: for the node of expert ids, and before the down matrices."""
 
 from fake_model import FakeModel, Open
 from product import Product, aborts, check_failure
@@ -35,7 +35,8 @@ def test_hook_skips_nodes_of_a_resident_layer_and_counts_their_events(
     assert call(context, node.ids, ASK)
     assert call(context, node.ids, DO)
     assert store.info()["resident"] == 0
-    context.announce(0, Phase.DECODE, [1])  # a pass of no tokens may follow: the slots still belong to this layer
+    # An announced pass may have no tokens, so the slots of this layer stay pinned.
+    context.announce(0, Phase.DECODE, [1])
     store.drain(10)
     assert not aborts(context)
     fake.check(store, 0, [[7, 3]], node.slot_ids())

@@ -1,4 +1,7 @@
-"""Kernels that compute many rows of an expert at a time, and operations with one value for each row."""
+"""Tests kernels that compute many rows of an expert at a time, and element-wise operations on rows.
+
+The second operand of such an operation has one value for each row, or one for each element.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States that are read from files into tensors. Every byte is in its place, and a changed file leaves zeros."""
+"""Tests states that are read from files into tensors. Every byte is in its place, and a changed file leaves zeros."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ def contents(tensor: int) -> np.ndarray:
 
 
 def take_state(address: int, tensor: int, block: int) -> list[bytes]:
-    """Takes a state as llama.cpp does: reads the head before each part, and puts the part into the tensor."""
+    """Takes a state as llama.cpp does. For each part, it reads the head and puts the bytes of the part into the tensor.
+
+    Returns the heads.
+    """
     lib, heads, offset = library.load(), [], block * sum(SIZES)
     for n_bytes in SIZES:
         head = c.create_string_buffer(HEAD_BYTES)
@@ -57,7 +60,7 @@ def take_state(address: int, tensor: int, block: int) -> list[bytes]:
         heads.append(head.raw)
         assert lib.moegguf_state_put(tensor, offset, address + HEAD_BYTES, n_bytes)
         address, offset = address + HEAD_BYTES + n_bytes, offset + n_bytes
-    assert not lib.moegguf_state_read(head, address, 1)  # no byte of the state is left
+    assert not lib.moegguf_state_read(head, address, 1)  # no byte of the state is left to read
     return heads
 
 

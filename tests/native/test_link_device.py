@@ -24,7 +24,7 @@ from moegguf.native.store import Store, StoreOptions
 from moegguf.quantities import Link
 from moegguf.testing.link_device import LinkFigures, add_link_device, link_device, link_figures
 
-FREE = Link(1e12)  # a copy takes only the time of memory
+FREE = Link(1e12)  # a copy takes only the time to write memory
 GPU = 1  # enum ggml_backend_dev_type
 
 _POINTERS = (
@@ -40,7 +40,7 @@ class Rig:
 
     def __init__(self, link: Link, **options: Any) -> None:
         self.name = add_link_device(link, **options)
-        self.ggml = load("ggml", _POINTERS)  # and libggml-base below it
+        self.ggml = load("ggml", _POINTERS)  # this also loads libggml-base
         self.device = self.call("dev_by_name", self.name.encode())
         self._free: list[Callable[[], object]] = []
 
@@ -90,7 +90,10 @@ class Rig:
         return base, name(c.c_void_p(self.call("buffer_get_type", buffer))).decode()
 
     def there(self, tensor: int, n_bytes: int) -> bool:
-        """Returns True if all the ones have arrived, False if none has. Reads the memory through the kernel."""
+        """Returns True if the tensor has only ones, and False if it has none.
+
+        Reads the tensor's memory through /proc/self/mem.
+        """
         with open("/proc/self/mem", "rb", buffering=0) as memory:
             memory.seek(self.ggml.ggml_get_data(c.c_void_p(tensor)))
             found = set(memory.read(n_bytes))
@@ -133,16 +136,16 @@ def test_link_device_is_a_gpu_with_memory_of_its_own() -> None:
 
 
 def asynchronous_copies(pinned: bool, link: Link, strict_seed: int = 0) -> tuple[str, bool, bool, bool]:
-    """Copies bytes to a device. Returns the type of the host's memory and if the bytes arrived, at three moments.
+    """Copies bytes to a device. Returns the type of the host's memory, and three times whether the bytes have arrived.
 
-    The moments are: the return of the call; after a wait for an event that an earlier use has recorded; and after
-    another stream has waited for the event.
+    The first time is when the call returns. The second is after a wait for an event that was recorded on another stream
+    before the copy. The third is after another stream has waited for an event behind the copy.
     """
     n_bytes = 1 << 20
     rig = Rig(link, pinned=pinned, strict_seed=strict_seed)
     memory, buffer_type = rig.host_memory(n_bytes)
     tensor, event, first, second = rig.tensor(n_bytes), rig.event(), rig.backend(), rig.backend()
-    rig.call("event_synchronize", event)  # this event was never recorded, so the call returns at once
+    rig.call("event_synchronize", event)  # the call returns at once, because nothing has recorded this event yet
     rig.call("event_record", event, second)
     rig.call("tensor_set_async", first, tensor, memory, 0, n_bytes)
     at_once = rig.there(tensor, n_bytes)
@@ -164,9 +167,9 @@ def test_copies_are_asynchronous_only_from_pinned_memory() -> None:
 
 
 def launches(n: int) -> tuple[list[bool], LinkFigures]:
-    """Launches a graph n times behind a copy of 0.2 s, then waits.
+    """Launches a graph n times behind a copy that takes 0.2 s, then waits for the device.
 
-    Returns True for each launch and for the wait if the result was there afterwards, and the device's figures.
+    Returns whether the result was there after each launch and after the wait, and the device's figures.
     """
     n_bytes = 1 << 20
     rig = Rig(Link(n_bytes / 0.2), strict_seed=1)
@@ -296,14 +299,17 @@ def test_pool_fits_the_largest_buffers_and_a_full_device_refuses_a_second(tmp_pa
 
 
 def most_slots_of(fake: FakeModel, layers: list[MoeLayer], wanted: int) -> list[tuple[int, int]]:
-    """Returns for each layer the most slots, up to `wanted`, that its pool can have on a device and on the CPU."""
+    """Returns for each layer the most slots, up to `wanted`, of its pool on a device and of its pool on the CPU."""
     device = add_link_device(FREE)
     layouts = [replace(fake.layout, layers=(layer,)) for layer in layers]
     return [(most_slots(layout, device, wanted), most_slots(layout, None, wanted)) for layout in layouts]
 
 
 def test_device_pool_is_capped_so_that_32_bit_offsets_reach_every_slot(tmp_path: Path) -> None:
-    """Offsets count blocks of a type. An expert of 2048 x 768 values may have 2^31 / (number of slots) blocks."""
+    """Kernels use 32-bit offsets that count blocks of a type.
+
+    An expert matrix of 2048 x 768 values has 2048 * 768 / (values per block) blocks, and the pool may have 2^31 blocks.
+    """
     most = {F32: 1365, F16: 1365, Q4_0: 43690, Q8_0: 43690, MXFP4: 43690, Q4_K: 349525}
     kinds: tuple[Kind, ...] = ("gate", "up", "down")
     types = [dict.fromkeys(kinds, ggml_type) for ggml_type in most] + [{"gate": Q4_K, "up": Q4_K, "down": F16}]
@@ -313,7 +319,7 @@ def test_device_pool_is_capped_so_that_32_bit_offsets_reach_every_slot(tmp_path:
 
 
 def slot_tokens_of_a_device() -> int:
-    """Returns the largest pass, in tokens, for which slots of a simulated device are exact."""
+    """Returns the most tokens of a pass for which products from slots on a simulated device are exact."""
     return slot_tokens(link_device(FREE))
 
 
@@ -324,7 +330,7 @@ def test_slot_tokens_returns_the_limit_of_each_backend() -> None:
 
 
 def without_padding(fake: FakeModel) -> tuple[int, int]:
-    """Returns the bytes of a slot on a device that pads rows, and the difference to the CPU.
+    """Returns the bytes of a slot on a device that pads rows, and the bytes that such a slot has more than on the CPU.
 
     Asserts that slots without padding are refused.
     """

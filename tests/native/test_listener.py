@@ -201,7 +201,8 @@ def test_close_delivers_queued_events_to_callbacks_that_use_the_store(fake: Fake
 
     def on_routing(event: RoutingEvent) -> None:
         nonlocal done
-        library.load().moegguf_store_set_scores(handle, None, 0)  # C code may call after close()
+        # Calls the C library directly, which is allowed during close()
+        library.load().moegguf_store_set_scores(handle, None, 0)
         done += 1
 
     store.listen(on_routing=on_routing)
@@ -217,7 +218,7 @@ def test_events_carry_the_sequence_and_phase_of_each_token(fake: FakeModel, open
     store.listen(on_routing=seen.append, on_tokens=seen.append)
     context.announce([4, 4, 5, 6, 6], [0, 0, 1, 0, 0], [10, 11, 12, 13, 14], outputs=[0, 1, 1, 0, 1])
     context.acquire(0, np.zeros((3, 2)))  # the first ubatch
-    context.acquire(3, np.zeros((2, 2)))  # the last layer of the first ubatch, for two of its tokens
+    context.acquire(3, np.zeros((2, 2)))  # the last layer of the first ubatch is computed for two of its tokens
     context.acquire(0, np.zeros((2, 2)))
     context.acquire(3, np.zeros((1, 2)))
     context.acquire(0, np.zeros((1, 2)))  # never announced
@@ -282,7 +283,8 @@ def test_next_use_misses_less_than_lru_with_eight_interleaved_sequences() -> Non
     """Eight topics pass through the pool between two uses of an expert, so LRU has evicted the expert by then."""
     shape = shape_of("qwen3-30b", 4, 60, 4)
     trace = synthesize("qwen3-30b", shape, 128, 0, 8)
-    trace = replace(trace, tokens=np.zeros(trace.n_tokens, np.int32))  # passes with known tokens are announced
+    # Passes are announced only if their tokens are known.
+    trace = replace(trace, tokens=np.zeros(trace.n_tokens, np.int32))
     trace = grouped(trace, [np.arange(8) * 128 + at for at in range(128)])
     misses = {
         name: Simulation(trace, native_policies()[name], NoPrediction(shape), 89).run().counters["misses"]

@@ -1,4 +1,7 @@
-"""Tests that the library finds, checks and loads backends of ggml from separate packages. A stand-in replaces CUDA."""
+"""Tests that the library finds, checks and loads ggml's backends from separate packages.
+
+A compiled stand-in replaces the CUDA backend.
+"""
 
 import json
 import os
@@ -106,7 +109,10 @@ def site(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def install(site: Path) -> Install:
-    """Installs a library as the plug-in of a name. Its pin is the pin of the tested library with changes."""
+    """Returns a function that installs a library as the plug-in `name`, with a file UPSTREAM.
+
+    This file has the pinned versions of the tested library, except for the values in `changes`.
+    """
 
     def install_one(name: str, built: Path, **changes: str) -> Path:
         folder = site / plugins.NAMESPACE / name

@@ -159,7 +159,8 @@ MADE: dict[str, Callable[[], Predictor]] = {
     "eamc": eamc,
     "eamc-full": lambda: eamc(1000),
 }
-ALIKE = {"routing-path": 0.03}  # this predictor rounds values twenty times; the tolerance of others is 0.01
+# This predictor rounds values twenty times; all other predictors have a tolerance of 0.01.
+ALIKE = {"routing-path": 0.03}
 
 
 def choice(random: np.random.Generator, n_tokens: int) -> np.ndarray[Any, Any]:
@@ -184,7 +185,10 @@ def native(predictor: Predictor) -> NativePredictor:
 
 
 class Comparison:
-    """The predictions by definition for the sequences of a pass. The latest prediction of a layer counts."""
+    """The predictions of a predictor's definition for the sequences of a pass.
+
+    If a layer is predicted several times, the latest prediction counts.
+    """
 
     def __init__(self, name: str) -> None:
         predictor = MADE[name]()
@@ -193,7 +197,7 @@ class Comparison:
         self._expected: dict[int, Float32s] = {}
 
     def announce(self, sequences: list[int], tokens: Int32s) -> None:
-        """Announces one token of each sequence, or several tokens of one sequence."""
+        """Announces one token of each sequence, or all `tokens` of a single sequence."""
         self._present, self._expected = [self._known.setdefault(each, self._make()) for each in sequences], {}
         parts = [tokens] if len(sequences) == 1 else tokens[:, np.newaxis]
         for sequence, part in zip(self._present, parts, strict=True):
@@ -222,7 +226,7 @@ class Comparison:
                 self.n_known += 1
 
     def check_asked(self, found: Predictor, row: int) -> None:
-        """Asserts that the predictions of the laboratory's predictor agree with the definition."""
+        """Asserts that the predictions of `found`, which is called for each layer, agree with the definition."""
         for later in range(row + 1, N):
             if (expected := self.expected(row, later)) is not None:
                 predicted = found.predict(SHAPE.layers[later], later - row)
@@ -293,7 +297,10 @@ def batch(
 # Two predictors are left out: rounding may decide which groups, or which of a thousand entries, they select.
 @pytest.mark.parametrize("name", [name for name in MADE if name not in ("skip-groups", "eamc-full")])
 def test_forecast_of_several_sequences_equals_the_forecast_of_each_alone(name: str) -> None:
-    """Compares passes of changing sequences with each sequence alone. Only sequences of the pass count."""
+    """Compares passes of changing sequences with each sequence alone.
+
+    Only the sequences of the current pass are predicted.
+    """
     random, comparison = rng(), Comparison(name)
     with simulated() as (store, context):
         store.set_predictor(native(MADE[name]()), EVERYTHING)
@@ -401,11 +408,11 @@ def test_forecast_once_covers_the_window_and_ends_at_the_last_layer() -> None:
     store.close()
 
 
-LINK = {"link_bytes_per_s": 1e9}  # an expert takes 3 us
+LINK = {"link_bytes_per_s": 1e9}  # bytes per second, so that reading an expert takes 3 us
 
 
 def run(store: Store, context: StoreContext, n: int, compute_ns: int = 20_000) -> None:
-    """Makes n times six tokens that use the same experts, in a pool that does not hold all experts."""
+    """Routes 6 * n tokens, in a pool that does not hold all experts. Each group of six tokens uses the same experts."""
     random = rng()
     for _ in range(n):
         ids = [choice(random, 1) for _ in SHAPE.layers]
@@ -443,7 +450,10 @@ def test_predicted_experts_are_prefetched_up_to_the_limit_and_reduce_stall() -> 
 
 
 def test_likely_expert_is_prefetched_although_its_score_is_lowest() -> None:
-    """The expert has the lowest score by next-use. A miss would evict another expert for this one anyway."""
+    """The likely expert has the lowest next-use score of all.
+
+    It is prefetched nevertheless, because a miss would evict another expert for it, too.
+    """
     often, rarely = [[0, 1, 2]], [[3, 4, 5]]
     table = always(*often, *rarely)
     with simulated(SHAPE.n_expert_used * N, fill=False, **LINK) as (store, context):
@@ -478,7 +488,7 @@ def test_late_prefetches_are_counted_apart_from_useful_ones() -> None:
 
 
 def test_by_proximity_prefetches_the_most_probable_expert_of_near_layers_first() -> None:
-    """Uses a token with twelve likely experts in each layer. In the second layer, its experts are certain."""
+    """Uses a token with twelve likely experts in each layer. Only in the second layer, three experts are certain."""
     counted = np.zeros((1, N, SHAPE.n_expert), np.uint16)
     counted[0][:, :12] = 5
     counted[0][1] = [20] * SHAPE.n_expert_used + [0] * (SHAPE.n_expert - SHAPE.n_expert_used)
@@ -494,12 +504,13 @@ def test_by_proximity_prefetches_the_most_probable_expert_of_near_layers_first()
 
 def test_prefetching_stops_if_waste_is_costly_or_the_link_is_busy() -> None:
     found = prefetched(NativeForecast(window=N, most_prefetches=100, waste_weight=50.0))
-    assert found["prefetch_started"] < 50  # prefetched until the store has learned how often the predictor is wrong
+    # No prefetch starts after the store has learned how often the predictor is wrong.
+    assert found["prefetch_started"] < 50
     assert prefetched(NativeForecast(window=N, most_prefetches=100), compute_ns=0)["prefetch_started"] == 0
 
 
 def test_calibration_of_a_predictor_survives_a_pause_but_not_a_replacement() -> None:
-    """Uses tables that are always wrong. Prefetching pauses like between two trials."""
+    """Uses tables that are always wrong. The pause removes the predictor, as the watchdog does between two trials."""
     matrix = np.zeros((N - 1, SHAPE.n_expert, SHAPE.n_expert), np.float32)
     matrix[..., :3] = 1 / 3
     wrong, other = always([0, 1, 2]), affinity(matrix)
@@ -549,7 +560,7 @@ def test_pauses_and_prompts_do_not_count_as_time_to_prefetch(pause: str) -> None
                     token(choice(random, 4), 10**8)
             return store.counters()["prefetch_started"] - before
 
-        tokens(3)  # the store knows nothing about times before these tokens
+        tokens(3)  # the store learns the time of a layer from these tokens
         assert tokens(20) == 0
 
 

@@ -1,6 +1,7 @@
-"""Tests that compute threads spin only shortly while experts can be absent.
+"""Tests that compute threads spin only briefly while experts can be absent.
 
-For this, a store starts an idle OpenMP team, so that there are more OpenMP threads than processors.
+A store starts an idle OpenMP team for this purpose. OpenMP then has more threads than there are processors, and its
+threads spin only briefly.
 """
 
 import os

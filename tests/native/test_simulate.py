@@ -140,7 +140,7 @@ def test_fitted_cuts_passes_to_the_slots_and_layout_of_keeps_the_shape() -> None
     assert cut.n_tokens == TRACE.n_tokens
     assert cut.pass_first_token[:3].tolist() == [0, 2, 4]
     assert fitted(TRACE, 16) is TRACE
-    device = DeviceSlots("CUDA0", 16, SMALL.layers)  # kernels of a card are exact for passes of 4 tokens
+    device = DeviceSlots("CUDA0", 16, SMALL.layers)  # kernels of a CUDA card are exact for passes of up to 4 tokens
     assert np.diff(Simulation(TRACE, LRU, NoPrediction(SMALL), [device]).trace.pass_start).max() == 4
     shape = MoeShape(4, 8, 2, (1, 3), 32, 64, expert_bytes=1001)
     assert MoeShape.of(layout_of(shape)) == shape

@@ -29,7 +29,10 @@ def test_simulated_counters_equal_the_counters_of_a_store_with_files(
     fake: FakeModel, open_store: Open, n_slots: tuple[int, ...], n_ram: int, staging: int, policies: tuple[str, str],
     of_first: bool,
 ) -> None:  # fmt: skip
-    """Compares stores of one or two tiers and devices. RAM and staging for the first device are optional."""
+    """Compares stores with files to stores on the modelled link, with one or two tiers and devices.
+
+    RAM below the first device and staging tensors are optional.
+    """
     found = []
     for options in ({}, MODELLED):
         layers = [range(4)] if len(n_slots) == 1 else [range(2), range(2, 4)]
@@ -50,7 +53,8 @@ def test_simulated_counters_equal_the_counters_of_a_store_with_files(
         store.drain(10)
         if Tier.RAM in store.tiers:
             check_tiers(store)
-        names = FIGURES[:5] if staging else FIGURES  # the number of bytes that arrive early depends on time
+        # The number of bytes that arrive early depends on time if prompts are staged.
+        names = FIGURES[:5] if staging else FIGURES
         of_tiers = [{name: of[name] for name in names} for of in figures(store)]
         found.append((of_tiers, [store.residency(tier).tolist() for tier in store.tiers], store.counters()["reads"]))
     assert found[0] == found[1]

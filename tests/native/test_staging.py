@@ -1,4 +1,7 @@
-"""Tests prompts on a device: staging tensors have a layer's full shape and the router's own ids, and slots stay."""
+"""Tests prompts on a device. A staging tensor has all experts of a layer, in the order of their own ids.
+
+The slots keep their experts.
+"""
 
 from pathlib import Path
 from typing import Any

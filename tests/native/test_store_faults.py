@@ -41,9 +41,9 @@ def n_seen(kind: str) -> int:
 
 
 def story(fake: FakeModel, options: StoreOptions, kind: str) -> tuple[MoeggufError | None, int]:
-    """Opens a store and makes six events. Returns the error, if any, and the number of operations of the kind.
+    """Opens a store and routes six events. Returns the error or None, and the number of operations of `kind`.
 
-    Asserts that the next events are right once the fault is disarmed.
+    Asserts that later events have the right bytes once the fault is disarmed.
     """
     try:
         store = Store(fake.layout, 5, options)
@@ -169,7 +169,7 @@ def test_file_that_is_written_to_is_not_read_any_more(
     fake.acquire(store, context, 3, [0, 1])
     fake.acquire(store, context, 0, [0, 1])
     change(fake.paths[0])
-    fake.acquire(store, context, 3, [0, 1])  # both experts are in slots
+    fake.acquire(store, context, 3, [0, 1])  # needs no read, because both experts are in slots
     for _ in range(2):
         with pytest.raises(ExpertIOError, match=f"{fake.paths[0].name}' was written to after the model was loaded"):
             context.acquire(3, [6, 7])
@@ -201,7 +201,7 @@ def test_chmod_does_not_hide_a_later_write(fake: FakeModel, open_store: Open) ->
     fake.token(store, context, [6, 7])
     before = path.stat()
     with path.open("r+b") as file:
-        file.write(b"x")  # no sample has this byte
+        file.write(b"x")  # the store compares only samples of the file's bytes, and this byte is in no sample
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(ExpertIOError, match="was written to after the model was loaded"):
         context.acquire(0, [0, 1])

@@ -46,7 +46,7 @@ from moegguf.testing.library import arm_fault
 EXAMPLES = int(os.environ.get("MOEGGUF_STORE_EXAMPLES", "0"))
 Ids = npt.NDArray[np.int32]
 
-# Layers and experts are any numbers, taken modulo what the model has. A share selects a part of a number of slots.
+# Numbers of layers and experts are taken modulo the model's numbers. A share selects a part of a range of slots.
 layers, seeds = st.integers(0, 5), st.integers(0, 1 << 16)
 experts = st.tuples(layers, st.integers(0, 8))
 shares = st.floats(0, 1)
@@ -59,9 +59,13 @@ def prompt(layout: ExpertLayout) -> Ids:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """One store and calls on it. In an exact run, the reference store predicts its slots."""
+    """One store, and random calls on it.
 
-    models: Sequence[tuple[FakeModel, bytes]]  # and the bits of a prompt's product while every expert is resident
+    In an exact run, each call is repeated on the reference store, which must fill the same slots.
+    """
+
+    # Models, each with the bytes of a prompt's product while every expert is resident.
+    models: Sequence[tuple[FakeModel, bytes]]
 
     @initialize(
         model=st.integers(0, 2), share=shares, share_below=st.sampled_from([0.0, 0.0, 0.0, 0.05, 0.3, 1.0]),
@@ -86,7 +90,7 @@ class StoreMachine(RuleBasedStateMachine):
             n_devices = switches.draw(st.integers(1, min(2, len(self.layout.layers))), "devices")
         self.layers = [[layer.il for layer in self.layout.layers[d::n_devices]] for d in range(n_devices)]
         self.slots = [self.n_of(share, len(layers)) for layers in self.layers]
-        self.usable = list(self.slots)  # the number of usable slots of each device
+        self.usable = list(self.slots)  # the number of usable slots on each device
         link = switches.draw(st.sampled_from([0.0, 1e9]), "link") if simulate else 0.0
         self.n_ram, self.simulate = n_ram, simulate
         self.staging = staging if n_ram and share < 1 else 0
@@ -109,7 +113,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.failed: type[MoeggufError] | None = None
 
     def n_of(self, share: float, n_layers: int) -> int:
-        """Returns a number of slots for some layers: enough for one token (share 0) up to one for each expert (1)."""
+        """Returns the number of slots for `n_layers` layers.
+
+        Share 0 stands for the experts of one token in one layer, and share 1 for every expert.
+        """
         return self.n_used + int(share * (n_layers * self.layout.n_expert - self.n_used))
 
     def usable_for(self, il: int) -> int:
@@ -136,11 +143,14 @@ class StoreMachine(RuleBasedStateMachine):
             raise
         fits = np.unique(ids).size <= self.usable_for(il) and not self.store.options.stream
         if fits or len(ids) == 1 or self.n_ram or not self.simulate:
-            self.held = (il, ids, slots)  # some slots were used by experts of other events, which are evicted
+            self.held = (il, ids, slots)  # not if a streamed event has reused some of its slots for its other experts
         return slots
 
     def route(self, seed: int, il: int, n_tokens: int) -> Ids:
-        """Returns ids that fit into the slots. Some experts are more frequent, so that they stay."""
+        """Returns expert ids that fit into the slots.
+
+        Some experts are chosen more often than others, so that they stay in slots.
+        """
         rng = np.random.default_rng(seed)
         some = np.sort(rng.permutation(self.layout.n_expert)[: self.usable_for(il)])
         share = 1 / (1 + np.arange(some.size))
@@ -198,7 +208,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.product.set_ids(prompt(self.layout))
         self.product.acquire()
         bits = self.product.compute()
-        if aborts(self.context):  # slots in use by the layer cannot stream its other experts
+        if aborts(self.context):  # pinned slots of this layer cannot be reused for its other experts if overlap is off
             self.failed = MoeggufError
             assert self.usable_for(0) < self.layout.n_expert and not self.store.options.overlap
         else:
@@ -370,7 +380,8 @@ class StoreMachine(RuleBasedStateMachine):
         ]:
             assert of["lookups"] == of["hits_ready"] + of["hits_late"] + of["misses"]
             n_coming = int((self.store.residency(tier) == 1).sum())
-            over = of["slots_pinned"] + n_coming  # a tier that shrinks keeps slots in use until they are given back
+            # A tier that has shrunk keeps slots that are in use until they are unpinned.
+            over = of["slots_pinned"] + n_coming
             assert of["slots_used"] <= of["n_slots_usable"] + over and of["slots_used"] <= of["n_slots"]
         counters = self.store.counters()
         n_done = counters["prefetch_started"] + counters["prefetch_dropped"]
@@ -391,9 +402,9 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.close()
 
     def check_all_that_is_there(self) -> None:
-        """Asserts that nothing is on its way, and that every resident expert has the file's bytes."""
+        """Asserts that no expert is still being read, and that every resident expert has the bytes of the file."""
         self.end_pass()
-        self.context.acquire(self.layout.layers[0].il, [[0]])  # no pool has more slots than requested after this event
+        self.context.acquire(self.layout.layers[0].il, [[0]])  # a pool that has to shrink has done so after this event
         self.end_pass()
         self.store.drain(10)
         check_counters(self.store.counters(), sum(self.slots))
@@ -412,7 +423,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 def bits(model: FakeModel) -> bytes:
-    """Returns the bits of a prompt's product while every expert is resident."""
+    """Returns the bytes of a prompt's product from a store with a slot for every expert."""
     store = Store(model.layout, model.layout.n_expert_total, StoreOptions(repack=False))
     context = store.context
     product = Product(store, context, model, prompt(model.layout))

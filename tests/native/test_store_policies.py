@@ -16,8 +16,10 @@ from moegguf.native.events import Float32s
 from moegguf.native.store import Store, StoreOptions, Tier
 from moegguf.trace.simulate import layout_of
 
-HALVING = "next-use", Tier.COMPUTE, (1.0, 1.0)  # values: the weight of distances, the half-life of an average
-STORY = [(0, 0), (1, 0), (0, 0), (1, 1), (1, 0)]  # (layer, expert): 0.75 for (0, 0), 0.625 for (1, 0), 0.25 for (1, 1)
+# The values of the policy: the weight of a layer's distance, and the half-life of the averages in tokens.
+HALVING = "next-use", Tier.COMPUTE, (1.0, 1.0)
+# Routed (layer, expert) pairs; the averages are then 0.75 for (0, 0), 0.625 for (1, 0) and 0.25 for (1, 1)
+STORY = [(0, 0), (1, 0), (0, 0), (1, 1), (1, 0)]
 
 
 @pytest.fixture
@@ -31,7 +33,10 @@ Told = Callable[..., tuple[Store, Callable[..., None]]]
 
 @pytest.fixture
 def told(two: FakeModel, open_store: Open) -> Told:
-    """`told()`: a store of 3 slots after the events of STORY, and a function for another routing event."""
+    """Returns `told()`, which returns a store and a function that routes one more event.
+
+    The store has 3 slots, and has routed the events of STORY.
+    """
 
     def tell() -> tuple[Store, Callable[..., None]]:
         store, context = open_store(two, 3)
@@ -55,7 +60,7 @@ def test_next_use_starts_counting_when_a_resident_pool_shrinks(two: FakeModel, o
     store, context = open_store(two, 16, fill=False)
     store.set_policy(*HALVING)
     for _ in range(9):
-        two.acquire(store, context, 1, [1])  # a resident pool does not count uses
+        two.acquire(store, context, 1, [1])  # no use is counted while every expert is resident
     store.resize(3)
     for il, expert in [*STORY, (0, 2)]:
         two.acquire(store, context, il, [expert])
@@ -65,7 +70,7 @@ def test_next_use_starts_counting_when_a_resident_pool_shrinks(two: FakeModel, o
 def test_forecast_of_a_layer_ends_when_that_layer_is_routed(told: Told) -> None:
     store, event = told()
     store.set_forecast([[0] * 8, [0, 1, *[0] * 6]], [1])
-    event(1, 0)  # the victim is not (1, 1), which is rarely used
+    event(1, 0)  # ends the forecast of layer 1, which would have kept (1, 1) in its slot
     event(0, 2)
     assert there(store) == {(0, 0), (1, 0), (0, 2)}
 
@@ -125,7 +130,7 @@ def test_next_use_evicts_the_same_victims_as_rates_learned_in_python(
             scores[list(shape.layers)] = (
                 1 - 1 / rates_of.table[list(shape.layers)] - np.float32(4 / n_row) * ahead[:, np.newaxis]
             )
-    assert (np.abs(rates_of.weights - first_weights) > first_weights).any()  # the weights were learned
+    assert (np.abs(rates_of.weights - first_weights) > first_weights).any()  # the weights were changed by learning
     assert native.counters()["evictions"] == scored.counters()["evictions"] > 50
 
 
@@ -141,11 +146,12 @@ def test_next_use_assigns_slots_after_any_forecast_values(told: Told, value: flo
 @pytest.mark.parametrize(
     ("story", "share", "left"),
     [
-        ([0, 0, 1, 2, 3], 0.8, {0, 2, 3}),  # used again outlives used once
-        ([0, 0, 1, 2, 3], 0.0, {1, 2, 3}),  # nothing is protected: LRU
-        ([0, 0, 1, 1, 2, 3], 0.3, {1, 2, 3}),  # one is protected: 1 takes the place of 0, which then goes before 2
+        ([0, 0, 1, 2, 3], 0.8, {0, 2, 3}),  # expert 0, used twice, stays longer than expert 1, used once
+        ([0, 0, 1, 2, 3], 0.0, {1, 2, 3}),  # no slot is protected, as in LRU
+        # One slot is protected: expert 1 replaces expert 0 there, and expert 0 is then evicted before expert 2.
+        ([0, 0, 1, 1, 2, 3], 0.3, {1, 2, 3}),
         ([0, 0, 1, 1, 2, 3], 0.7, {0, 1, 3}),
-        ([0, 0, 1, 1, 2, 3, 0, 4, 5], 0.3, {1, 4, 5}),  # 0 is evicted, comes back, and is on probation again
+        ([0, 0, 1, 1, 2, 3, 0, 4, 5], 0.3, {1, 4, 5}),  # expert 0 is evicted, returns, and is not protected at first
     ],
 )
 def test_slru_protects_experts_that_are_used_again(
@@ -206,7 +212,7 @@ def pool() -> Iterator[Pool]:
 
 
 def foretell(pool: Pool) -> None:
-    """Predicts and prefetches experts 0 and 1 of layers 1 to 3. The pool is full then."""
+    """Predicts and prefetches experts 0 and 1 of layers 1 to 3. Afterwards the pool is full."""
     pool.route(0, 0, 1)
     pool.predict(l1=(0, 1), l2=(0, 1), l3=(0, 1))
     pool.prefetch((1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1))
@@ -215,7 +221,8 @@ def foretell(pool: Pool) -> None:
 
 def test_locality_evicts_a_mispredicted_expert_first(pool: Pool) -> None:
     foretell(pool)
-    assert pool.route(1, 0, 2) == {(1, 1)}  # predicted and not chosen: evicted before experts of other layers
+    # (1, 1) was predicted and not chosen, so it is evicted before experts of other layers.
+    assert pool.route(1, 0, 2) == {(1, 1)}
 
 
 def test_locality_evicts_completed_layers_next_and_then_the_farthest_prediction(pool: Pool) -> None:
@@ -233,7 +240,7 @@ def test_locality_keeps_a_hot_expert_after_a_misprediction(pool: Pool) -> None:
             pool.route(il, 0, 1)
     pool.predict(l1=(0, 1, 3))
     pool.prefetch((1, 3))
-    assert pool.route(1, 1, 2) == {(1, 3)}  # 0 and 3 were predicted and not chosen
+    assert pool.route(1, 1, 2) == {(1, 3)}  # (1, 0) and (1, 3) were predicted and not chosen
     assert (1, 0) in pool.there()
 
 
@@ -276,7 +283,10 @@ def test_locality_without_forecasts_evicts_by_decayed_frequency(pool: Pool) -> N
 
 
 def test_sparsity_reproduces_figure_6_of_moe_infinity() -> None:
-    """A predicted share counts until its layer is predicted again. Otherwise the least recently used expert goes."""
+    """The predicted share of an expert decides until its layer is predicted again.
+
+    Without a prediction, the least recently used expert is evicted.
+    """
     shape = MoeShape(n_layer=3, n_expert=3, n_expert_used=1, layers=(0, 1, 2))
     store = Store(layout_of(shape), 3, StoreOptions(repack=False, fill=False, simulate=True, sweep=False))
     context = store.context

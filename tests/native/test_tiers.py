@@ -19,7 +19,7 @@ EVENT = tuple[int, list[int]]
 
 
 def skewed(n_events: int, seed: int = 0, n_layer: int = 4, n_expert: int = 8, n_used: int = 2) -> list[EVENT]:
-    """Returns routing events layer after layer. Some experts are chosen far more often than others."""
+    """Returns routing events, layer by layer. Some experts are chosen far more often than others."""
     rng = np.random.default_rng(seed)
     weights = 1.0 / np.arange(1, n_expert + 1)
     share = weights / weights.sum()
@@ -50,7 +50,7 @@ def held(store: Store, tier: Tier) -> set[tuple[int, int]]:
 def test_expert_evicted_from_the_device_counts_as_used_in_ram(tmp_path: Path, open_store: Open) -> None:
     one = make_model(tmp_path, n_layer=1, n_used=1)
     store, context = open_store(one, 2, n_ram_slots=3, fill=False)
-    for expert in (0, 1, 0, 2, 3):  # expert 3 takes the slot of 0, and in RAM the slot of 1
+    for expert in (0, 1, 0, 2, 3):  # expert 3 evicts expert 0 from the device, and expert 1 from RAM
         one.acquire(store, context, 0, [[expert]])
     store.drain(10)
     assert held(store, Tier.RAM) == {(0, 0), (0, 2), (0, 3)}
@@ -58,7 +58,7 @@ def test_expert_evicted_from_the_device_counts_as_used_in_ram(tmp_path: Path, op
 
 def test_ram_evicts_experts_that_stay_on_the_device_first(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 8, n_ram_slots=8)
-    for n in range(60):  # experts 0 and 1 of each layer stay above; others of layer 3 come and go
+    for n in range(60):  # experts 0 and 1 of layers 0 to 2 stay on the device; the experts of layer 3 change
         il = n % 4
         fake.acquire(store, context, il, [0, 1] if il < 3 else [0, 1 + n // 4 % 7])
     store.drain(10)
@@ -73,7 +73,7 @@ def test_simulated_clock_overlaps_file_reads_and_copies(fake: FakeModel, open_st
     store, context = open_store(
         fake, 8, n_ram_slots=32, fill=False, simulate=True, link_bytes_per_s=1e9, copy_bytes_per_s=4e9
     )
-    context.acquire(0, [0, 1])  # read from the file; a matrix is copied while the next one is read
+    context.acquire(0, [0, 1])  # both experts are read from the file; while a matrix is read, the one before is copied
     from_file_ns = store.counters()["sim_clock_ns"]
     assert 2 * n_bytes < from_file_ns < 2 * n_bytes * 1.25
     for il in range(1, 4):
@@ -100,7 +100,7 @@ def test_warm_fills_free_slots_in_the_given_order_and_evicts_nothing(
     assert store.counters()["bytes_missed"] == 0
     fake.acquire(store, context, 0, [3, 5])
     assert store.counters()["misses"] == 0
-    store.warm([0], [0])  # evicts nothing if no slot is free
+    store.warm([0], [0])  # no slot is free, so this evicts nothing and reads nothing
     store.drain(10)
     assert (store.residency()[0, 0] == 2) == (n_upper == 32)
 
@@ -140,14 +140,14 @@ def test_reassigned_slot_gets_no_copies_of_its_former_expert(tmp_path: Path, ope
     for ids in ([4, 5], [2, 3], [0, 1]):
         context.acquire(0, ids)
     store.prefetch([0], [4])
-    store.advance(1)  # the first of its matrices is on its way
-    context.acquire(0, [0, 5])  # this read goes before the other matrices
-    context.acquire(0, [0, 7])  # the event takes the slot of the prefetch
+    store.advance(1)  # the first matrix of the prefetched expert is on its way
+    context.acquire(0, [0, 5])  # the reads for this event go before the other matrices of the prefetch
+    context.acquire(0, [0, 7])  # the slot of the prefetch is assigned to this event's expert
     store.drain()
     assert 0 < store.tier()["bytes_prefetched"] < fake.expert_bytes / 2
 
 
-LAYERS = ((0, 1), (2, 3))  # the layers of each of two devices; the model has four
+LAYERS = ((0, 1), (2, 3))  # the model's four layers, two on each of two devices
 FIGURES = (
     "lookups", "hits_ready", "hits_late", "misses", "evictions", "bytes_missed", "bytes_prefetched", "slots_used",
 )  # fmt: skip

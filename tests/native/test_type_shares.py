@@ -1,4 +1,7 @@
-"""Tests the types of tensors in widely used files: the choices of the pinned quantiser and the lists in headers."""
+"""Tests the types of tensors in widely used files.
+
+The types are chosen by the pinned quantiser, or counted from published headers.
+"""
 
 import math
 

@@ -17,16 +17,16 @@ from tools.width_check import Array, Case, Ggml, StateCase
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTHS = (1, 2, 3, 7, 8, 17)
-N_ROWS, N_IN, N_OUT = 17, 512, 40  # five groups of 8 columns, while kernels take two at once
-N_FLOATS = 37  # values of a row of floats, which kernels take by 16
+N_ROWS, N_IN, N_OUT = 17, 512, 40  # 40 columns are five groups of 8, and kernels compute two groups at once
+N_FLOATS = 37  # no multiple of 16: kernels compute 16 values of a float row at a time
 INTERLEAVED = ("q4_0", "q4_K", "q5_K", "q6_K", "iq4_nl", "mxfp4")
-# Types that moegguf's kernels read as the file has them.
+# Types that moegguf's kernels read in the layout of the file.
 PLAIN = ("q8_0", "q5_0", "q5_1", "q4_1", "q2_K", "q3_K", *GRIDS)
 FLOATS = ("f32", "f16", "bf16")
-# Types that take long to quantise. Their products take the path of iq3_s.
+# Types that take long to quantise. Their products use the code of iq3_s.
 SLOW = ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs")
 
-# The products' bytes of every type, one after the other, by the kernels that MOEGGUF_KERNELS names.
+# A program that writes the bytes of `products` to stdout, with the kernels that MOEGGUF_KERNELS selects.
 PRODUCTS = """
 import sys
 from tests.native.test_width_check import products
@@ -35,7 +35,7 @@ sys.stdout.buffer.write(products().tobytes())
 
 
 def products() -> Array:
-    """Computes products of each type: [n_types, N_ROWS, N_OUT]."""
+    """Computes products of x with weights of each type: [n_types, N_ROWS, N_OUT]."""
     ggml = GridBlocks()
     x = np.random.default_rng(0).standard_normal((N_ROWS, N_IN)).astype(np.float32)
     made = [width_check.product(ggml, ggml.types[name], x, N_OUT, ggml.interleaved) for name in INTERLEAVED]
@@ -96,7 +96,7 @@ def test_products_have_equal_bits_with_and_without_avx512() -> None:
 
 
 def rounded(x: Array, n: int) -> Array:
-    """Rounds activations as kernels do: n values share a scale, which has 16 bits for n = 32."""
+    """Rounds activations as kernels do. Each group of n values shares a scale, which is a 16-bit float if n is 32."""
     blocks = x.reshape(len(x), -1, n)
     largest = np.abs(blocks).max(axis=2, keepdims=True)
     scale = largest / np.float32(127)
@@ -107,7 +107,10 @@ def rounded(x: Array, n: int) -> Array:
 
 @pytest.mark.parametrize("name", PLAIN + INTERLEAVED)
 def test_plain_products_equal_float64_products_of_rounded_activations(name: str) -> None:
-    """Columns that fill no vector equal the columns of a wider matrix. One row takes another path than many rows."""
+    """Also compares a matrix of 11 columns, which fill no whole vector, with the first columns of a wider matrix.
+
+    Kernels compute a single row in another way than several rows.
+    """
     ggml = GridBlocks()
     x = np.random.default_rng(0).standard_normal((N_ROWS, N_IN)).astype(np.float32)
     whole, few = (width_check.product(ggml, ggml.types[name], x, n_out, None) for n_out in (N_OUT, 11))
@@ -123,7 +126,7 @@ def test_plain_products_equal_float64_products_of_rounded_activations(name: str)
 @pytest.mark.parametrize("n_rows", [1, 7])
 @pytest.mark.parametrize("name", PLAIN)
 def test_batched_products_multiply_each_matrix_with_the_rows_of_its_plane(name: str, n_rows: int) -> None:
-    """Two planes of rows share a matrix, as heads share keys."""
+    """Two planes of x share one matrix, as two query heads share the keys of a KV head."""
     ggml = GridBlocks()
     rng = np.random.default_rng(0)
     values = rng.standard_normal((3, 24, 256))
@@ -156,7 +159,7 @@ def test_interleaved_products_are_as_exact_as_plain_products(name: str) -> None:
 
 @pytest.mark.parametrize("is_slow", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_plain_products_differ_from_float64_only_by_rounded_activations(is_slow: bool) -> None:
-    """Computes one row through vec_dot, and all rows through tiles if upstream has tiles."""
+    """Computes one row with ggml's vec_dot, and all rows with tiles if llama.cpp has tiles for the type."""
     ggml = Ggml()
     x = np.random.default_rng(0).standard_normal((N_ROWS, N_IN)).astype(np.float32)
     quantised = [name for name in ggml.types if name.startswith(("q", "iq", "mxfp4")) and name not in ("q8_1", "q8_K")]
@@ -172,7 +175,7 @@ def test_plain_products_differ_from_float64_only_by_rounded_activations(is_slow:
 
 
 def weights(ggml: Ggml, ggml_type: int, n_in: int = N_IN, n_out: int = N_OUT) -> Array:
-    """Returns the weights of width_check.product as float64, [n_out, n_in]."""
+    """Returns the weights that width_check.product uses, as float64 [n_out, n_in]."""
     values = ggml.quantized(ggml_type, np.random.default_rng(1).standard_normal((n_out, n_in)))
     graph = ggml.graph()
     rows = graph.array(np.arange(n_out, dtype=np.int32))
@@ -192,7 +195,7 @@ def test_case_finds_a_row_that_depends_on_the_width() -> None:
 
 @pytest.mark.parametrize("changes", ["output", "state", "earlier state"])
 def test_state_case_finds_a_state_that_depends_on_the_width(changes: str) -> None:
-    """The state is a sum. It is wrong for the second sequence after the second pass of three tokens."""
+    """Uses a state that is a sum. For the second sequence, the second pass of three tokens computes a wrong value."""
     values = np.arange(3 * 6, dtype=np.float32).reshape(3, 6)
 
     def advance(states: Array, sequences: Sequence[int], begin: int, end: int) -> tuple[Array, Array]:

@@ -30,7 +30,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 
 @pytest.fixture
 def repo(hub: FakeHub) -> FakeHub:
-    """The hub, with User/Repo-GGUF in it (see `pulling`)."""
+    """The hub of the fixture `hub`, which has the repository User/Repo-GGUF (see `pulling`)."""
     from pull_helpers import FILES
 
     hub.add("User/Repo-GGUF", dict(FILES))

@@ -79,7 +79,10 @@ def test_score_named_reports_and_scores_each_predictor_in_order(analysis: Study)
 
 
 def kinds(sizes: dict[str, list[int]]) -> Trace:
-    """Returns a trace with a request for each number of decoded tokens in `sizes`, kind after kind."""
+    """Returns a trace of requests.
+
+    `sizes` has for each kind of text the numbers of decoded tokens, one for each request.
+    """
     labels = [kind for kind, lengths in sizes.items() for _ in lengths]
     wanted = [length for lengths in sizes.values() for length in lengths]
     whole = random_trace(n_sequences=len(wanted), n_prefill=2, n_decode=max(wanted))
@@ -90,7 +93,8 @@ def kinds(sizes: dict[str, list[int]]) -> Trace:
 
 def test_sample_sequences_takes_whole_requests_of_every_kind_in_turn() -> None:
     trace = kinds({"code": [5, 5, 5], "prose": [9], "chat": [2, 2]})
-    assert sample_sequences(trace, 1) == sample_sequences(trace, 16) == [0, 3, 4]  # one of every kind: 5 + 9 + 2
+    # One request of every kind: 5 + 9 + 2 = 16 tokens.
+    assert sample_sequences(trace, 1) == sample_sequences(trace, 16) == [0, 3, 4]
     assert sample_sequences(trace, 17) == [0, 3, 4, 1]
     assert sorted(sample_sequences(trace, 10**6)) == trace.sequences()
     analysis = Study(kinds({"code": [5, 5, 5], "prose": [9]}), Artifacts(None, "ab"))

@@ -72,7 +72,7 @@ def test_find_searches_the_given_folder_the_models_folder_and_the_users_folder(
     first, second = put(tmp_path / "with_folder", "x"), put(artifacts.model_folder, "x")
     assert list(with_folder.find("x")) == [first, second, last]
     assert list(artifacts.find("x")) == [second, last]
-    (artifacts.user_folder / "y").mkdir()  # a folder is not a file
+    (artifacts.user_folder / "y").mkdir()  # a folder of this name is not found as a file
     assert list(artifacts.find("y")) == []
 
 
@@ -131,7 +131,8 @@ def test_writable_folder_falls_back_to_the_users_folder(
     assert [path.name for path in models.iterdir()] == ["tiny.gguf"]
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != artifacts.model_folder and access(path, mode))
     assert artifacts.writable_folder() == artifacts.model_folder
-    assert artifacts.writable_folder() == artifacts.user_folder  # it exists now, but is not writable
+    # The model's folder exists after the first call, but is not writable.
+    assert artifacts.writable_folder() == artifacts.user_folder
     monkeypatch.setattr(os, "access", access)
     monkeypatch.setattr(moegguf, "__path__", [str(models)])  # nothing is ever written to the package
     assert artifacts.writable_folder() == artifacts.user_folder

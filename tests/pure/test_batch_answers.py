@@ -164,7 +164,7 @@ def test_too_long_line_is_skipped_with_an_error(tmp_path: Path, monkeypatch: pyt
             assert [line.custom_id for line in requests.lines] == ["a", None, "b"]
             assert requests.lines[1].error and requests.lines[1].error.code == "line_too_long"
             assert json.loads(requests.read(requests.lines[2])[1])["model"] == "demo"
-    with requests_in(tmp_path / "r", [request("a"), b"x" * 5000]) as requests:  # the last line has no end
+    with requests_in(tmp_path / "r", [request("a"), b"x" * 5000]) as requests:  # the last line has no line feed
         assert len(requests.lines) == 2
 
 

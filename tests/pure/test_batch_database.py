@@ -23,7 +23,8 @@ from moegguf.serving.batch.batches import Batches
 from moegguf.serving.batch.database import FINAL, VERSION, Database
 from moegguf.serving.clients import current_owner
 
-OLD = Path(__file__).parents[1] / "recorded" / "batches"  # files of the last version without a database
+# Batches of the last moegguf version that stored them without a database.
+OLD = Path(__file__).parents[1] / "recorded" / "batches"
 DONE, RUNNING, WAITING = (
     "batch_495fb70aaab34d00968874b9",
     "batch_f0c7898272bb442d9c0b5a4b",

@@ -47,7 +47,7 @@ async def ended(found: Batches, batch: Batch) -> Batch:
 
 
 def left_in(found: Batches) -> list[Any]:
-    """Returns rows that are needed only until a batch has ended: answers, and contents of deleted files."""
+    """Returns the rows of answers and the ids of deleted files that are still stored. Ended batches need neither."""
     contents = {path.stem for path in (found.folder / "files").iterdir()}
     return found.files.database.execute("SELECT * FROM answer") + sorted(
         contents - {file.id for file in found.files.all()}
@@ -199,7 +199,8 @@ async def test_storage_limit_counts_answers_of_a_running_batch(tmp_path: Path, m
         await until(lambda: batch.counts.completed == 2)
         taken = 60_000 - found.files.room()
         assert taken > sum(map(len, ask)) + 2 * 8000, "the requests, and two of the answers"
-    async with batches_in(tmp_path, endpoint, max_bytes=60_000) as found:  # another server reads the sizes
+    # A server that starts again reads the sizes from the database.
+    async with batches_in(tmp_path, endpoint, max_bytes=60_000) as found:
         assert 60_000 - found.files.room() == taken
         found.cancel(found.get(batch.id))
         await ended(found, found.get(batch.id))
@@ -294,12 +295,13 @@ async def test_deleted_file_counts_as_storage_while_used_by_a_batch(tmp_path: Pa
     async with batches_in(tmp_path, endpoint, max_bytes=40_000) as found:
         input_id = stored(found, [request("a", "hold " + "x" * 20_000)])
         batches_of_it = [found.create(CHAT, input_id) for _ in range(2)]
-        stored(found, [b"y" * 2000])  # a file that two batches use takes its bytes once
+        stored(found, [b"y" * 2000])  # two batches share the file, so its bytes count once
         await until(lambda: endpoint.running == 1)
         found.files.delete(input_id)
         with pytest.raises(StorageError, match="MOEGGUF_STORAGE_LIMIT"):
             stored(found, [b"y" * 10_000])
-    async with batches_in(tmp_path, endpoint, max_bytes=40_000) as found:  # another server reads the sizes
+    # A server that starts again reads the sizes from the database.
+    async with batches_in(tmp_path, endpoint, max_bytes=40_000) as found:
         with pytest.raises(StorageError, match="MOEGGUF_STORAGE_LIMIT"):
             stored(found, [b"y" * 10_000])
         for batch in batches_of_it:
@@ -326,7 +328,7 @@ async def test_event_loop_is_not_blocked_while_a_journal_is_read(
     async with batches_in(tmp_path, endpoint) as found:
         batch = found.create(CHAT, stored(found, [request("a"), request("b", "hold")]))
         await reading.wait()
-        found.cancel(batch)  # the journal is closed, so that the next step can open it
+        found.cancel(batch)  # Cancelling ends the step that reads the journal. The next step opens the journal again.
         await asyncio.sleep(0)
         assert batch.status == "cancelling"
         read_on.set()
@@ -355,7 +357,8 @@ async def test_batch_files_are_readable_only_by_their_owner(tmp_path: Path, umas
             endpoint.released.set()
             await ended(found, batch)
             assert rights_of_others() == []
-        for path in (folder, *folder.rglob("*")):  # older versions left files with these modes
+        # Older versions left files with these modes, which other users could read.
+        for path in (folder, *folder.rglob("*")):
             path.chmod(0o777 if path.is_dir() else 0o666)
         (folder / "link").symlink_to(outside := tmp_path / "outside")
         outside.touch()

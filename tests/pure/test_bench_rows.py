@@ -51,9 +51,9 @@ SPEC = Spec("m.gguf", (Test(4, 0), Test(0, 2)), n_threads=2, repetitions=2, expe
 
 
 def result(seconds: float, tokens: int = 7, store: bool = True) -> dict[str, Any]:
-    """Returns the output of a child with two repetitions.
+    """Returns the output of a child process with two repetitions of a measurement.
 
-    4 prompt tokens take `seconds`, and each of 2 generated tokens takes `seconds`.
+    The 4 tokens of the prompt take `seconds` together, and each of the 2 generated tokens takes `seconds`.
     """
     ns = int(seconds * 1e9)
     figures = {
@@ -143,7 +143,7 @@ def test_parse_tests_orders_like_llama_bench_and_combinations_are_complete() -> 
     assert [(spec.n_ubatch, spec.n_threads) for spec in found] == [(64, 1), (64, 2), (128, 1), (128, 2)]
 
 
-# Compared systems and turns
+# Tests of the compared systems and the order of their runs
 
 
 def test_mmap_system_does_not_repack_if_a_copy_does_not_fit(tiny: Any) -> None:
@@ -250,7 +250,10 @@ def v1(root: Path, place: str = "/job") -> Path:
 
 
 def v2(root: Path, *, leaf_has_processes: bool) -> Path:
-    """A group in a slice; a group with processes of its own refuses to pass controllers on."""
+    """Writes the files of a cgroup v2 in a slice, and returns its folder.
+
+    A group that has processes of its own passes no controllers on to groups below it.
+    """
     write(root / "proc/self/mountinfo", V2_MOUNT)
     write(root / "proc/self/cgroup", "0::/slice/leaf\n")
     leaf = root / "sys/fs/cgroup/slice/leaf"
@@ -262,7 +265,7 @@ def v2(root: Path, *, leaf_has_processes: bool) -> Path:
 
 @pytest.fixture(autouse=True)
 def rmdir_like_cgroups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel removes a group with the files in it."""
+    """Makes the removal of a group delete the files in its folder, as the kernel does for cgroups."""
     monkeypatch.setattr(limits, "_rmdir", shutil.rmtree)
 
 

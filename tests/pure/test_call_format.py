@@ -117,13 +117,14 @@ def written(name: str, message: Mapping[str, Any]) -> tuple[str, str]:
     other = rendered(name, message_of([], "ϰ"))
     begin = mark_begin(whole, len(os.path.commonprefix([prompt, whole])))
     calls = [call["function"]["name"] for call in message.get("tool_calls", ())]
-    if calls and calls[0] not in whole[begin:]:  # the template renders a call only if a result follows
+    if calls and calls[0] not in whole[begin:]:  # the template renders a call only before the call's result
         whole = rendered(name, message, {"role": "tool", "tool_call_id": "call00000", "content": "ϰresult"})
         other = rendered(name, message_of([], "ϰ"), QUESTION)
         begin = mark_begin(whole, len(os.path.commonprefix([prompt, whole])))
         return prompt[:begin], whole[begin : whole.rindex("</TOOLCALL>") + len("</TOOLCALL>")]
     n_end = len(os.path.commonprefix([whole[begin:][::-1], other[::-1]]))
-    goes_on = THOUGHT in whole and "</" not in prompt[begin:]  # the prompt begins the thinking with words
+    # The prompt ends within the thinking, after some words of it.
+    goes_on = THOUGHT in whole and "</" not in prompt[begin:]
     prompt_end = prompt if goes_on else prompt[:begin]
     answer = whole[begin : mark_end(whole, len(whole) - n_end)]
     ends = [answer[:n] for n in range(1, len(answer)) if prompt.endswith(answer[:n]) and answer[n - 1] == ">"]
@@ -163,7 +164,7 @@ def test_rendered_call_is_parsed_back_for_every_cut_of_the_answer(name: str, kin
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_rendered_thinking_and_text_are_parsed_back(name: str) -> None:
     prompt_end, answer = written(name, message_of([], TEXT, THOUGHT))
-    if THOUGHT not in answer:  # the template leaves thinking out of conversations
+    if THOUGHT not in answer:  # the template leaves the thinking out of earlier answers
         prompt_end = ""
     expected = (TEXT, THOUGHT if THOUGHT in answer else "")
     for chunks in ([answer], list(answer)):
@@ -296,7 +297,8 @@ def test_parser_reads_random_marks_without_an_error_for_every_cut(name: str) -> 
 def test_text_with_a_call_mark_but_no_call_is_parsed_as_text(name: str) -> None:
     format_of = answer_format(TEMPLATES[name])
     form = format_of.tools[0]
-    # The closing mark is a control token that ends a message in templates whose messages have headers.
+    # The closing mark is not tested in templates whose messages have headers. There it is a control token that ends a
+    # message.
     for mark in filter(None, (form.open, "" if format_of.channels else form.close)):
         answer = f"It writes {mark} before a call, and this is none."
         assert parsed(name, list(answer)) == (answer, "", [])
@@ -341,7 +343,8 @@ def test_strict_tool_restricts_calls_and_no_text(name: str) -> None:
     begun = accepted(matcher, f"{text}{mark} is a mark")
     assert text + mark == begun.rstrip() and not matcher.finished
     answer = written(name, message_of(CALLS["one"]))[1]
-    answer = answer[answer.index(mark) :] if mark in answer else mark + answer  # the prompt may end with the mark
+    # The prompt may already end with the mark.
+    answer = answer[answer.index(mark) :] if mark in answer else mark + answer
     whole = text + answer.replace("call00000", "call00001").rstrip()
     begun = accepted(Matcher(found, BYTES), whole)
     assert begun == whole or whole[len(begun) :] in form.endings

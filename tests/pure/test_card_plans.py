@@ -20,7 +20,7 @@ from moegguf.quantities import GIB, MIB, Link
 from tools.models import PRESETS, write_sparse_model
 
 GB = 10**9
-CONTEXT_BYTES = 400 * MIB  # bytes of an unused card that the driver reserves for a process
+CONTEXT_BYTES = 400 * MIB  # memory that the driver takes for one process on a card without other users
 RAM = Memory(128 * GIB, 120 * GIB, "the machine")
 
 Layouts = Callable[[str], ExpertLayout]
@@ -39,7 +39,7 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> Layouts:
 
 
 def card(n_bytes: int, used_bytes: int = CONTEXT_BYTES) -> Device:
-    """Returns a card with `n_bytes` of free memory."""
+    """Returns a card with `n_bytes` of free memory and `used_bytes` of memory in use."""
     return Device("CUDA0", 0, n_bytes, n_bytes + used_bytes)
 
 
@@ -76,7 +76,8 @@ def test_plan_counts_embeddings_and_host_bytes_only_in_ram(layouts: Layouts) -> 
 
 def test_margin_grows_with_memory_used_by_others_and_disables_the_warm_up(layouts: Layouts) -> None:
     layout = layouts("qwen3-30b-a3b")
-    for used_bytes, margin in ((CONTEXT_BYTES, 384 * MIB), (GIB, GIB), (0, GIB)):  # 0: the driver does not know
+    # 0: the driver reports all memory of the card as free.
+    for used_bytes, margin in ((CONTEXT_BYTES, 384 * MIB), (GIB, GIB), (0, GIB)):
         device = card(8 * GB, used_bytes)
         found = plan(layout, device, placement="slots")
         assert device.margin == margin

@@ -73,7 +73,7 @@ def build(
         (pci("0x1002", memory_bytes=16 * GIB) | RENDER, [Card("AMD")]),
         (pci("0x1002", memory_bytes=192 * GIB, kind="0x120000"), [Card("AMD", is_reachable=False)]),
         (pci("0x1002", memory_bytes=GIB // 2) | RENDER, []),  # a part of a processor
-        (pci("0x1002") | RENDER, []),  # only a driver reports the size of its memory
+        (pci("0x1002") | RENDER, []),  # not listed: without a driver, the size of this card's memory is unknown
         (pci("0x8086", "0000:00:02.0") | RENDER, []),  # a part of a processor
         (pci("0x8086") | RENDER, [Card("Intel")]),
         (nvidia() | pci("0x8086", "0000:00:02.0") | RENDER, [Card("NVIDIA", "580.65.06")]),

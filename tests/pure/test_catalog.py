@@ -106,7 +106,8 @@ def test_find_model_resolves_file_names_in_the_models_folder(folder: Path) -> No
         ("Qwen-Q4_0", "Qwen-Q4_0.gguf"), ("qwen-q4_0", "Qwen-Q4_0.gguf"), ("qwen-q4_0.gguf", "Qwen-Q4_0.gguf"),
         ("big-q8_0", "Big-Q8_0-00001-of-00002.gguf"), ("mix", "mix/mix.gguf"),
         ("big-q8_0-00001-of-00002:latest", "Big-Q8_0-00001-of-00002.gguf"),
-        (folder / "notes.txt", "notes.txt"), (folder / "mix", "mix/mix.gguf"),  # a folder is its only model
+        # A folder name finds the only model in the folder.
+        (folder / "notes.txt", "notes.txt"), (folder / "mix", "mix/mix.gguf"),
     ):  # fmt: skip
         assert find_model(name) == folder / file
     with pytest.raises(ModelNotFoundError, match="has 3 models"):
@@ -156,7 +157,7 @@ def test_hub_cache_prefers_the_newest_commit_and_falls_back_to_older_ones(catalo
     assert catalog.find("u/r:q4_0").path.read_bytes() == b"new"
     assert catalog.find("u/r:q8_0").path.read_bytes() == b"old 8"
     assert sorted(names("hf.co")) == ["hf.co/u/r:Q4_0", "hf.co/u/r:Q8_0"]
-    for blob in (repository / "blobs").iterdir():  # broken links are not models
+    for blob in (repository / "blobs").iterdir():  # a broken link is no model
         blob.unlink()
     assert names("hf.co") == []
 
@@ -172,7 +173,7 @@ def test_find_model_imports_no_network_package(tmp_path: Path) -> None:
     assert done.stdout == "[]\n"
 
 
-# Removing what is in the Hugging Face cache
+# Tests of the removal of models from the Hugging Face cache
 
 
 def test_remove_deletes_only_the_files_of_a_cached_model(catalog: Catalog) -> None:
@@ -230,7 +231,7 @@ def test_draft_method_replaces_the_draft_model_of_the_base(catalog: Catalog, how
     assert f'PARAMETER draft "{how}"' in catalog.modelfile(made)
 
 
-# Folders of the hub
+# Tests of the folders of the Hugging Face hub
 
 
 def test_hub_cache_reads_the_environment_at_each_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +248,8 @@ def test_remove_keeps_the_name_of_a_file_that_cannot_be_deleted(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = cache("u/r", {"x-Q4_0.gguf": b"4"})
-    (folder / "refs" / "other").write_text("f" * 40)  # this damaged reference must not matter
+    # A reference to a commit that does not exist, which must not disturb the removal.
+    (folder / "refs" / "other").write_text("f" * 40)
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", Mock(side_effect=PermissionError(1, "not permitted")))

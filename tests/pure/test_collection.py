@@ -20,7 +20,7 @@ def collection(*entries: Counts, capacity: int = 1000) -> Eamc:
     return Eamc.from_state(np.stack(entries), capacity)
 
 
-# Figure 10: the new EAM4 and the collection it meets.
+# Figure 10 of MoE-Infinity: P1, P2 and P3 are the full collection, and P4 is the new EAM4.
 P1, P2, P3 = eam([0, 1], [1, 0], [0, 1]), eam([2, 0], [2, 0], [2, 0]), eam([1, 1], [0, 2], [1, 1])
 P4 = eam([1, 1], [0, 2], [0, 2])
 

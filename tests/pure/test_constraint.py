@@ -40,7 +40,10 @@ def matcher(form: Any = None, template: str | None = None, **options: Any) -> Ma
 
 
 def longest_step_s(form: Any, text: bytes) -> float:
-    """Returns the longest time of a step in seconds: a mask and a byte of `text`, until a byte is not allowed."""
+    """Returns the longest time of a step, in seconds. A step computes a mask and accepts the next byte of `text`.
+
+    Stops at the first byte that the grammar does not allow.
+    """
     begin, steps = time.thread_time(), list[float]()
     with contextlib.suppress(SchemaError):
         one = matcher(form)
@@ -264,7 +267,7 @@ BETWEEN = {"type": "number", "minimum": 0.25, "exclusiveMaximum": 0.5}  # bounds
 
 
 def test_matcher_allows_only_described_properties_and_keeps_number_bounds() -> None:
-    """A property without a name in the schema is refused, unless the schema allows or requires it."""
+    """A schema with a list of properties refuses other properties, unless it allows or requires them explicitly."""
     named = {"type": "object", "properties": {"a": {"type": "null"}}}
     both = {"allOf": [{"$ref": "#/$defs/n"}, {"properties": {"b": {"type": "null"}}}], "$defs": {"n": named}}
     for form, text, passes in (

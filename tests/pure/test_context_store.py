@@ -38,7 +38,8 @@ def test_block_is_read_back_unchanged_by_two_stores(store: KvBlockStore, folder:
         assert each.holds(NAMES[0])
         assert bytes(each.read(NAMES[0]) or b"") == data
         assert [(block.path.name, block.about) for block in stored_blocks(folder)] == [(NAMES[0], ABOUT)]
-    file = store.open(NAMES[0], 50_000)  # the head has all cells of a long image, for a comparison before a restore
+    # The head may be long: it has all cells of an image, which are compared before the context is restored.
+    file = store.open(NAMES[0], 50_000)
     assert file is not None and file.n_bytes - file.begin == len(data) and file.head[:50_000] == data[:50_000]
     assert store.read(NAMES[1]) is None
     store.delete(NAMES[0])
@@ -130,8 +131,9 @@ def test_store_deletes_least_recently_used_blocks_first(folder: Path) -> None:
     assert {NAMES[0], NAMES[1], *NAMES[9:14]} <= left
     assert not set(NAMES[2:6]) & left
     used_s = {block.path.name: block.used_s for block in stored_blocks(folder)}
-    assert used_s[NAMES[1]] > used_s[NAMES[0]]  # a prefix is deleted after the blocks that continue it
-    assert not store.write(NAMES[20], ABOUT, [bytes(11 * MIB)])  # larger than the limit of the whole store
+    assert used_s[NAMES[1]] > used_s[NAMES[0]]  # NAMES[1] is the prefix of NAMES[0], so it is kept longer
+    # Refused, because the block is larger than the limit of the whole store.
+    assert not store.write(NAMES[20], ABOUT, [bytes(11 * MIB)])
     assert {block.path.name for block in stored_blocks(folder)} == left
 
 
@@ -140,8 +142,9 @@ def test_two_stores_together_stay_below_the_limit(folder: Path) -> None:
     for i, name in enumerate(NAMES):
         stores[i % 2].write(name, ABOUT, [part])
     left = list(stored_blocks(folder))
-    assert sum(block.n_bytes for block in left) <= 22 * MIB  # a store rarely counts the blocks of another
-    for block in left:  # one store deletes a block before the other one reads it
+    # A store counts the blocks of another store only from time to time.
+    assert sum(block.n_bytes for block in left) <= 22 * MIB
+    for block in left:  # the second store finds each block missing that the first one has deleted
         stores[0].delete(block.path.name)
         assert stores[1].read(block.path.name) is None
     assert not stores[1].is_off

@@ -117,7 +117,7 @@ def texts(kept: list[dict[str, Any]]) -> str:
 
 @pytest.mark.parametrize(("n_keep", "left"), [(4, 258), (0, 256), (-5, 256), (500, 506), (511, 511), (9999, 511)])
 def test_cut_middle_frees_half_of_the_tokens_beyond_n_keep(n_keep: int, left: int) -> None:
-    """Ollama's rule: 512 - (512 - num_keep) / 2, and at least one token goes."""
+    """Ollama's rule: 512 - (512 - num_keep) / 2 tokens stay, and at least one token is removed."""
     assert n_after_shift(512, n_keep) == left
     kept = cut_middle(range(2000), 512, n_keep)
     n_first = min(max(n_keep, 0), 511)

@@ -1,4 +1,7 @@
-"""CONTRIBUTING.md names files, rooms, commands and header fields that exist; issue forms are valid."""
+"""Tests that CONTRIBUTING.md names files, folders of tests, commands and header fields that exist.
+
+The forms for issues are valid, too.
+"""
 
 import re
 import shlex

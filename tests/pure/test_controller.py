@@ -70,7 +70,7 @@ def test_prompts_clear_the_scores_once_and_cause_no_prefetch() -> None:
     run_pass(controller, Phase.PREFILL, pass_=2, sequence=1)
     assert store.named("scores")[3:] == [None]
     run_pass(controller, Phase.DECODE, pass_=3, sequence=1)
-    assert policy.calls == 12  # prompts are counted, too
+    assert policy.calls == 12  # the policy observes prompts, too
 
 
 FOUR_PERIODS = WatchdogOptions(
@@ -138,7 +138,8 @@ def test_native_predictor_is_removed_between_failed_trials() -> None:
     for pass_ in range(17, 27):
         run_pass(controller, pass_=pass_)
         store.clock_ns += 1000
-    assert store.actions[8:] == [("predictor", "previous-token")]  # the next trial begins without acting
+    # The next trial begins with a period without prefetching.
+    assert store.actions[8:] == [("predictor", "previous-token")]
 
 
 def test_failing_native_predictor_is_removed_from_the_store() -> None:

@@ -161,7 +161,7 @@ def test_add_blob_keeps_nothing_unless_the_digest_matches_and_the_disk_has_room(
     with pytest.raises(PullError, match=r"needs 2\.00GiB .* has 1\.00MiB free"):
         add_blob(catalog, digest, iter(()), 2 << 30)
     with pytest.raises(PullError, match=r"64\.0MiB to spare.* has 1\.00MiB free"):
-        add_blob(catalog, digest, [b"abc"])  # the caller announces no size
+        add_blob(catalog, digest, [b"abc"])  # no size is announced, so only the required free space is checked
     assert files_of(data_folder()) == []
     monkeypatch.undo()
 
@@ -247,7 +247,7 @@ def test_modelfile_recreates_a_model_whose_base_name_is_gone(catalog: Catalog, f
     text = catalog.modelfile(made)
     assert parse(text).from_ == base
     catalog.remove("step")
-    if kind == "hub":  # the base has no name any more, so the Modelfile names its file
+    if kind == "hub":  # the base has lost its name, so the Modelfile names the file of the base
         catalog.remove("u/r")
         assert parse(catalog.modelfile(made)).from_ == str(made.path)
         assert catalog.create("again", parse(catalog.modelfile(made))).files == made.files
@@ -285,7 +285,7 @@ def test_find_names_the_pull_command_for_a_deleted_download(catalog: Catalog) ->
     with pytest.raises(ModelNotFoundError, match=r"fetch hf\.co/u/r:Q4_0 again with `moegguf pull`"):
         catalog.find("mine")
     assert names() == ["mine:latest", "demo:latest"]
-    catalog.create("mine", PIRATE)  # the name is free to take
+    catalog.create("mine", PIRATE)  # a name whose file is gone can be created again
     assert catalog.find("mine").path == demo_path()
 
 

@@ -33,7 +33,7 @@ def logged_in_code() -> dict[str, set[str]]:
         for node in ast.walk(ast.parse(path.read_text())):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "log_decision"):
                 continue
-            if node.args:  # a call without arguments passes on a worker's decision
+            if node.args:  # skips a call without arguments, which only logs a decision that a worker has made
                 event = ast.literal_eval(node.args[0])
                 assert event not in found, f"{event} is logged at two places"
                 found[event] = {keyword.arg or "" for keyword in node.keywords}
@@ -49,7 +49,7 @@ def test_log_decision_logs_nothing_without_moegguf_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("MOEGGUF_LOG", raising=False)
-    logging.getLogger("moegguf").setLevel(logging.DEBUG)  # the level of --log-level debug
+    logging.getLogger("moegguf").setLevel(logging.DEBUG)  # the level that `--log-level debug` sets
     try:
         start_log()
         assert not is_logged() and not decisions.log.handlers

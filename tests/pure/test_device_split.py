@@ -27,7 +27,7 @@ RAM = Memory(64 * GIB, 60 * GIB, "the machine")
 
 @pytest.fixture(scope="module")
 def layout(tmp_path_factory: pytest.TempPathFactory) -> ExpertLayout:
-    """12 layers of 16 experts, top-4: 192 experts."""
+    """A model of 12 layers with 16 experts, so 192 experts. A token uses 4 experts of each layer."""
     return read_layout(moe(n_layer=12, n_expert=16, n_used=4).write(tmp_path_factory.mktemp("split") / "m.gguf"))
 
 
@@ -96,7 +96,8 @@ def test_plan_without_a_tensor_split_divides_layers_by_memory(layout: ExpertLayo
 
 def test_single_vram_budget_is_shared_and_a_list_is_kept_per_device(layout: ExpertLayout) -> None:
     shared, split = plan(layout, "25%")
-    assert [len(part.layers) for part in shared.devices] == [7, 5]  # the output lies on the second device
+    # The second device also has the output matrix, so it has fewer layers.
+    assert [len(part.layers) for part in shared.devices] == [7, 5]
     assert [part.n_slots for part in shared.devices] == [28, 20]
     assert device_of_layers(12, split) == [0] * 7 + [1] * 5
     assert (shared.n_slots, shared.n_ram_slots, shared.device) == (48, 96, "GPU0, GPU1")
@@ -135,7 +136,7 @@ def test_any_split_has_every_layer_once_and_keeps_its_budgets(
         most = 16 * len(part.layers)
         assert min(4, most) <= part.n_slots <= most
         if not most:
-            continue  # a device with the output alone
+            continue  # this device has only the output matrix
         if (share := shares.get(part.name or "", vram)) == "auto":
             assert part.total_bytes <= free[part.name == "GPU1"] - VRAM_MARGIN_BYTES
         elif len(shares) == 2:

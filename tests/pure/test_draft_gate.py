@@ -16,16 +16,16 @@ SOURCE = 1
 class Simulation:
     """Decodes with a gate. A pass takes 1 s, and each drafted token adds `cost` seconds.
 
-    chance: the probability that a drafted token is right, by the token of the answer. With 0, nothing is drafted.
+    `chance` maps the index of a token to the probability that a drafted token is right. With 0, nothing is drafted.
     """
 
     def __init__(self, gate: DraftGate, cost: float, n_sequences: int = 1, noise: float = 0.02) -> None:
         self.gate, self._cost, self._n_sequences, self._noise = gate, cost, n_sequences, noise
         self._random = random.Random(0)
-        self.widths: list[int] = []  # the width of the first sequence's draft in each pass
+        self.widths: list[int] = []  # the number of drafted tokens of the first sequence, for each pass
 
     def speed(self, n_tokens: int, chance: Callable[[int], float]) -> float:
-        """Returns the tokens per second of each sequence, in one answer of each."""
+        """Decodes `n_tokens` tokens of each sequence, and returns the tokens per second of one sequence."""
         answers, seconds, n_done = [self.gate.of_answer() for _ in range(self._n_sequences)], 0.0, 0
         while n_done < n_tokens:
             if not self.gate.is_due():

@@ -162,7 +162,7 @@ def test_workload_replays_all_requests_after_a_warm_up(tmp_path: Path) -> None:
 
 
 class EventByEvent(Replay):
-    """A replay that handles events one by one, as a replay with predictions does."""
+    """A replay that handles each event separately. Replays with predictions do this, too."""
 
     def _replay_passes(self, context: object, meter: object) -> None:
         self._replay_events(self._store, None, meter)
@@ -219,7 +219,8 @@ def test_ablation_starts_like_the_paper_and_adds_one_part_at_a_time() -> None:
 
 
 def test_baselines_of_the_papers_replay_as_described(tmp_path: Path) -> None:
-    shape = replace(SMALL, n_layer=24, layers=tuple(range(24)))  # a token uses more experts than one layer has
+    # A token uses more experts in all 24 layers than one layer has.
+    shape = replace(SMALL, n_layer=24, layers=tuple(range(24)))
     trace = random_trace(shape, n_sequences=8, n_labels=3)
     link = LINKS["duoserve"]
     workload = Workload.of(Study(trace.select(range(2, 8)), Artifacts(None, "", tmp_path)), trace.select([0, 1]))
@@ -285,7 +286,7 @@ def test_starters_are_taught_with_one_answer_and_conversations_use_answers() -> 
         (question, entry["answer"]) for entry in questions.lines(questions.TAUGHT) for question in entry.get("ask", ())
     ]
     assert len(dict(asked)) == len(set(asked))
-    # An answer may be the first sentence alone, if a system message asks for one sentence.
+    # A conversation may have only the first sentence of an answer, if its system message requests one sentence.
     for entry in questions.lines(questions.TAUGHT):
         for message in entry.get("messages", ()):
             assert message["role"] != "assistant" or any(one.startswith(message["content"]) for one in ANSWERS), message

@@ -1,4 +1,7 @@
-"""Tests FETCHRATE against values computed by hand: by distance, by link, and without experts in the cache."""
+"""Tests FETCHRATE against values computed by hand.
+
+The cases have several distances of predictions, several links, and a cache without experts.
+"""
 
 import pytest
 from oracles import Oracle, hand_made

@@ -1,4 +1,7 @@
-"""Tests digests of a model's files. Kept contexts belong to one file on this disk, learned files to any copy."""
+"""Tests digests of a model's files.
+
+A kept context belongs to one file on this disk. Learned files belong to every copy of the model.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ def set_back(path: Path, before: os.stat_result) -> None:
 
 def rewrite(path: Path) -> None:
     before = path.stat()
-    write(path, path.stat().st_size - 1, b"?")  # no sample of the fingerprint has the last byte
+    write(path, path.stat().st_size - 1, b"?")  # the last byte is in no sample of the fingerprint
     set_back(path, before)
 
 

@@ -51,7 +51,8 @@ def test_forecast_window_slides_and_nearer_predictions_replace_farther_ones() ->
 
 
 def test_forecast_without_again_predicts_each_layer_once() -> None:
-    # A predictor that reads inputs predicts nothing before the first layer, then the whole window (footnote 1).
+    # A predictor that reads router inputs predicts nothing before the first layer. After the first layer, it predicts
+    # the whole window (ProMoE, footnote 1).
     predictor = ByDistance(lambda il, distance: by_distance(il, distance) if routed else None)
     forecast, routed = Forecast(FIVE, 3, again=False), list[int]()
     forecast.begin_pass(predictor)

@@ -39,7 +39,10 @@ OPERATIONS: dict[str, tuple[Callable[..., Node], list[Floats]]] = {
 
 
 def by_differences(of: Callable[[], float], values: Floats) -> Floats:
-    """Returns the gradient of a number by these values, from differences. Each value is changed and then restored."""
+    """Returns the gradient of the number `of()` by `values`, from finite differences.
+
+    Each value is changed and restored.
+    """
     found = np.zeros_like(values)
     for place in np.ndindex(values.shape):
         before = values[place]

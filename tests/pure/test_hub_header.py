@@ -20,7 +20,10 @@ PATH = "m-Q4_0.gguf"
 
 @pytest.fixture
 def data(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> bytes:
-    """A model of 0.3 MB in u/r; headers are fetched 1,000 bytes at first."""
+    """Returns the bytes of a model of 0.3 MB, which the hub has in u/r.
+
+    The first request for a header fetches 1,000 bytes.
+    """
     monkeypatch.setattr(downloads, "FIRST_BYTES", 1000)
     data = moe(n_layer=6, n_expert=16, n_used=4, n_ff=256).build()
     hub.add("u/r", {PATH: data})

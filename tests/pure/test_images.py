@@ -120,7 +120,7 @@ def test_projector_beside_selects_the_projector_of_a_file(
     assert projector_beside("m-Q4_0.gguf", names) == expected
     for name in names:
         (tmp_path / name).write_bytes(b"GGUF")
-    if len(names) == 2:  # a folder with a projector has one model
+    if len(names) == 2:  # the folder itself can be opened as a model: it has one model and one projector
         entry = Catalog().find(tmp_path)
         assert entry.path.name == "m-Q4_0.gguf" and entry.mmproj == tmp_path / "mmproj-F16.gguf"
 

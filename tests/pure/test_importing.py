@@ -1,7 +1,7 @@
-"""Tests traces from the routing of other programs.
+"""Tests traces that are imported from the routing of other programs.
 
-Arrays and tables are imported with facts from files, options or a GGUF. The error of a wrong file names the file and
-the rule.
+Arrays and tables are imported. The shape of the model comes from files, options or a GGUF. The error for a wrong file
+names the file and the broken rule.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def npz(path: Path, **arrays: Any) -> Path:
 
 
 def table(n_tokens: int = 4, requests: tuple[str, ...] = ("a", "b")) -> list[dict[str, Any]]:
-    """Returns the rows of some requests. The first token of each request is its prompt."""
+    """Returns the rows of a table with some requests. Position 0 of each request is a prompt of one token."""
     return [
         {
             "request": request, "position": position, "layer": layer + 1,
@@ -114,7 +114,8 @@ def test_import_trace_reads_tables_of_several_requests_in_any_row_order(
 ) -> None:
     rows = table()
     shuffled = [rows[n] for n in np.random.default_rng(1).permutation(len(rows))]
-    shuffled.sort(key=lambda row: row["request"])  # requests are in order of first appearance
+    # Requests are numbered in the order of their first rows, so request a comes first.
+    shuffled.sort(key=lambda row: row["request"])
     file = tmp_path / f"table{suffix}"
     file.write_text(text(shuffled), encoding="utf-8")
     made = import_trace([file], tmp_path / "out", SIZE)

@@ -274,7 +274,7 @@ def orders(value: Any) -> list[str]:
 @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(SCHEMAS, st.lists(VALUES, min_size=6, max_size=12))
 def test_strict_grammar_accepts_a_random_value_if_the_validator_does(schema: Any, values: list[Any]) -> None:
-    """Uses strict schemas. A schema that allows no value is refused."""
+    """A schema that allows no value is refused. All schemas are compiled with strict=True."""
     is_valid = Draft202012Validator(schema).is_valid
     try:
         grammar = grammar_of(schema, strict=True)
@@ -283,6 +283,6 @@ def test_strict_grammar_accepts_a_random_value_if_the_validator_does(schema: Any
         assert not any(map(is_valid, values))
         return
     matcher = LLMatcher(BYTES, LLMatcher.grammar_from_lark(grammar), log_level=0)
-    assume(not matcher.is_error())  # patterns that contradict each other
+    assume(not matcher.is_error())  # skips a schema with patterns that contradict each other
     for value in values:
         assert any(accepts(grammar, text) for text in orders(value)) == is_valid(value), (value, grammar)

@@ -127,8 +127,9 @@ async def test_requests_queued_before_a_load_are_answered_before_that_load(
             group.create_task(request(manager, "many", "a", f"say many{number}"))
         await until(lambda: manager.loaded()[0].queue == 2)
         group.create_task(request(manager, "many", "b", "say other"))
-        await until(lambda: manager._short)  # the load of b is due, has been measured and waits for memory
-        group.create_task(request(manager, "one", "a", "say later"))  # this turn comes before "many1"
+        await until(lambda: manager._short)  # the size of b is known, and its load waits for memory
+        # If clients took turns, this request would come before many1; but it arrived after the load of b.
+        group.create_task(request(manager, "one", "a", "say later"))
         await until(lambda: manager.loaded()[0].queue == 3)
         go.touch()
     assert done == ["held", "many0", "many1", "other", "later"]

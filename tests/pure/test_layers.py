@@ -13,7 +13,8 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "moegguf"
 
-# The packages that each package may import, in addition to itself and the floor (the modules in no package).
+# The packages that each package may import, in addition to itself and the "floor". The floor is the set of modules that
+# are in no package.
 ALLOWED: dict[str, set[str]] = {
     "floor": set(),
     "gguf": set(),
@@ -125,7 +126,7 @@ def test_packages_import_each_other_in_one_direction_only() -> None:
 
 def test_only_the_manager_and_its_leases_import_worker_processes() -> None:
     users = {name_of(path) for path in MODULES if "moegguf.serving.worker_process" in imports_of(path)}
-    starts_early = "moegguf.chat.local"  # it starts workers first, and then hands them to its manager
+    starts_early = "moegguf.chat.local"  # this module starts workers first, and later passes them to its manager
     assert users == {"moegguf.serving.model_manager", "moegguf.serving.lease", starts_early}
 
 

@@ -81,7 +81,7 @@ def test_read_memory_without_cgroups_reports_the_machine(fake: FakeMachine) -> N
         (8 * GIB, GIB, "", 3 * GIB, 2 * GIB),
         (GIB, 2 * GIB, "", "max", 0),
         *((bad, 2 * GIB, "inactive_file\nx y z\n", "max", 10 * GIB) for bad in ("", "max", "-1", "abc", "1 2", "\0")),
-        ("\u0663", 2 * GIB, "", "max", 10 * GIB),  # a digit, but not one of the kernel's
+        ("\u0663", 2 * GIB, "", "max", 10 * GIB),  # an Arabic digit, which the kernel never writes
     ],
 )
 def test_read_memory_respects_a_cgroup_v2_limit(
@@ -214,7 +214,7 @@ def test_check_processor_rejects_missing_instructions_and_passes_unknown_ones(
 
 
 class Governed:
-    """A clock, and a governor that decides every quarter of a second."""
+    """A clock, and a governor of threads that decides once every 0.25 s."""
 
     def __init__(self, n_cpu: int, n_max: int | None = None) -> None:
         self.governor = ThreadGovernor(n_cpu, n_max or n_cpu)
@@ -245,13 +245,14 @@ def test_governor_keeps_every_thread_on_a_quiet_machine() -> None:
 def test_governor_yields_one_thread_to_a_busy_process_and_reclaims_the_thread() -> None:
     machine = Governed(2)
     machine.steps(4, 0.0, QUIET)
-    assert machine.steps(200, 0.7, BUSY) == [1] * 200  # the governor does not try two threads in between
+    # The governor does not try two threads while the other process is busy.
+    assert machine.steps(200, 0.7, BUSY) == [1] * 200
     assert machine.steps(3, 0.05, QUIET) == [2, 2, 2]
 
 
 def test_governor_measures_once_more_after_a_load_within_the_last_step() -> None:
     machine = Governed(2)
-    assert machine.decide(0.5, {2: 0.012}) == 1  # mostly measured before the load came
+    assert machine.decide(0.5, {2: 0.012}) == 1  # most of this time was measured before the other process started
     assert machine.decide(1.0, BUSY) == 2  # slower than that
     assert machine.steps(30, 1.0, BUSY) == [1] * 30
 
@@ -260,7 +261,7 @@ def test_governor_keeps_all_threads_if_fewer_are_slower() -> None:
     harmless, machine = {1: 0.020, 2: 0.012}, Governed(2)
     n_steps = int(10 * MEMORY_S / 0.25)
     n_fewer = machine.steps(n_steps, 0.6, harmless).count(1)
-    assert 1 <= n_fewer <= 12  # the governor tries fewer threads again every MEMORY_S
+    assert 1 <= n_fewer <= 12  # the governor tries fewer threads once every MEMORY_S seconds
 
 
 @pytest.mark.parametrize(("others", "expected"), [(0.1, 8), (1.0, 7), (3.0, 5), (7.9, 1), (8.0, 1)])

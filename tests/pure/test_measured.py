@@ -22,10 +22,11 @@ MEASURED = Measured("ab" * 16, RATES, {"next-use": "skip"}, about={"trace": "t",
 @pytest.mark.parametrize(
     ("share", "choice"),
     [
-        (0.02, ControllerChoice("next-use", "skip")),  # lfu is better there, but loses to LRU elsewhere
+        # Lfu is better at the nearest share, but is below LRU at other shares.
+        (0.02, ControllerChoice("next-use", "skip")),
         (0.12, ControllerChoice("next-use", "skip")),
         (0.3, ControllerChoice("next-use", "skip")),
-        (0.5, ControllerChoice()),  # no better than LRU
+        (0.5, ControllerChoice()),  # no policy is better than LRU
         (1.0, ControllerChoice()),
     ],
 )

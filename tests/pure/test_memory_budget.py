@@ -71,7 +71,8 @@ def test_admit_reserves_memory_or_unloads_idle_models(
 @pytest.mark.parametrize(
     ("wanted", "models", "admission"),
     [
-        ((10, 80), [("cpu", 40, True, 0), ("gpu", 5, True, 40)], Admission(unload=("gpu",))),  # RAM is not short
+        # Only the GPU's memory is short, so the model on the CPU stays loaded.
+        ((10, 80), [("cpu", 40, True, 0), ("gpu", 5, True, 40)], Admission(unload=("gpu",))),
         ((80, 10), [("gpu", 5, True, 40), ("cpu", 40, True, 0)], Admission(unload=("gpu", "cpu"))),
         ((10, 80), [("cpu", 40, True, 0), ("gpu", 5, False, 40)], reserve(10, GPU=60)),
         ((10, 80), [("cpu", 40, True, 0), ("gpu", 5, False, 95)], Admission()),
@@ -135,7 +136,7 @@ def test_memory_limit_is_the_setting_or_the_free_memory() -> None:
 
 
 def test_plan_within_less_memory_chooses_batch_and_slots_together(path: Path) -> None:
-    """Every size between the minimum and all has a plan that fits, and the worker gets that plan."""
+    """Each number of bytes from the minimum up has a plan that fits. The worker receives this plan."""
     found = measure(
         file_entry(path, "path", "m"), LoadOverrides(), Settings(loading={"placement": "cpu"}), memory_of(64 * GIB)
     )
@@ -177,7 +178,7 @@ def measure_on_gpu(path: Path, **loading: Any) -> ModelSize:
 
 
 def sent(found: ModelSize, plan: Plan) -> Plan | None:
-    """Returns the plan that a worker receives."""
+    """Returns the plan that a worker receives: the plan is encoded as JSON and decoded again."""
     return build(LoadConfig, json.loads(encode(vars(found.load_config(plan))))).plan
 
 
@@ -212,7 +213,7 @@ def test_plan_within_counts_whole_layers_on_their_device(
     assert sent(found, plan) == plan
     fewer = found.plan_within({RAM: plan.host_bytes, "GPU0": found.minimum["GPU0"]})
     assert fewer.total_bytes <= found.minimum["GPU0"]
-    assert (fewer.device is None) == (choice == "layers")  # "auto" keeps slots on the device
+    assert (fewer.device is None) == (choice == "layers")  # slots stay on the device with "auto"
 
 
 def test_model_fastest_on_the_cpu_takes_no_memory_of_a_device(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +260,8 @@ def test_is_embedding_reads_the_pooling_type(metadata: dict[str, Any], expected:
 @pytest.mark.parametrize(
     ("budget", "n_bytes"),
     [("auto", 400), ("50%", 400), ("25%", 250), ("100%", 400), ("30 B", 30), ("4GiB", 400),
-     ("7 B", 7), ("0.5%", 5)],  # below a slot: refused later in the user's words
+     # Less than a slot: the value is not rounded, so that the later error repeats the user's value.
+     ("7 B", 7), ("0.5%", 5)],
 )  # fmt: skip
 def test_expert_cache_within_rounds_to_whole_slots_of_the_loaded_model(budget: str, n_bytes: int) -> None:
     assert expert_cache_within(parse_expert_cache(budget), 100, 10, 400) == n_bytes

@@ -1,7 +1,7 @@
-"""Tests bodies of every API with null fields, and whole numbers that are written as 8.0.
+"""Tests request bodies of every API with null fields, and whole numbers that are written as 8.0.
 
-A null has the effect of an absent field for each field that may be left out. This holds for all models, and for the raw
-objects that validators read.
+A null has the effect of an absent field, for each field that may be left out. This holds for the fields of every body
+class, and for the objects inside a body that only validators read.
 """
 
 from __future__ import annotations
@@ -54,13 +54,14 @@ KINDS: dict[str, type[Body]] = {
     "/v1/responses": responses.ResponsesBody,
     "/v1/responses/input_tokens": responses.ResponsesBody,
 }
-DATA = (  # objects whose keys are a client's own, not fields
+DATA = (  # names of objects whose keys a client chooses, so they are not fields of the API
     "action", "arguments", "chat_template_kwargs", "input", "input_schema", "logit_bias", "metadata", "parameters",
     "schema",
 )  # fmt: skip
 
 
-SCHEMAS = ("/api/chat", "/api/generate", "/completion", "/infill")  # a body of these paths has a plain JSON schema
+# `format` is a plain JSON schema in a body of these paths.
+SCHEMAS = ("/api/chat", "/api/generate", "/completion", "/infill")
 
 
 def bodies(kind: type[Body] = Body) -> Iterator[type[Body]]:
@@ -81,7 +82,7 @@ def names_of(kind: type[Body], name: str) -> list[str]:
 
 
 def least(kind: type[Body]) -> dict[str, Any]:
-    """Returns the required fields with values."""
+    """Returns a body with only the required fields."""
     names = [names_of(kind, name)[0] for name, field in kind.model_fields.items() if field.is_required()]
     return {name: TYPES.get(kind.__name__, "enabled") if name == "type" else REQUIRED[name] for name in names}
 
@@ -96,7 +97,7 @@ def test_null_field_is_read_as_an_absent_one(kind: type[Body]) -> None:
 
 
 def whole_numbers(schema: Any, path: str = "", is_wrapped: bool = False) -> Iterator[str]:
-    """Yields the places of whole numbers that refuse 8.0 in a schema of pydantic."""
+    """Yields the places in a pydantic schema at which a whole number must not be written as 8.0."""
     if isinstance(schema, list | tuple):
         for i, each in enumerate(schema):
             yield from whole_numbers(each, f"{path}[{i}]")
@@ -126,7 +127,7 @@ def read(kind: type[Body], given: Any) -> Any:
 
 
 def objects(value: Any, data: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yields the objects in a body whose keys are fields."""
+    """Yields the objects in a body whose keys are fields of the API. The values of the names in `data` are left out."""
     if isinstance(value, list):
         for each in value:
             yield from objects(each, data)
@@ -181,7 +182,7 @@ RAW = [
 
 
 def recorded() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the bodies of bodies.txt that name a kind and are not repeated."""
+    """Yields (path, body) of the lines of bodies.txt, without lines whose body has to be expanded first."""
     for line in recorded_lines("bodies", "/"):
         path, body = line.split(" ", 1)
         if " times" not in body and "every field" not in body:
@@ -196,7 +197,8 @@ def test_null_in_any_object_of_a_body_is_read_as_absent(source: list[tuple[str, 
         given = {**least(kind), **copy.deepcopy(body)}
         if source is RAW:
             assert read(kind, given) is not None, path
-        schema = given.pop("json_schema", None)  # llama-server's field: a schema, in which null may be a value
+        # A field of llama-server that holds a schema, in which null may be a value.
+        schema = given.pop("json_schema", None)
         if schema is not None:
             assert read(kind, {**given, "json_schema": schema}) is not None
         for each in objects(given, (*DATA, *(("format",) if path in SCHEMAS else ()))):

@@ -1,9 +1,9 @@
 """Tests that every command and `Llama` make equal plans from equal options on one machine.
 
-A row of the table is a model, flags, variables of the environment and GPUs. `run`, `serve`, `batch` and `estimate` get
-the flags, and `Llama` gets keywords. Two kinds of callers have other defaults, which `moegguf.options` lists in
-COMMAND_DEFAULTS. `Llama` has the defaults of llama-cpp-python, so the table passes the defaults of commands to `Llama`.
-`bench` has the batch and pass sizes of llama-bench, so the table compares `bench` with a `Llama` of these sizes.
+Each of ROWS has a model, flags, variables of the environment and GPUs. `run`, `serve`, `batch` and `estimate` get the
+flags, and `Llama` gets keywords. Some defaults differ. `Llama` has the defaults of llama-cpp-python, so tests give it
+the defaults of commands (COMMAND_DEFAULTS of `moegguf.options`). `bench` has the batch and pass sizes of llama-bench,
+so tests compare `bench` with a `Llama` of these sizes.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ CONTEXT = 2048
 
 @dataclass(frozen=True)
 class Row:
-    """Options of one load. flags: options of commands. keywords: further options of `Llama`. gpus: free bytes of each.
+    """Options of one load.
 
-    files: the files of the model's catalog entry, by keyword.
+    `flags` are options of commands, and `keywords` are further options of `Llama`. `gpus` has the free bytes of each
+    GPU. `files` has the files of the model's catalog entry, by keyword.
     """
 
     flags: dict[str, Any] = field(default_factory=dict)
@@ -66,7 +67,7 @@ class Row:
 
 
 def row(model: str = "moe", **given: Any) -> Row:
-    """Returns a row. Keywords that are not fields of a row are flags."""
+    """Returns a row for `model`. A keyword that is not a field of Row becomes a flag."""
     fields = {name: given.pop(name) for name in list(given) if name in Row.__dataclass_fields__}
     return Row(given, model, **fields)
 
@@ -136,11 +137,11 @@ ROWS = {
     "two budgets": row(gpus=TWO, vram_cache="30%,20%", placement="slots"),
 }
 OF_COMMANDS: dict[str, Any] = {"n_ctx": None, "flash_attn": None, "embedding": None}
-"""What `Llama` is given for what commands choose: llama-cpp-python's own are 512, False and False."""
+"""Keywords of `Llama` that commands leave open. The defaults of llama-cpp-python are 512, False and False."""
 OF_BENCH: dict[str, Any] = {
     "n_ctx": 512, "n_batch": 2048, "n_ubatch": 512, "n_seq_max": 1, "draft": "off", "embedding": False
 }  # fmt: skip
-"""What `Llama` is given for llama-bench's sizes: the context holds the longest test."""
+"""Keywords of a `Llama` with the sizes of llama-bench. The context is as long as the longest test."""
 FLAGS_OF_BENCH = {"expert_cache", "vram_cache", "placement", "type_k", "type_v", "strategy", "n_gpu_layers"}
 
 
@@ -173,7 +174,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def heads() -> Any:
-    """A model whose last layer writes one more token."""
+    """Returns a model whose last layer is for multi-token prediction."""
     arch = "glm4moe"
     found = moe(arch, n_layer=7, n_expert=16, n_used=4, skip_kv=("context_length",))
     found.add(f"{arch}.context_length", U32, TRAINED).add(f"{arch}.nextn_predict_layers", U32, 1)
@@ -221,7 +222,7 @@ class Process:
 
 @pytest.fixture
 def given_machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Row], None]:
-    """Returns a function that sets the machine and the environment of a row."""
+    """Returns a function that sets the memory, the GPUs and the environment of a row."""
     speeds = Speeds.supposed(448e9, Link(24e9, 1e-5), 20e9, "put in")
 
     def set_up(row: Row) -> None:
@@ -356,7 +357,7 @@ def of_bench(path: Path, row: Row, patch: pytest.MonkeyPatch) -> Plan:
 
 
 def same(plan: Plan, facts: dict[str, Any]) -> None:
-    """Fails unless the facts of `estimate` describe this plan."""
+    """Fails unless `facts`, which `estimate` has printed, are the facts of this plan."""
     assert json.loads(json.dumps(plan.facts())) == facts
 
 
@@ -377,15 +378,15 @@ def test_commands_and_llama_make_the_same_plan(
     expected = of_llama(path, row, files)
     assert of_serve(path, row, files, monkeypatch, nothing_loads) == expected, "serve"
     alone = of_llama(path, row, files, n_seq_max=1, kv_tokens=None)
-    if takes(run_command.run, row, files):  # one person needs one sequence
+    if takes(run_command.run, row, files):  # one user of `run` needs only one sequence
         assert of_run(path, row, files, monkeypatch, nothing_loads) == alone, "run"
     if takes(estimate_command, row, files):
         same(expected, of_estimate(path, row, files, capsys))
-    if takes(batch_command, row, files):  # one request needs one sequence
+    if takes(batch_command, row, files):  # a single request needs only one sequence
         assert of_batch(path, row, tmp_path, nothing_loads) == alone, "batch"
 
 
-# A measurement names all of its options: neither another context nor the environment changes them.
+# `bench` sets all options of its measurements itself. The context of the row and the environment change nothing.
 MEASURED = [
     name for name, row in ROWS.items() if row.flags.keys() <= FLAGS_OF_BENCH | {"n_ctx"} and not row.environment
 ]

@@ -37,7 +37,8 @@ RTX_3070 = Speeds.supposed(448e9, Link(24e9), 38e9)  # x16 beside DDR4
 def test_cost_model_predicts_published_speeds_of_qwen3_30b(
     memory: float, link: float, cpu: float, share: float, hit_rate: float, layers: float, slots: float
 ) -> None:
-    speeds, n_whole = Speeds.supposed(memory, Link(link), cpu), int(share * 48)  # whole layers only, and rounded speeds
+    # Only whole layers; the published speeds are rounded.
+    speeds, n_whole = Speeds.supposed(memory, Link(link), cpu), int(share * 48)
     assert 1 / slots_s(QWEN3_30B, speeds, hit_rate) == pytest.approx(slots, rel=0.03)
     assert 1 / layers_s(QWEN3_30B, speeds, 48 - n_whole, 1 - n_whole / 48) == pytest.approx(layers, rel=0.07)
 
@@ -175,7 +176,8 @@ def test_best_of_takes_the_best_value_of_each_figure() -> None:
     second = abi.Speeds(cpu_bytes_per_ns=3, cpu_op_ns=6, device_bytes_per_ns=8, copy_bytes_per_ns=2, copy_ns=70)
     few, many = (best_of([first, second], n_bytes) for n_bytes in (50, 200))
     assert (few.cpu_bytes_per_ns, few.cpu_op_ns, few.device_bytes_per_ns) == (3, 5, 9)
-    assert (few.copy_bytes_per_ns, few.copy_ns) == (1, 10)  # both come from the turn that copies `n_bytes` first
+    # Both figures are from the measurement with the shortest time to copy `n_bytes`.
+    assert (few.copy_bytes_per_ns, few.copy_ns) == (1, 10)
     assert (many.copy_bytes_per_ns, many.copy_ns) == (2, 70)
 
 

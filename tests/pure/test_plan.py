@@ -1,4 +1,4 @@
-"""Tests plans: slot sizes computed by hand, minimum and maximum budgets, free memory, and stated reasons."""
+"""Tests plans: slot sizes computed by hand, minimum and maximum budgets, free memory, and the reasons in a plan."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,7 @@ def layout_of(folder: Path, **kwargs: Any) -> ExpertLayout:
 
 @pytest.fixture(scope="module")
 def layout(tmp_path_factory: pytest.TempPathFactory) -> ExpertLayout:
-    """6 layers of 16 experts, top-4: 96 experts, a token cycle of 24."""
+    """A model of 6 layers with 16 experts, so 96 experts. A token uses 4 experts of each layer, so 24 in all."""
     return layout_of(tmp_path_factory.mktemp("plan"), n_layer=6, n_expert=16, n_used=4)
 
 
@@ -98,7 +98,8 @@ def test_plan_uses_longer_passes_if_experts_have_no_slot(layout: ExpertLayout) -
     ("options", "why"),
     [
         ({"budget": "100%"}, "every expert has a slot"),
-        ({"flash_attn": False}, "attention may not be fused"),  # scores of attention would grow with the pass
+        # Scores of attention grow with the pass if flash attention is off.
+        ({"flash_attn": False}, "attention may not be fused"),
         ({"n_batch": 512}, "neither the context nor a batch"),
         ({"n_ubatch": 512}, "as given"),
         ({"n_ctx": 512}, "neither the context nor a batch"),
@@ -184,7 +185,7 @@ def test_kv_bytes_equals_sizes_computed_by_hand(tmp_path: Path) -> None:
     assert kv_bytes(plain, 256, type_k=8, type_v=8) == 256 * 2 * (34 * 2 + 34 * 2)
     uneven = moe(n_layer=2, skip_kv=("attention.head_count_kv",))
     uneven.add_array("qwen2moe.attention.head_count_kv", U32, [2, 1]).add("qwen2moe.attention.key_length", U32, 32)
-    # V rows are as wide as the widest
+    # the V rows of all layers are as wide as the widest one
     assert kv_bytes(read_layout(uneven.write(tmp_path / "m.gguf")), 256) == 256 * 2 * (32 * 2 + 32 * 1 + 2 * 16 * 2)
     latent = moe("deepseek2", n_layer=2, skip_kv=("attention.head_count_kv",))
     lengths = {"key_length": 40, "key_length_mla": 24, "value_length_mla": 16, "kv_lora_rank": 32, "head_count_kv": 1}
@@ -237,7 +238,8 @@ def test_plan_chooses_batch_and_slots_together(layout: ExpertLayout) -> None:
     """Buffers for 512 tokens leave too little room for a layer's experts. A smaller pass leaves enough room."""
     size = slot_bytes(layout)
     large, small = Sizes(4096).needs(layout, 512), Sizes(4096).needs(layout, 64)
-    free = large.total_bytes(0) + MARGIN_BYTES + 5 * size  # 5 slots beside 512 tokens: passes of one token
+    # Only 5 slots fit beside passes of 512 tokens, so such passes would be cut to one token.
+    free = large.total_bytes(0) + MARGIN_BYTES + 5 * size
     p = plan(layout, "auto", Memory(64 * GIB, free, "x"))
     assert small.total_bytes(p.n_slots) + p.budget_bytes <= free - MARGIN_BYTES
     assert p.n_slots == layout.n_expert_total and 64 <= p.n_ubatch < 512

@@ -21,7 +21,7 @@ Toolkit = Callable[[int], None]
 
 @pytest.fixture
 def toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toolkit:
-    """Returns a function that installs a fake nvcc of a version, in a toolkit with cublas."""
+    """Returns a function that installs a fake nvcc of a major version, in a CUDA toolkit that includes cublas."""
 
     def make(version: int) -> None:
         compiler = tmp_path / "cuda/bin/nvcc"
@@ -109,6 +109,6 @@ def test_make_wheel_packs_one_library_with_its_rpath_and_pin(
 
 
 def compile_empty(library: Path, *needed: Path) -> None:
-    """Compiles a library without functions that needs others."""
+    """Compiles a library without functions, which needs the libraries `needed`."""
     command = ["c++", "-shared", "-fPIC", "-x", "c++", "/dev/null", "-x", "none", "-o", library, "-Wl,--no-as-needed"]
     subprocess.run([*command, f"-Wl,-soname,{library.name}", *needed], check=True)

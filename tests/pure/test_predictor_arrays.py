@@ -138,7 +138,8 @@ def test_quantized_matrix_keeps_the_product_within_rounding() -> None:
     rng = np.random.default_rng(0)
     weights, x = rng.standard_normal((60, 2048)).astype(np.float32), rng.standard_normal(2048).astype(np.float32)
     matrix = QuantizedMatrix(weights)
-    # Each weight is off by at most half a step, independently: 5 standard deviations of the sum.
+    # Each weight is rounded by at most half a step, independently of the others. The bound is 5 standard deviations of
+    # the sum.
     bound = 5 * np.abs(weights).max() / 127 / np.sqrt(12) * np.linalg.norm(x)
     assert np.abs((matrix.bytes.astype(np.float32) @ x) * matrix.scale - weights @ x).max() < bound
     assert not QuantizedMatrix(np.zeros((2, 3), np.float32)).bytes.any()

@@ -176,7 +176,10 @@ def start_pull(hub: FakeHub, home: Path, **extra: str) -> subprocess.Popen[str]:
 
 @pytest.fixture
 def gated_pull(repo: FakeHub, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Gate]]:
-    """Starts another process and waits until it reports 1 MiB. The hub stops at 2 MiB until the gate opens."""
+    """Starts a pull in another process, and waits until that process reports 1 MiB.
+
+    The hub sends 2 MiB and then waits until the gate opens.
+    """
     gate = Gate(2 << 20)
     repo.faults["x-Q4_K_M.gguf"] = [gate]
     with start_pull(repo, tmp_path) as process:

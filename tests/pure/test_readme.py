@@ -28,7 +28,8 @@ README = PAGES[ROOT / "README.md"]
 TEXT = "\n".join(PAGES.values())
 LABORATORY = (ROOT / "predictors/README.md", ROOT / "recipes/README.md", *sorted((ROOT / "docs/evidence").glob("*.md")))
 ALL_TEXT = "\n".join((TEXT, *(page.read_text(encoding="utf-8") for page in LABORATORY)))
-TRAINING = ("recipes.make_lab_model", "recipes.train_demo")  # import torch at once
+# Programs that import torch at once, so that their help is not tested.
+TRAINING = ("recipes.make_lab_model", "recipes.train_demo")
 GROUPS = ("trace", "contexts")  # commands that have commands of their own
 
 

@@ -24,7 +24,7 @@ HEADER = TraceHeader("tiny", "ab", {}, {"threads": 2})
 def routed(
     pass_: int, il: int, ids: list[list[int]], *, sequence: int = 0, first: int = 0, **more: object
 ) -> RoutingEvent:
-    """Returns an event. Each pass takes 10 ns."""
+    """Returns a routing event with the experts `ids`. Its time is 10 ns times the number of the pass."""
     fields = {"pass_": pass_, "time_ns": 10 * pass_, "sequence": sequence, "phase": Phase.DECODE}
     return RoutingEvent(**{**fields, "first_token": first, "il": il, "expert_ids": np.array(ids, np.int32), **more})  # type: ignore[arg-type]
 
@@ -46,7 +46,10 @@ def record(path: Path, *events: RoutingEvent | Announcement, inputs: bool = Fals
 def test_recorder_writes_the_observed_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trace: Trace, block_passes: int
 ) -> None:
-    """The first block of a trace with batches may have no batch."""
+    """A trace is written in blocks of passes.
+
+    The first block may have no pass of several sequences, although a later block has one.
+    """
     monkeypatch.setattr(recorder, "BLOCK_PASSES", block_passes)
     session = Recorder(tmp_path / "t.npz", SMALL, replace(trace.header, labels={}), inputs=True)
     for event in trace.events():

@@ -1,7 +1,7 @@
 """Tests the chat templates that the pinned llama.cpp ships.
 
 Each template renders every kind of conversation. No text of a message is lost, and the arguments of calls are JSON.
-Tables name the templates that leave something out by themselves.
+Tables list the templates that leave something out by design.
 """
 
 import re
@@ -114,7 +114,7 @@ def test_pinned_template_renders_arguments_as_object_or_text_equally(name: str) 
     assert len(prompts) == 1
 
 
-SWITCHES = {  # the ends of prompts without a choice, with thinking, and without
+SWITCHES = {  # the end of the prompt if thinking is not chosen, if it is on, and if it is off
     "Qwen-Qwen3-0.6B": ("assistant\n", "assistant\n", "<think>\n\n</think>\n\n"),
     "deepseek-ai-DeepSeek-V3.1": ("<think>", "<think>", "</think>"),
     "google-gemma-4-31B-it": ("<|turn>model\n", "<|turn>model\n", "<|channel>thought\n<channel|>"),

@@ -11,7 +11,7 @@ PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
 
 
 class Context:
-    """Evaluates like `Llama`, and records (sequence, phase)."""
+    """Evaluates tokens like `Llama`, and records (number of the request, phase) in `noted`."""
 
     def __init__(self) -> None:
         self.requests = Requests()
@@ -65,8 +65,8 @@ def test_prompt_of_any_length_starts_a_request_and_an_unstarted_generator_none()
     [
         (0, (4, 1, 1), (1, 1, 3),
          [(0, PREFILL), (0, DECODE), (0, DECODE), (1, PREFILL), (1, DECODE), (1, PREFILL)]),
-        (10, (1,), (), [(0, PREFILL)]),  # a state that was loaded
-        (0, (4,), (4,), [(0, PREFILL), (1, PREFILL)]),  # a failed pass left no tokens, and is repeated
+        (10, (1,), (), [(0, PREFILL)]),  # a loaded state has 10 tokens before the first evaluation
+        (0, (4,), (4,), [(0, PREFILL), (1, PREFILL)]),  # the first pass failed and left no tokens, so it is repeated
     ],
 )  # fmt: skip
 def test_eval_on_an_empty_context_starts_a_request(

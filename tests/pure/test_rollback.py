@@ -1,4 +1,7 @@
-"""Tests the number of tokens that a recurrent state can lose. Another ubatch makes its snapshots stale."""
+"""Tests how many of the last tokens can be removed from a recurrent state.
+
+Each ubatch replaces the snapshots of the state, so earlier snapshots cannot be used.
+"""
 
 from __future__ import annotations
 

@@ -86,7 +86,8 @@ def test_logit_bias_and_choice_bias_change_the_chosen_expert(tmp_path: Path) -> 
 
 
 def test_router_chooses_only_from_the_best_groups() -> None:
-    # Scores 9 7 | 8 1 | 2 6: groups are worth 16, 9, 8. The third group's 6 loses to the second's 1.
+    # The scores are 9 7 | 8 1 | 2 6, so the groups have the sums 16, 9 and 8. The third group is not used: its 6 is not
+    # chosen, but the second group's 1 is.
     matrix = np.array([[9], [7], [8], [1], [2], [6]], np.float32)
     router = Router(4, matrix / 100)
     routers = Routers(Gating.SIGMOID, {0: router}, n_group=3, n_group_used=2)
@@ -106,7 +107,7 @@ def test_router_chooses_only_from_the_best_groups() -> None:
     ],
 )
 def test_gating_function_determines_the_effect_of_a_choice_bias(gating: Gating, expected: np.ndarray) -> None:
-    # The second expert wins by a choice bias only if its probability is within 0.6 of the first's.
+    # The first expert has the larger probability. The second one is chosen if the choice bias outweighs the difference.
     for bias, winner in ((0.6, expected[1] + 0.6 > expected[0]), (0.01, False)):
         router = Router(1, np.array([[1], [-2]], np.float32), choice_bias=np.array([0, bias], np.float32))
         assert probabilities(Routers(gating, {0: router}), 0, np.ones(1, np.float32)).argmax() == int(winner)
@@ -172,7 +173,7 @@ def with_routers(g: Gguf, layers: range = range(2), n_expert: int = N_EXPERT) ->
 
 
 def with_other_bytes(path: Path, g: Gguf) -> Path:
-    """Writes a model whose routers have other bytes than its other tensors."""
+    """Writes a model in which the bytes of each router differ from all other bytes. Returns its path."""
     g.write(path)
     for tensor in read_gguf(path).tensors:
         if "ffn_gate_inp" in tensor.name:

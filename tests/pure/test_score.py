@@ -45,7 +45,7 @@ def test_perfect_predictor_scores_one_by_every_definition(distance: int) -> None
 def test_half_right_predictor_scores_half_and_a_wrong_one_moves_no_useful_byte() -> None:
     half, wrong = (only(cyclic(), Oracle(cyclic(), n_wrong=n)) for n in (1, 2))
     assert (half.accuracy, half.top_k_hit, half.at_least_one) == (0.5, 0, 1)
-    assert half.precision == (1, 0.5, 0.5, 0.5)  # it predicts two experts, however many are requested
+    assert half.precision == (1, 0.5, 0.5, 0.5)  # the predictor always predicts two experts, even if more are requested
     assert half.recall == (0.5, 0.5, 0.5, 0.5)
     assert (wrong.accuracy, wrong.top_k_hit, wrong.at_least_one) == (0, 0, 0)
     assert wrong.moved_per_useful == (None,) * 4
@@ -60,19 +60,22 @@ def test_missing_prediction_lowers_only_the_coverage(answer: np.ndarray | None) 
 def test_score_counts_distances_out_of_reach_as_missing() -> None:
     trace = cyclic()
     table = score(trace, [Oracle(trace, reach=2)], [3]).scores[0]
-    # No event is three layers before layer 2 or 3. They are predicted after layer 1, one and two layers ahead.
+    # Layers 2 and 3 have no event three layers before them. They are predicted after layer 1, at distances of one and
+    # two layers.
     assert {il: figures.coverage for il, figures in table.layers[3].items()} == {1: 1, 2: 1, 3: 1, 4: 0}
     assert table.means[3].coverage == pytest.approx(2 / 3)
     assert table.means[3].accuracy == 1
-    # The first layer is predicted from tokens alone, and left out of the mean.
+    # Layer 1 can only be predicted from tokens, so it is left out of the mean.
     table = score(trace, [Oracle(trace, first_layer=False)], [1]).scores[0]
     assert (table.layers[1][1].due, table.layers[1][1].coverage, table.means[1].coverage) == (4, 0, 1)
 
 
 def test_score_with_a_cache_counts_only_absent_experts_as_moved() -> None:
-    # Token t uses t and t + 1: at two resident experts a layer, one of them is still resident from the token before.
+    # Token t uses experts t and t + 1. With two resident experts in each layer, expert t is still resident from token t
+    # - 1.
     table = score(cyclic(), [Oracle(cyclic(), n_wrong=1)], [1], lru_share=0.25).scores[0].means[1]
-    # The right prediction is t, which is resident. The wrong one is absent, so all moved bytes are useless.
+    # The right expert of each prediction is t, which is resident. The wrong expert is absent, so all moved bytes are
+    # useless.
     assert table.moved_per_useful[1] is None
     right = score(cyclic(), [Oracle(cyclic())], [1], lru_share=0.25).scores[0].means[1]
     assert right.moved_per_useful[1] == 1
@@ -114,7 +117,8 @@ def matrix(*rows: str) -> np.ndarray:
 @pytest.mark.parametrize(
     ("true", "predicted", "expected"),
     [
-        (matrix("xx..", "..xx"), matrix("x.x.", "..xx"), 3 / 5),  # three right, one missed, one idle
+        # Three experts right, one missed, one predicted and not used.
+        (matrix("xx..", "..xx"), matrix("x.x.", "..xx"), 3 / 5),
         (matrix("x...", ".x.."), matrix("....", "...."), 0),
         (matrix("x...", ".x.."), matrix("xxxx", "xxxx"), 2 / 8),
         (matrix("...."), matrix("...."), 1),
@@ -138,7 +142,8 @@ def test_judge_figures_equal_the_score_of_the_trace_and_include_a_control() -> N
     live = run(trace, Judge(Oracle(trace, n_wrong=1, reach=3))).table()
     assert live.means == offline.means and live.layers == offline.layers
     assert live.means[1].accuracy == 0.5
-    assert live.fresh is None  # a predictor with a reach is not its own control
+    # A predictor that may not predict the routed layer itself (reach > 0) cannot be its own control.
+    assert live.fresh is None
     trace = random_trace(with_inputs=True)
     control = FreshGate(trace.shape, routers_of(trace.shape, hidden_routers(trace.shape, 0)))
     table = run(trace, Judge(Oracle(trace, n_wrong=1), control=control)).table()
@@ -152,7 +157,7 @@ def test_judge_ignores_invalid_events_and_aborted_passes() -> None:
     judge.observe(routed(1, -1, -1))  # padding
     judge.observe(routed(1, 1, 99, pass_=1))  # an expert that does not exist
     judge.observe(routed(1, [1, 2], [3, 4], pass_=2))  # two tokens
-    judge.observe(routed(5, 1, 2, pass_=2))  # the last layer computed for one of them
+    judge.observe(routed(5, 1, 2, pass_=2))  # the last layer is computed for one of the two tokens only
     judge.observe(routed(1, 1, 2, pass_=3, phase=Phase.PREFILL))
     assert judge.table().means[1].due == 0
     assert judge.tally.ranks[..., 1:].sum() == 0
@@ -167,7 +172,7 @@ def test_judge_ignores_invalid_events_and_aborted_passes() -> None:
     judge = Judge(InFirstPass(trace), [1])
     judge.predictor.announce(Announcement(0, Phase.DECODE, trace.tokens[:1]))
     judge.observe(events[0])  # predicts layer 2 of the first pass
-    judge.observe(events[n + 1])  # layer 2 of the second, whose first layer was never observed
+    judge.observe(events[n + 1])  # routes layer 2 of the second pass, which nothing has predicted
     assert judge.tally.ranks[..., 1:].sum() == 0
 
 
@@ -180,13 +185,14 @@ def test_reuse_of_one_expert_per_request_is_skewed_within_and_even_merged() -> N
     assert (figures.merged.covering, figures.merged.entropy) == (1, pytest.approx(1))
     assert figures.within.entropy < figures.same_size.entropy <= 1
     assert [figures.windows_same[n] for n in (1, 2, 4)] == [1, 1, 1]
-    assert math.isnan(figures.windows_same[8])  # no token has as many before it
+    assert math.isnan(figures.windows_same[8])  # no token has eight tokens before it
     assert [figures.windows_other[n] for n in (1, 2, 4)] == [0, 0, 0]
     assert figures.next_token.tolist() == [1, 1]
 
 
 def test_reuse_counts_distances_between_uses_and_leaves_out_prompts() -> None:
-    # Expert 0 at tokens 0, 1, 4 and expert 1 at 2, 3: two first uses, gaps of 1, 1 and 3.
+    # Expert 0 is used at tokens 0, 1 and 4, expert 1 at tokens 2 and 3. These are two first uses, and distances of 1, 1
+    # and 3 tokens.
     figures = reuse(hand_made(TWO_LAYERS, [[[[e], [e]] for e in (0, 0, 1, 1, 0)]]))
     assert figures.reuse_distances[0] == pytest.approx(0.4)
     assert figures.reuse_distances[1] == pytest.approx(0.4)

@@ -37,7 +37,8 @@ USUAL = [
             ("Model-BF16-00002-of-00003.gguf", "BF16/Model-BF16-00001-of-00003.gguf"),
             ("Model-BF16.gguf", "BF16/Model-BF16-00001-of-00003.gguf"),
         )),
-        # no tag selects Q4_K_M, then Q8_0, then the first model; a whole word comes before a part of a word
+        # The tag "latest" selects Q4_K_M, then Q8_0, then the first model. A match of a whole word is preferred to a
+        # part of a word.
         (["b-Q2_K.gguf", "b-Q8_0.gguf", "a-F16.gguf"], "latest", "b-Q8_0.gguf"),
         (["mmproj-a.gguf", "b.gguf", "z-F16-00001-of-00001.gguf"], "latest", "b.gguf"),
         (["m-IQ4_XS.gguf", "m-Q4_XS.gguf"], "Q4_XS", "m-Q4_XS.gguf"), (["m-IQ4_XS.gguf"], "Q4_XS", "m-IQ4_XS.gguf"),

@@ -30,7 +30,7 @@ from moegguf.trace.trace import Trace, TraceHeader
 from predictors.study.arrange import separated, shuffled
 
 TINY = MoeShape(n_layer=4, n_expert=4, n_expert_used=2, layers=(1, 3), n_embd=2, n_vocab=100)
-# Layer 1 uses two experts; layer 3 one, and in the first pass for its last token only.
+# A token uses two experts of layer 1 and one of layer 3. Layer 3 of the first pass is computed for its last token only.
 LAYER_1 = [[0, 1], [1, 2], [2, 3], [3, 0], [1, 0], [2, 1]]
 LAYER_3 = [[-1, -1], [-1, -1], [3, -1], [0, -1], [1, -1], [2, -1]]
 
@@ -132,7 +132,7 @@ def test_shuffled_keeps_the_experts_of_each_request_in_another_order() -> None:
                 for of in (trace, control)
             )
             assert before == after
-    # The shuffled trace keeps the reuse that any order of a request's tokens has.
+    # Only the order of the tokens differs. The shuffled trace keeps some reuse, but less than the recorded order has.
     assert reuse(trace) > 1.15 * reuse(control)
 
 

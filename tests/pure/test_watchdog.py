@@ -1,7 +1,7 @@
 """Tests the watchdog of prefetching.
 
-A trial compares stalls with and without prefetching. The watchdog stops prefetching that does not pay, and tries again
-after growing pauses.
+A trial compares stalls with and without prefetching. If prefetching saves too little, the watchdog stops it, and tries
+again after pauses that become longer.
 """
 
 from dataclasses import replace
@@ -18,7 +18,10 @@ DEFAULT = WatchdogOptions()
 
 
 class Run:
-    """Tokens whose stall is `off` ns without prefetching and `on` ns with it, and noise."""
+    """A watchdog with tokens that stall `off` ns without prefetching and `on` ns with prefetching.
+
+    `noise` makes the stalls random.
+    """
 
     def __init__(
         self, off: float, on: float, noise: float = 0.0, seed: int = 0, options: WatchdogOptions = WHOLE
@@ -65,7 +68,7 @@ def test_clear_difference_ends_a_trial_early(on: float, stays: bool) -> None:
 
 def test_equal_stalls_rarely_end_a_trial_early() -> None:
     whole, early = DEFAULT.periods * (DEFAULT.off_tokens + DEFAULT.on_tokens), 0
-    for seed in range(100):  # prefetching saves just the required share
+    for seed in range(100):  # prefetching saves about the share that it has to save
         run = Run(1e6, 0.97e6, noise=0.3, seed=seed, options=replace(DEFAULT, warm_tokens=0))
         run.tokens(whole - 1)
         early += run.dog.trials
@@ -94,7 +97,7 @@ def test_watchdog_ignores_first_tokens_outliers_prompts_and_odd_batches() -> Non
     run.tokens(TRIAL - 10)
     assert run.dog.last_gain == pytest.approx(0.5)
     run = Run(1000, 900)
-    for _ in range(TRIAL + TRIAL // 5):  # requests of five tokens
+    for _ in range(TRIAL + TRIAL // 5):  # each request has five tokens after a prompt
         run.dog.pause()
         run.stall_ns += 10**9
         run.dog.token(run.stall_ns)
@@ -104,7 +107,8 @@ def test_watchdog_ignores_first_tokens_outliers_prompts_and_odd_batches() -> Non
     assert run.dog.last_gain == pytest.approx(0.1)
     run = Run(1000, 900)
     while not run.dog.trials:
-        for n_sequences, took_ns in ((8, 10**6), (7, 10**6)):  # passes of several sequences between single tokens
+        # Passes of 8 and 7 sequences come between passes of one token.
+        for n_sequences, took_ns in ((8, 10**6), (7, 10**6)):
             run.dog.token(run.stall_ns, n_sequences)
             run.stall_ns += took_ns
         run.dog.token(run.stall_ns)
@@ -138,7 +142,7 @@ def test_watchdog_rests_between_trials_double_up_to_a_limit() -> None:
 
 
 class Watched(Run):
-    """Tokens with prompts between them. A link is busy for the share `busy` of the time of tokens."""
+    """Tokens with a prompt after each token. The link is busy for the share `busy` of the time between tokens."""
 
     def __init__(self, busy: float) -> None:
         super().__init__(1000, 500)

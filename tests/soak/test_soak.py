@@ -33,12 +33,13 @@ from tools.load_test import DIALECTS, MOST_GROWTH_MB, Question, Run, lines, ques
 SECONDS = float(os.environ.get("MOEGGUF_SOAK", "120"))
 CLIENTS, MAX_TOKENS = 64, 24
 REPETITIVE = "Repeat this: " + "moegguf runs Mixture-of-Experts models. " * 8  # the model drafts parts of the answer
-CANCELS = 0.15  # share of the requests that are cancelled
+CANCELS = 0.15  # share of the requests that the client cancels
 # The shortest and the longest time between two kills, and between two changes of the budget.
 KILL_S, BUDGET_S = (4.0, 9.0), (0.5, 2.0)
 BUDGETS = ("auto", "25%", "40%", "60%", "100%")
 MEMORY = 512 << 20  # memory for all models together
-PROCESS_BYTES = 200 << 20  # a worker without its model: Python, libraries, the vocabulary of matchers
+# Memory of a worker without its model: Python, libraries, and the vocabulary for constraints of answers.
+PROCESS_BYTES = 200 << 20
 REFUSED = (404, 503)  # statuses of a change of the budget while the model is loaded anew
 
 # Answers are computed one at a time if bits depend on the pass.
@@ -159,7 +160,7 @@ def test_a_server_survives_load_kills_and_budget_changes(tmp_path: Path) -> None
     assert not meddler.over, meddler.over
     of_server = [memory["server"] for memory in outcome.memory_bytes]
     assert of_server[-1] - of_server[len(of_server) // 2] < MOST_GROWTH_MB * 1e6, of_server
-    assert n_left <= 1, "connections of clients that left"  # the connection that reads the metrics
+    assert n_left <= 1, "connections of clients that left"  # one connection is left: it reads the metrics
     assert not processes_in(home)
     assert set(os.listdir("/dev/shm")) <= shared and files_in(temporary) == set()
     left = {name for name in files_in(home) if not name.startswith("cache/contexts/")}

@@ -125,7 +125,7 @@ def of_processes(library: Path, home: Path) -> dict[str, str]:
         "MOEGGUF_LIBRARY": str(library),
         "MOEGGUF_TRIAL_LOAD": "0",
         "MOEGGUF_HOME": str(home),
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # pytest plugins that happen to be installed on the machine
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # do not load pytest plugins that are installed on the machine by chance
         "PYTHONPATH": os.pathsep.join(filter(None, folders)),
     }
 

@@ -17,7 +17,7 @@ struct Sum {
 
 uint64_t now_ns() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 
-// The runtime is loaded by a library of its own, and not for everybody: dlsym(RTLD_NEXT) does not find it there.
+// If another library has loaded CUDA's runtime privately (RTLD_LOCAL), dlsym(RTLD_NEXT) does not find the runtime.
 template <typename F>
 F * next(const char * name) {
     static const std::string file = "libcudart.so." + std::to_string(CUDART_VERSION / 1000);
@@ -62,7 +62,8 @@ EXPORTED cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event,
     return counted(event_waits, call, stream, event, flags);
 }
 
-// The sums since the process began, in the order of CALLS in measure.py: number and nanoseconds of each.
+// The sums since the start of the process, in the order of CALLS in measure.py: the number of calls and their
+// nanoseconds.
 EXPORTED void moegguf_calls(uint64_t * sums) {
     for (const Sum * sum : {&graph_launches, &async_copies, &synchronisations, &event_waits}) {
         *sums++ = sum->n;

@@ -2,10 +2,10 @@
 // JSON: {"item": ..., "unit": ..., "value": ...}. Exit status 3: there is no card.
 //
 //   micro copies                                  bandwidth from pinned memory
-//   micro latency                                 what a stop at a layer is made of
+//   micro latency                                 the parts of the time for which a layer waits for experts
 //   micro mapped DEVICE TYPE NE0 NE1 N K          products that read their experts in pinned host memory
-//   micro offsets DEVICE TYPE NE0 NE1 N           the same expert in slot 5 and in the last slot of N
-//   micro strides DEVICE TYPE NE0 NE1 N K STRIDE  products of 512 tokens, experts together and apart
+//   micro offsets DEVICE TYPE NE0 NE1 N           products of one expert in slot 5 and in the last of N slots
+//   micro strides DEVICE TYPE NE0 NE1 N K STRIDE  products of 512 tokens; experts adjacent, and STRIDE bytes apart
 //
 // `offsets` and `strides` also run on the CPU, so that a machine without a card can try them.
 #include "ggml-alloc.h"
@@ -104,7 +104,7 @@ void copies() {
     }
 }
 
-// Kernels as small as a node of a graph can be.
+// The smallest kernels that a node of a graph can be.
 
 __global__ void add_one(float * x) { *x += 1; }
 
@@ -158,7 +158,7 @@ void stops(const std::string & when, cudaStream_t stream) {
     }
 }
 
-// Measures stops while a stream copies experts all the time.
+// Measures how long waits for the device take while another stream copies experts all the time.
 void stops_behind_copies(cudaStream_t stream) {
     constexpr size_t piece = 16 << 20;
     const Pinned from(piece);
@@ -231,7 +231,7 @@ void nodes(cudaStream_t stream) {
     }
 }
 
-// A thread wakes another one, which answers.
+// Measures how long it takes to wake another thread and to be woken by it.
 void hand_off() {
     std::mutex mutex;
     std::condition_variable changed;
@@ -277,7 +277,7 @@ struct Experts {
 
     size_t bytes() const { return ggml_row_size(type, ne0) * ne1; }
 
-    // Random weights, four experts over and over.
+    // Returns random weights of four different experts, which are repeated for all experts.
     std::vector<uint8_t> weights() const {
         constexpr int n_different = 4;
         std::mt19937 random(0);
@@ -292,7 +292,7 @@ struct Experts {
     }
 };
 
-// Some multiplications with experts that are somewhere.
+// Products of the experts at `data`, which lie `stride` bytes apart in device memory or in pinned host memory.
 class Products {
   public:
     Products(ggml_backend_t backend, const Experts & experts, size_t stride, ggml_backend_buffer_t buffer, void * data,
@@ -346,7 +346,7 @@ class Products {
     ggml_tensor * last_ = nullptr;
 };
 
-// Memory of a device for experts. What no expert lies in is zero.
+// Device memory for experts. All bytes that belong to no expert are zero.
 struct Pool {
     Pool(ggml_backend_t backend, size_t n_bytes)
         : buffer(ggml_backend_alloc_buffer(backend, n_bytes + 4096)) {
@@ -370,7 +370,8 @@ std::vector<int32_t> in_turn(int n, int n_experts, int first) {
     return ids;
 }
 
-// All experts are read once by each run, so that no cache holds them.
+// Measures products whose experts lie in device memory or in pinned host memory. Each run reads every expert once, so
+// that no cache holds them.
 void mapped(ggml_backend_t backend, const Experts & experts, int n_used) {
     const size_t expert_bytes = experts.bytes(), total = expert_bytes * experts.n;
     const std::vector<uint8_t> weights = experts.weights();

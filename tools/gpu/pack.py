@@ -1,7 +1,8 @@
 """Makes a folder for a GPU machine without a network: for the whole trial, or for the short run with a built library.
 
-The trial's folder has patched sources and wheels, for a machine with a compiler, cmake, ninja and Python 3.12. Its
-`gpu_trial.py` is a copy of `start.py`, which unpacks both and starts `tools/gpu_trial.py` of the sources.
+The trial's folder has archives of the patched sources and of wheels. Its machine needs a compiler, cmake, ninja and
+Python 3.12. `gpu_trial.py` in the folder is a copy of `start.py`. It unpacks the archives, and starts
+`tools/gpu_trial.py` of the sources.
 
 python -m tools.gpu.pack FOLDER        # the folder of the short run, with the library of `make check-cuda`
 """
@@ -69,7 +70,10 @@ def requirements() -> list[str]:
 
 
 def own_sources() -> Iterator[tuple[str, Path]]:
-    """Yields (path in the archive, file) for the sources that tests and measurements need, without the library."""
+    """Yields (path in the archive, file) for the sources that tests and measurements need, without the library.
+
+    Python bindings of llama.cpp are included.
+    """
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, check=True, capture_output=True, text=True,

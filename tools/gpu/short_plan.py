@@ -46,7 +46,7 @@ class Part:
     needs_card: bool = False  # the part is skipped on a simulated device
     counts_calls: bool = False  # calls of CUDA's runtime are counted, which takes a little time
     model: str = ""  # name of the model, whose file must be complete before the part begins
-    n_layer: int = 0  # layers at which a token may wait for experts
+    n_layer: int = 0  # number of layers in which a token may wait for experts
     limit_s: float = 40.0
 
 
@@ -71,13 +71,13 @@ class Setting:
     card_bytes: int  # memory of the imitated smaller card
     holds: bool  # true: the process allocates the card's other memory; false: the limit only sizes the cache
     sizes: Mapping[str, Any]
-    n_slots: int  # slots of a large pool; on a card, its offsets exceed 32 bits
+    n_slots: int  # slots of a large pool; on a real card, offsets in this pool need more than 32 bits
     n_experts: int  # number of experts in measured products
     n_columns: int  # columns of an expert's matrix in measured products
 
     @property
     def is_simulated(self) -> bool:
-        """Returns True if the device is simulated, so that no card is needed."""
+        """Returns True if the device is simulated. Then no card is needed."""
         return bool(self.link)
 
     def file(self, model: str, folder: Path) -> Path:
@@ -210,7 +210,8 @@ class _Plan:
                 yield self._products("offsets", f"{type_} x {rows}, {n} slots", (type_, columns, rows, n), predicted)
 
     def strides(self) -> Iterator[Part]:
-        # The `down` matrices of Qwen1.5-MoE and Qwen3-30B. A model's two types share the larger type's stride.
+        # The `down` matrices of Qwen1.5-MoE and Qwen3-30B, each in two types. Slots of both types are as far apart as
+        # the larger type needs.
         for type_, columns, n_experts, n_used, stride, most in (
             ("q5_0", 1408, 60, 4, 3_075_776, 1.2),
             ("q8_0", 1408, 60, 4, 3_075_776, 1.05),

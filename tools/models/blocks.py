@@ -95,13 +95,14 @@ def f32_weights(tensor: Tensor, seed: int) -> NDArray[np.float32]:
     if "norm" in tensor.name or tensor.name.endswith("ssm_d"):
         scale = GAINS["output"] / sqrt(tensor.shape[0]) if tensor.name == TIED_OUTPUT_NORM else 1.0
         return np.float32(scale) * (np.float32(1.0) + np.float32(0.1) * normal)
-    if tensor.name.endswith("ssm_a"):  # negative, so that a state decays
+    if tensor.name.endswith("ssm_a"):  # negative values, so that a state decays
         return -np.exp(np.float32(0.5) * normal)
     if tensor.name.endswith("ssm_dt.bias"):  # gives a decay of about 5 % per token
         return np.float32(-3.0) + normal
     if tensor.name.endswith(".bias"):
         return np.float32(0.1) * normal
-    if tensor.name.endswith(HEADS_INPUT):  # the token's embedding plus a little of everything else
+    # The identity for the token's embedding, and small random weights for the rest.
+    if tensor.name.endswith(HEADS_INPUT):
         n_embd = tensor.shape[0]
         return np.eye(n_embd, 2 * n_embd, dtype=np.float32) + np.float32(0.1 / sqrt(tensor.shape[-1])) * normal
     if ".ffn_gate_inp." in tensor.name:

@@ -41,8 +41,9 @@ LONGEST_CONTEXT = 8192
 # Factor on the attention scores of the other layers. Each head then attends to few tokens, which change at every step,
 # so that greedy decoding does not loop.
 SHARPNESS = 4.0
-# Factor on the variance of the token's own part. Without it, least-recent-use eviction would hit 1 or 2 points more
-# often than in `synthesize`: in few dimensions, experts' logits depend on each other, and sampled tokens repeat.
+# Factor on the variance of the token's own part. Without this factor, LRU eviction would hit 1 or 2 points (%) more
+# often than with the process of `synthesize`. The reasons: experts' logits depend on each other in few dimensions, and
+# sampled tokens repeat.
 OWN_GAIN = 1.08
 # Variance that each layer adds to the hidden state (measured). The norm then shrinks the three parts, so the routers
 # of later layers are scaled up.
@@ -196,7 +197,7 @@ class SlowRouting:
 
     @property
     def _delta_gain(self) -> float:
-        """Returns the output factor that makes the delta net's averages vary as much as the averaged values.
+        """Returns the output factor that makes the delta net's averages vary as much as the values that they average.
 
         The factor also cancels the norm before the output, which divides by the RMS of a head's values.
         """

@@ -73,7 +73,10 @@ class Tensor:
 
     @property
     def n_chunks(self) -> int:
-        """Returns the number of matrices. Each one is filled from a different start in the pool of random blocks."""
+        """Returns the number of matrices in the tensor.
+
+        Each matrix is filled from another start in the pool of random blocks.
+        """
         return self.shape[0] if len(self.shape) == 3 else 1
 
 

@@ -183,7 +183,10 @@ def _write_shard(writer: GGUFWriter, shard: list[Tensor], weights: Weights, adva
 
 @dataclass(frozen=True)
 class Weights:
-    """Returns the bytes of each tensor, from the locality, F32 values or the block pools."""
+    """Makes the bytes of each tensor.
+
+    They are values for the locality, F32 values, expert ids by token, or blocks from the pools.
+    """
 
     pools: BlockPools
     routing: SlowRouting | None
@@ -191,7 +194,7 @@ class Weights:
     n_expert: int
 
     def pieces(self, tensor: Tensor) -> Iterator[memoryview]:
-        """Yields the bytes of a tensor, in order."""
+        """Yields the bytes of a tensor, in the order of the file."""
         made = self.routing.weights(tensor) if self.routing else None
         if made is not None:
             yield made.data
