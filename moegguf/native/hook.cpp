@@ -17,8 +17,10 @@
 #include <cstdlib>
 #include <cstring>
 
-// patches/scheduler.patch adds this function to ggml-backend.cpp.
-extern "C" void ggml_backend_sched_set_callback_version(ggml_backend_sched_t sched, const uint64_t * version);
+// patches/scheduler.patch adds this function to ggml-backend.cpp. The symbol is weak, because `moegguf bench --against
+// stock` loads this library together with a llama.cpp without patches, which never calls moegguf_set_scheduler.
+extern "C" __attribute__((weak)) void ggml_backend_sched_set_callback_version(ggml_backend_sched_t sched,
+                                                                              const uint64_t * version);
 
 namespace moegguf {
 namespace {
