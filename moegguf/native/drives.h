@@ -1,7 +1,7 @@
 // drives.h: reads from copies of the model's files on several drives. Each read goes to the copy that is expected to
 // finish it first. A copy that fails is no longer used, unless it is the last one.
 //
-// This file only reads. It knows no slot and no expert.
+// This file only reads. It does not know about slots or experts.
 #pragma once
 
 #include "files.h"
@@ -31,7 +31,7 @@ class Drives {
         uint64_t n_bytes = 0;
         uint64_t under_way = 0; // bytes that were requested and are not read yet
         uint64_t silent_ns = 0; // now_ns() when a read last ended, or when an idle drive got a read
-        float ns_per_byte = 0;  // moving average of the read time; 0: not measured yet
+        float ns_per_byte = 0;  // moving average of the read time per byte; 0: not measured yet
         std::string dropped;    // reason why this copy is no longer read; empty: it is read
 
         float expected_ns(size_t n, uint64_t now) const; // expected time until a new read of n bytes would end
