@@ -161,7 +161,7 @@ bool changes_size(const Tier & tier, int n_slots) {
 
 void Store::acquire(const Choice & choice) {
     const uint64_t start = now_ns(), waited_before = waited_ns;
-    // a child process must not lock: a thread of the parent may have held the lock during the fork
+    // A child process must not lock: a thread of the parent may have held the lock during the fork.
     if (shared.forked()) {
         context.fail_forked();
         std::fill_n(choice.ids, (size_t)choice.n_expert_used * choice.n_tokens, 0);

@@ -16,7 +16,7 @@ class ExpertStream {
   public:
     virtual ~ExpertStream() = default;
     virtual bool has(const void * ids) const = 0; // true: these ids belong to the layer that is streamed now
-    // slot of an expert that has its own; negative: the expert is streamed or not chosen
+    // Returns the slot of an expert that has its own; negative: the expert is streamed or not chosen.
     virtual int own_slot(int expert) const = 0;
     virtual int n_experts() const = 0; // number of streamed experts
     // Waits for a matrix of the streamed expert with index i, writes its slot to `order`, and returns the expert.
@@ -73,7 +73,7 @@ class Arrivals {
     Tier * const tier_; // the tier in the CPU's memory; nullptr: none
     ExpertStream & stream_;
     bool possible_;
-    std::vector<PoolTensor> tensors_; // [layout.matrices.size()]; empty if kernels do not call next()
+    std::vector<PoolTensor> tensors_; // [number of matrices in the layout]; empty if no kernel calls next()
 };
 
 } // namespace moegguf

@@ -144,7 +144,7 @@ void Copies::submit(Batch & batch, Lock & lock) {
     try {
         std::lock_guard<std::mutex> one_at_a_time(submit_mutex_);
         copy(batch.jobs);
-    } catch (const std::exception & e) { // also std::bad_alloc
+    } catch (const std::exception & e) { // also catches std::bad_alloc
         batch.why = e.what();
     }
     if (event_) {

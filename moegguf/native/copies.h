@@ -38,7 +38,7 @@ class Copies final : public Link {
     // Returns true if the device has events. The computing stream can then wait for copies by itself.
     bool has_events() const { return event_ != nullptr; }
     uint8_t submitted(int s) const; // bits of slot s's matrices whose copies are submitted and not finished; any thread
-    // makes later work of this stream wait for copies that are submitted and not finished; any thread
+    // Makes later work of this stream wait for copies that are submitted and not finished; any thread.
     void order(ggml_backend_t stream);
 
   private:
@@ -58,13 +58,14 @@ class Copies final : public Link {
 
     Tier & to_;
     ggml_backend_ptr backend_;
-    ggml_backend_event_ptr event_; // recorded after the batch submitted last; nullptr: the device has no events
+    ggml_backend_event_ptr event_; // event recorded after the last submitted batch; nullptr: the device has no events
     std::mutex event_mutex_;       // guards event_ and n_in_flight_
     int n_in_flight_ = 0;          // number of batches that are submitted and not finished
     std::mutex submit_mutex_;      // held while copies are put into the backend's stream
-    std::vector<std::atomic<uint8_t>> submitted_; // [n_slots] bits of matrices that are submitted and not finished
-    Batch batch_;                                 // batch that the copy thread submits
-    Batch own_;                                   // batch that the compute thread submits and the copy thread completes
+    // [n_slots] bits of matrices whose copies are submitted and not finished.
+    std::vector<std::atomic<uint8_t>> submitted_;
+    Batch batch_; // batch that the copy thread submits
+    Batch own_;   // batch that the compute thread submits and the copy thread completes
     bool own_submitted_ = false;
     std::condition_variable work_;
     std::thread thread_;

@@ -55,7 +55,7 @@ class Events {
     void run();
 
     static constexpr size_t capacity = 4096;
-    // most 4-byte words in the ring's arrays; a lone event may have more
+    // Most 4-byte words in the ring's arrays; a lone event may have more.
     static constexpr size_t most_words = 64u << 20;
     static constexpr size_t lazy_events = 512; // number of waiting events that wakes a lazy listener
     static constexpr std::chrono::milliseconds lazy_wait{100};
@@ -68,7 +68,7 @@ class Events {
     std::vector<Record> ring_;
     size_t head_ = 0;
     size_t size_ = 0;
-    size_t n_words_ = 0; // words (of 4 bytes) of all arrays in the ring
+    size_t n_words_ = 0; // number of 4-byte words of all arrays in the ring
     uint64_t dropped_ = 0;
     bool delivering_ = false;
     bool stopping_ = false;

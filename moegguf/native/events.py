@@ -1,6 +1,6 @@
 """The events that the store's listener receives: announcements of tokens, and routing events.
 
-Each array of an event is a numpy array. Events identify a sequence by the number of its request. This module needs
+The arrays in an event are numpy arrays. Events identify a sequence by the number of its request. This module needs
 neither ctypes nor the native library.
 """
 

@@ -34,7 +34,8 @@ class Calibration {
         }
     }
 
-    // Returns the share of experts that were used, among experts predicted with about p at this distance.
+    // Returns the share of experts that were used, among experts whose predicted probability at this distance was about
+    // p.
     float of(int distance, float p) const {
         const Bin & bin = bins_[row(distance)][index(p)];
         return bin.used / bin.seen;
@@ -99,7 +100,8 @@ class Forecaster {
   private:
     static constexpr int most_selected = 8;
     static constexpr int most_sequences = 64; // a pass with more sequences is not predicted
-    static constexpr int most_known = 512;    // a predictor gets at most this number of a prompt's last tokens
+    // A predictor gets at most this number of its sequence's last tokens in a pass.
+    static constexpr int most_known = 512;
 
     struct LastToken { // the last token of one sequence in a pass
         int sequence;

@@ -63,7 +63,7 @@ Store * store_of(const ggml_tensor * t) {
 constexpr char ids_node[] = "ffn_moe_slot_ids-";    // expert ids become slot ids here
 constexpr char ready_node[] = "ffn_moe_ready_ids-"; // a view of the slot ids, before the nodes of gate and up
 constexpr char down_node[] = "ffn_moe_down_in-";    // the input of the node that multiplies with down
-// the router's ids, if the layer multiplies by them; the callback does not stop here
+// The router's ids, if the layer multiplies by them; the callback does not stop here.
 constexpr char own_ids_node[] = "ffn_moe_own_ids-";
 
 // Returns true if the node's name begins like all names at which the callback acts. The test is short, because it runs
@@ -332,7 +332,7 @@ extern "C" ggml_tensor * moegguf_ready_ids(ggml_context * ctx, ggml_tensor * ids
 
 extern "C" void moegguf_order_nodes(ggml_cgraph * graph) {
     Delayed delayed(*graph);
-    std::vector<ggml_tensor *> behind; // delayed nodes of the present layer
+    std::vector<ggml_tensor *> behind; // delayed nodes of the current layer
     int n = 0;
     const auto end_layer = [&] {
         std::copy(behind.begin(), behind.end(), graph->nodes + n);

@@ -33,8 +33,8 @@ constexpr size_t n_together = 8;
 
 struct Part { // the part of a state that belongs to one tensor
     ggml_tensor * tensor;
-    size_t offset, n; // place in the tensor, and size, in bytes
-    uint64_t at;      // place in the file, in bytes
+    size_t offset, n; // offset in the tensor, and size, in bytes
+    uint64_t at;      // offset in the file in bytes
 };
 
 struct Block {
@@ -48,10 +48,10 @@ struct Block {
 
     std::string path;
     std::vector<uint8_t> prefix;
-    uint64_t begin, end; // place of the state in the file, in bytes
+    uint64_t begin, end; // offsets in the file at which the state begins and ends, in bytes
     uint8_t digest[16];
     std::vector<Part> parts;
-    bool is_right = false; // the file was read, and its bytes have the expected digest
+    bool is_right = false; // true: the file was read, and its bytes have the expected digest
 };
 
 // Opens a block's file and returns its descriptor; -1: it cannot be opened, or is not a regular file of this user.

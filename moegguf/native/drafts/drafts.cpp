@@ -16,8 +16,9 @@ void common_log_add(common_log *, ggml_log_level, const char *, ...) {}
 
 namespace {
 
-constexpr float least_probability = 0.5f; // the draft context ends a draft before a token less probable than this
-// largest number of tokens in a draft by MTP heads; each guess depends on the previous one
+// A token of the draft context with a lower probability ends the draft, and is left out.
+constexpr float least_probability = 0.5f;
+// Largest number of tokens in a draft by MTP heads; each guess depends on the previous one.
 constexpr int32_t most_by_heads = 4;
 
 // The drafting state of one sequence. Each sequence has its own n-gram objects, because upstream's objects never forget

@@ -19,7 +19,8 @@ namespace moegguf::kernels {
 namespace {
 
 constexpr int64_t few_tiles = 4; // if a thread has fewer tiles than this, threads share the parts of tiles instead
-constexpr float lowest = -1e30f; // first maximum of the scores; unlike -inf it can be subtracted from itself
+// Initial maximum of the scores; unlike with -inf, its difference from itself is not NaN.
+constexpr float lowest = -1e30f;
 constexpr ggml_fp16_t masked = 0xfc00; // -inf
 constexpr int64_t unlisted = 1 << 30; // position of the first cell that is not in any list; above every listed position
 

@@ -13,7 +13,8 @@ struct Attention {
     using F = typename Isa::F;
     static constexpr int lanes = Isa::n_cols;
     static constexpr int few_halves = 128; // number of half floats of each key that are copied and multiplied at once
-    static constexpr int most_vectors = Isa::n_cols / 4; // vectors of rows held in registers: 4 with AVX-512, else 2
+    // Number of vectors of rows held in registers: 4 with AVX-512, else 2.
+    static constexpr int most_vectors = Isa::n_cols / 4;
 
     template <CacheType type>
     static MOEGGUF_INLINE F load(const char * values, int64_t i) {

@@ -69,7 +69,7 @@ __m256i spread_groups(__m256i x) {
     return _mm256_and_si256(x, _mm256_set1_epi8(one));
 }
 
-// Joins each low byte with its high byte to an index of 16 bits.
+// Joins each of 32 low bytes with its high byte to an index of 16 bits.
 inline void join(const uint8_t * low, __m256i high, uint16_t * out) {
     const __m256i a = _mm256_unpacklo_epi8(load_32(low), high), b = _mm256_unpackhi_epi8(load_32(low), high);
     _mm256_store_si256((__m256i *)out, _mm256_permute2x128_si256(a, b, 0x20));

@@ -123,7 +123,7 @@ struct AttentionKernels {
 struct Kernels {
     const Kernel * (*of_interleaved)(ggml_type type); // weights of 8 interleaved rows, as in upstream's repack.cpp
     const Kernel * (*of_plain)(ggml_type type);       // weights in a file's layout
-    MultiplyFloats (*of_floats)(ggml_type type);      // weights that are floats; all three: nullptr for other types
+    MultiplyFloats (*of_floats)(ggml_type type);      // float weights; all three functions: nullptr for other types
     const AttentionKernels * attention;
 };
 

@@ -28,7 +28,7 @@ const Kernels * detect() {
 }
 
 constexpr int max_tile = 16;
-constexpr int64_t part_bytes = 256 << 10; // bytes of weights that are multiplied with all rows before further weights
+constexpr int64_t part_bytes = 256 << 10; // size in bytes of a part of the weights, multiplied with all rows at a time
 
 const Kernel * kernel_of_interleaved(ggml_type type) {
     const Kernels * kernels = processor_kernels();
@@ -63,7 +63,7 @@ int next_tile(int64_t n_left, int max_rows) {
     return 4 * n_left < 3 * n ? n / 2 : n;
 }
 
-// Returns the number of rows of all tiles that n_rows rows are divided into, with the rows that are repeated.
+// Returns the total number of rows in the tiles into which n_rows rows are divided, including repeated rows.
 int64_t tiled_rows(int64_t n_rows, int max_rows) {
     int64_t n_tiled = 0;
     for (int64_t row = 0; row < n_rows;) {
@@ -75,7 +75,8 @@ int64_t tiled_rows(int64_t n_rows, int max_rows) {
 
 size_t quantized_bytes(const Kernel * kernel, int64_t n) { return n / kernel->block_values * kernel->block_bytes; }
 
-// The size of a panel: unpacked columns of weights that fit into the processor's second-level cache.
+// The size of a panel of unpacked columns. A panel has about part_bytes, which fit into a second-level cache, but at
+// least 16 columns.
 struct PanelSize {
     size_t column_bytes;
     int64_t n_cols;
@@ -247,7 +248,7 @@ void mul_mat(const ggml_compute_params * params, ggml_tensor * op, const Kernel 
 
 // ---- MUL_MAT with weights that are floats ----
 
-constexpr int64_t float_cols = 64; // columns of weights that a thread takes at once
+constexpr int64_t float_cols = 64; // number of columns of weights that a thread takes at once
 
 // Computes columns [first, last) of a plane of the result: the product of a matrix of activations and a matrix of
 // weights. Several planes may share a matrix of weights.

@@ -23,7 +23,7 @@ struct RowSum {
 struct RowPlain {
     int8_t qs[256];
     int16_t sums[16]; // sum of each group of 16 values: first the even groups, then the odd groups
-    // sum of each 16 values (for scales of 32: at even places, of 32) times -T::offset, as in Isa::minus_16
+    // Sum of each 16 values (for scales of 32: at even places, of 32) times -T::offset, as in Isa::minus_16.
     int32_t minus[16];
     float d;
 };
