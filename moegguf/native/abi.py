@@ -1,9 +1,9 @@
-"""Reads the C header moegguf.h at import, and makes ctypes of its constants, structs and signatures of functions.
+"""Parses the C header moegguf.h at import: its constants, structs (as ctypes structures) and function signatures.
 
-Names lose their prefix: MOEGGUF_IO is `IO`, struct moegguf_tier_info is `TierInfo`, and `enum("kind")` is
-{"gate": 0, "up": 1, ...}. The wheel has the header in this folder. Reading the header takes 2 ms. Python code that
-defines these classes would take as long. There is no generated file that could be out of date. This module knows the
-part of C in which the header is written, but not the meaning of its functions.
+Constants and structs lose their prefix: MOEGGUF_IO is `IO`, struct moegguf_tier_info is `TierInfo`, and `enum("kind")`
+is {"gate": 0, "up": 1, ...}. The wheel contains the header in this folder. Parsing the header takes about 2 ms, as long
+as the same classes would take if they were written in Python. No generated file can become out of date. This module
+parses only the part of C that the header uses, and does not know what the functions do.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _SCALARS: dict[str, Any] = {
     "int64_t": c.c_int64, "uint64_t": c.c_uint64, "size_t": c.c_size_t, "float": c.c_float, "double": c.c_double,
     "bool": c.c_bool, "char": c.c_char,
 }  # fmt: skip
-# Functions that run in every pass and never wait. They keep Python's global interpreter lock. If they released it,
-# taking it again could last up to 5 ms while other threads run Python.
+# Functions that are called for each pass and never wait. Calls to them keep Python's global interpreter lock. A call
+# that released the lock could wait 5 ms or more to get it back while other threads run Python.
 _SHORT_CALLS = ("moegguf_context_awaits_tokens", "moegguf_context_is_clear")
 
 
@@ -30,7 +30,7 @@ def _struct_name(name: str) -> str:
 
 
 class Header:
-    """A parsed C header. Its attributes are the header's constants and structs, without their prefix."""
+    """A parsed C header. Its constants and structs are attributes, named without their prefix."""
 
     def __init__(self, path: Path) -> None:
         self._name = path.name
@@ -46,16 +46,16 @@ class Header:
             self._known[_struct_name(name)] = type(_struct_name(name), (c.Structure,), {"_fields_": rows})
 
     def __getattr__(self, name: str) -> Any:
-        """Returns a constant or a struct by its name without the prefix."""
+        """Returns the constant or the struct class with this name (without the prefix). Raises AttributeError."""
         if name in self._known:
             return self._known[name]
         raise AttributeError(f"{self._name} has no {name}")
 
     def enum(self, name: str) -> dict[str, int]:
-        """Returns the constants of an enum as {name: value}, with names in lower case.
+        """Returns the constants of an enum as {name: value}, with names in lower case and without the prefix MOEGGUF_.
 
-        If all names begin with one common word, that word is removed. A constant ..._KINDS is left out, because it is
-        only the number of kinds.
+        If every name has several words and all begin with the same word, that word is removed. A constant whose name
+        ends in _KINDS is left out, because it is the number of kinds.
         """
         constants = [
             (words.split("_"), value) for words, value in self._enums[name].items() if not words.endswith("_KINDS")
@@ -74,9 +74,9 @@ class Header:
         return found
 
     def declare(self, library: c.CDLL, check: Callable[[int], None]) -> None:
-        """Sets the ctypes signature of each function of a loaded library.
+        """Sets the ctypes signatures of the header's functions in a loaded library.
 
-        `check` is called with each moegguf_status that a function returns.
+        `check` is called with each moegguf_status that one of these functions returns.
         """
         keeping_the_lock = c.PyDLL(library._name)
         for name, (result, arguments, is_status) in self.functions.items():
@@ -91,9 +91,10 @@ class Header:
         return re.findall(rf"\n{keyword} moegguf_(\w+) \{{(.*?)\}};", self._text, re.DOTALL)
 
     def _type(self, declaration: str, *, is_field: bool = False) -> Any:
-        """Returns the ctypes type of a C declaration, which may include the name. Unknown types become addresses.
+        """Returns the ctypes type for a C declaration, which may include the declared name. `void` becomes None.
 
-        Pointers to numbers are typed pointers in fields, and plain addresses in arguments.
+        Types that are neither numbers, strings nor known structs become addresses (c_void_p). A pointer to a number is
+        a typed pointer in a field or a callback's argument, and an address in a function's argument.
         """
         base = re.sub(r"\b(const|struct|enum)\b|\*", " ", declaration).split()[0]
         n_stars = declaration.count("*")
@@ -106,7 +107,7 @@ class Header:
         return c.c_void_p if as_address else c.POINTER(known)
 
     def _field(self, declaration: str) -> tuple[str, Any]:
-        """Returns (name, ctypes type) of a struct's field. `pass` is a keyword in Python, and becomes `pass_`."""
+        """Returns (name, ctypes type) of a struct's field. The name `pass` (a Python keyword) becomes `pass_`."""
         if callback := re.match(r"void \(\*(\w+)\)\((.*)\)", declaration, re.DOTALL):
             name, arguments = callback.groups()
             return name, c.CFUNCTYPE(None, *(self._type(argument, is_field=True) for argument in arguments.split(",")))
@@ -118,7 +119,10 @@ class Header:
 
 
 def _constants(body: str) -> dict[str, int]:
-    """Returns the constants in the text of an enum as {name without MOEGGUF_: value}."""
+    """Returns the constants in the text of an enum as {name without MOEGGUF_: value}.
+
+    A constant without an explicit value gets its position in the enum, counted from 0.
+    """
     found: dict[str, int] = {}
     for name, value in re.findall(r"MOEGGUF_(\w+)(?:\s*=\s*([\d <]+))?", body):
         one, _, shift = value.partition("<<")
@@ -132,5 +136,8 @@ declare = _HEADER.declare
 
 
 def __getattr__(name: str) -> Any:
-    """Returns a constant or a struct of moegguf.h by its name without the prefix."""
+    """Returns the constant or struct class of moegguf.h with this name (without the prefix).
+
+    Raises AttributeError.
+    """
     return getattr(_HEADER, name)

@@ -1,6 +1,7 @@
-// acquire.cpp: functions of Store (store.h) that run between a router's choice and the multiplications of its experts.
-// They choose a supply for each routing event. The supply pins slots and queues transfers under the store's lock. Other
-// functions take announced tokens, record failures of a pass, and resize a tier between passes.
+// acquire.cpp: the functions of Store (store.h) that handle a routing event between a router's choice and the layer's
+// multiplications. A supply is chosen for each event; it pins slots and queues transfers under the store's lock. Other
+// functions here take announced tokens, return failures of a pass, resize a tier between passes, and handle layers
+// whose experts are all in their own slots.
 #include "store.h"
 #include "switches.h"
 
@@ -9,7 +10,8 @@
 namespace moegguf {
 namespace {
 
-// A pass with at least this number of choices per expert uses nearly every expert (1 - e^-4 = 98 % of them).
+// A layer counts as using nearly all of its experts if the routing event has at least this number of choices per
+// expert. Random choices then include 98 % of the experts (1 - e^-4).
 constexpr int64_t sweep_choices_per_expert = 4;
 
 #ifdef MOEGGUF_CHECK
@@ -51,7 +53,8 @@ void count_pass(Context & context, int il, int n_tokens) {
     count(counters.routing_events);
 }
 
-// Chooses the supply for the experts of the context's routing event, and returns it; nullptr: the pass has failed.
+// Chooses the supply for the context's routing event, stores it in the context and returns it. Returns nullptr if the
+// pass has already failed.
 Supply * choose_supply(Context & context) {
     if (context.failed()) { return nullptr; }
     Store & store = context.store;
@@ -72,9 +75,10 @@ Supply * choose_supply(Context & context) {
     return &supply;
 }
 
-// Queues prefetches for the next MoE layer after layer il, because the pass will need nearly all experts of that layer.
-// Goes through its experts from number 0 on, and prefetches each expert without a slot. One expert is checked for each
-// slot that layer il does not need. With first_only, only expert 0 is checked.
+// Queues prefetches for the next MoE layer after layer il, because the pass will probably need nearly all experts of
+// that layer. Checks the next layer's experts from number 0 on, and prefetches each one that has no slot. The number of
+// checked experts is the number of usable slots, less the experts of layer il if both layers share a tier. With
+// first_only, checks only expert 0. Does nothing after the last MoE layer.
 void want_next_layer(Store & store, int il, bool first_only) {
     const auto & layers = store.layout.moe_layers;
     const size_t next_row = store.layout.row_of[il] + 1;
@@ -113,9 +117,10 @@ void check(Context & context) {
     } catch (const Error & e) { context.fail(e.status, e.what()); }
 }
 
-// Reports the routing event to the forecaster and to the listener. The event's victims are already chosen, so scores
-// that the listener sets act from the next event on. The caller must not hold the store's lock: this function may wait
-// for space in the listener's ring, and the listener may need the lock before it makes space.
+// Reports the routing event to the listener, and to the forecaster if the event's experts were placed. The event's
+// victims are already chosen, so scores that the listener sets affect only later evictions. The caller must not hold
+// the store's lock: this function may wait for space in the listener's ring, and the listener may need the lock before
+// it makes space.
 void notify_observers(Context & context, uint64_t start_ns, bool placed) {
     const Event & event = context.event;
     Store & store = context.store;
@@ -137,8 +142,8 @@ void notify_observers(Context & context, uint64_t start_ns, bool placed) {
     }
 }
 
-// Returns false if nothing has to change, because every expert has its own slot and n_slots is the tier's full size.
-// Throws Error(INVALID) if the tier cannot have n_slots slots.
+// Returns false if nothing has to change: the tier computes layers, every expert has its own slot, and n_slots is the
+// tier's full size. Throws Error(INVALID) for a staging tier, or if the tier cannot have n_slots slots.
 bool changes_size(const Tier & tier, int n_slots) {
     if (tier.id == TierId::staging) { throw Error(MOEGGUF_INVALID, "staging tensors keep the size of a layer"); }
     const bool computes = tier.id == TierId::compute;
@@ -152,11 +157,12 @@ bool changes_size(const Tier & tier, int n_slots) {
 
 } // namespace
 
-// Functions that handle a routing event before the layer's experts are multiplied.
+// Functions that handle a routing event before the layer multiplies with its experts.
 
 void Store::acquire(const Choice & choice) {
     const uint64_t start = now_ns(), waited_before = waited_ns;
-    if (shared.forked()) { // this is a child process: a thread of the parent may hold the lock
+    // A child process must not lock: a thread of the parent may have held the lock during the fork.
+    if (shared.forked()) {
         context.fail_forked();
         std::fill_n(choice.ids, (size_t)choice.n_expert_used * choice.n_tokens, 0);
         return;
@@ -176,8 +182,8 @@ void Store::acquire(const Choice & choice) {
     count(shared.counters.hook_ns, now_ns() - start - (waited_ns - waited_before));
 }
 
-// Begins a routing event, and unpins the slots of the previous layer. Fails the pass if the layer has no experts, or if
-// an id is not an expert of the layer.
+// Begins a routing event: checks the choice, and unpins the slots of the previous layer, or sets them aside
+// (Context::set_aside). Fails the pass if the layer has no experts, or if an id is not an expert of the layer.
 void Store::begin_event(const Choice & choice, Lock & lock) {
     const bool has_experts = layout.has_experts(choice.il);
     const int32_t * wrong = context.event.begin(choice, has_experts ? layout.layers[choice.il].n_expert : 0);
@@ -197,7 +203,7 @@ void Store::begin_event(const Choice & choice, Lock & lock) {
     count_pass(context, choice.il, choice.n_tokens);
 }
 
-// Functions for the announced tokens of the context and for its failures.
+// Functions for the context's announced tokens and its failures.
 
 bool Store::is_clear() const {
     return !context.failed() && !context.supply && context.late.slots.empty() && context.noted(shared) &&
@@ -206,7 +212,7 @@ bool Store::is_clear() const {
 
 void Store::take_failure(moegguf_failure & out, bool clear) {
     if (shared.forked()) {
-        out = context.failure.reason; // does not take the lock, which a thread of the parent process may hold
+        out = context.failure.reason; // the lock is not taken: a thread of the parent may have held it during the fork
         return;
     }
     Lock lock(shared.mutex);
@@ -229,7 +235,7 @@ bool Store::must_abort() {
 }
 
 // Forgets the announced tokens. Returns false if the next tokens need no announcement: no listener is registered, and
-// every expert is in its own slot, so that nothing is predicted. Always returns true in a forked process.
+// every expert is complete in its own slot. Always returns true in a forked child process.
 bool Store::awaits_tokens(int sequence, int phase) {
     Announced & announced = context.announced;
     announced.sequence = sequence;
@@ -258,7 +264,7 @@ void Store::announce_tokens(const moegguf_tokens_event & event) {
     if (events.on()) { events.tokens(event); }
 }
 
-// A function that changes the size of a pool.
+// The function that changes the number of slots of a tier.
 
 void Store::resize(Tier & tier, int n_slots) {
     Lock lock(shared.mutex);

@@ -1,5 +1,5 @@
-// api.cpp: implements the functions of moegguf.h that open, control and query a store. They check their arguments and
-// call the store.
+// api.cpp: implements the functions of moegguf.h for sizes of slots, and those that open, control and query a store and
+// its context. Most of them check their arguments and then call the store.
 #include "api.h"
 #include "switches.h"
 
@@ -13,14 +13,15 @@ using namespace moegguf;
 
 namespace {
 
-// If a device no longer answers, its backend calls ggml_abort(), from any thread, and the process ends. The callback
-// report_failure() prints one line about the device to stderr before that. The parent process finds this line
-// (moegguf/serving/worker_process.py) and goes on without the device.
+// If a device fails, its backend calls ggml_abort() on some thread, and the process ends. Before that, the callback
+// report_failure() prints a line about the device to stderr. If the process is a worker, the parent process recognizes
+// this line (moegguf/serving/worker_process.py), and later loads do not use the device.
 
 ggml_abort_callback_t next_callback = nullptr;
 
-// Returns true if the message "FILE:LINE: text" comes from a file of a backend other than the CPU's. Messages from the
-// CPU's backend and from ggml itself report faults of the program, not of a device.
+// Returns true if the file in the message "FILE:LINE: text" has "ggml-" in its path, as files of device backends do.
+// Returns false for files of the CPU's backend, and for ggml-backend and ggml-alloc. Their messages report faults of
+// the program, not of a device.
 bool of_a_device(const char * message) {
     const char * text = strstr(message, ": ");
     const auto names = [&](const char * part) {
@@ -60,9 +61,9 @@ void check_failure(const Context & context) {
     }
 }
 
-// Divides n slots over tiers, and returns the number for each tier. Each tier gets the slots that a pass needs. The
-// other slots are divided in proportion to the number of slots that each tier can still take. Throws Error(INVALID) if
-// n is too small or too large for the tiers.
+// Divides n slots among tiers, and returns the number for each tier. Each tier gets its pass_slots. The remaining slots
+// are divided in proportion to the number of slots that each tier can still take. Throws Error(INVALID) if n is too
+// small or too large for the tiers.
 std::vector<int> share_out(const std::vector<Tier *> & tiers, int n) {
     int64_t least = 0, most = 0;
     for (const Tier * tier : tiers) {
@@ -85,7 +86,8 @@ std::vector<int> share_out(const std::vector<Tier *> & tiers, int n) {
     return shares;
 }
 
-// Appends `more` to the text in an array of chars. A comma comes first if the array already holds a text.
+// Appends `more` to the string in a char array, after a comma if the array is not empty. Does nothing if `more` is
+// empty. Cuts off what does not fit into the array.
 template <size_t n>
 void append(char (&text)[n], const std::string & more) {
     const size_t used = strlen(text);
@@ -99,7 +101,7 @@ void add_pool(moegguf_tier_info & out, const Pool & pool) {
     out.pinned_memory = pool.memory().pinned;
     const char *device = ggml_backend_dev_name(pool.memory().device), *last = strrchr(out.device, ' ');
     if (strcmp(last ? last + 1 : out.device, device) == 0) {
-        return; // an earlier pool of this device has added its name already
+        return; // the pool added before this one is on the same device, so out.device already has the device's name
     }
     append(out.device, device);
     append(out.note, pool.memory().note);
@@ -112,8 +114,9 @@ void check_table(const Store & s, size_t n, const char * what) {
     }
 }
 
-// Returns the tiers that moegguf_store_resize() resizes. `index`: enum moegguf_tier. MOEGGUF_COMPUTE_TIER leaves out
-// the CPU's tier if GPUs compute layers, too. The CPU's tier then keeps its size.
+// Returns the tiers that moegguf_store_resize() resizes. `index`: enum moegguf_tier. If any of the tiers for
+// MOEGGUF_COMPUTE_TIER is in a device's own memory, the tiers in host memory are left out, and keep their size. A
+// simulation leaves out none.
 std::vector<Tier *> resized_at(Store & s, int index) {
     std::vector<Tier *> found = s.tiers_at(index);
     const auto in_ram = [](const Tier * tier) { return tier->pool() && tier->pool()->host(); };
@@ -128,7 +131,8 @@ void advance(Store & s, uint64_t ns) {
     s.shared.clock->advance(ns);
 }
 
-// Handles routing events one after another until one fails. n_done counts them, including the failed one.
+// Acquires the experts of routing events in order, until one fails. n_done must be 0 at the call. Afterwards it is the
+// number of handled events, including the failed one.
 void replay(Context & c, const moegguf_routing & routing, int64_t & n_done) {
     std::vector<int32_t> slot_ids;
     const int32_t * ids = routing.expert_ids;

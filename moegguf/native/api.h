@@ -1,6 +1,5 @@
-// api.h: helpers for the functions of the C ABI. Exceptions become status codes here.
-//
-// This file may call any part of a store. It decides nothing itself.
+// api.h: helpers for the functions of the C ABI. They convert exceptions to status codes, and refuse NULL pointers and
+// calls in a child process. The functions of the C ABI may use every part of a store.
 #pragma once
 
 #include "store.h"

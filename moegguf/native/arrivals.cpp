@@ -15,9 +15,10 @@ Arrivals::Arrivals(const Layout & layout, Shared & shared, Tier * tier, ExpertSt
     for (size_t i = 0; i < tensors_.size(); i++) { tier->pool()->set_op_params((int)i, &tensors_[i]); }
 }
 
-// Returns the id, below n_as, of the matrix that the calling kernel multiplies with next; -1: none is left. Ids that no
-// row uses are skipped. The slots stay pinned during the call. A matrix that will not arrive is left out, and the pass
-// then ends after this graph node (Store::must_abort).
+// Returns the id, below n_as, that the calling kernel multiplies with next, and writes the index of its slot to
+// order->at; -1: none is left. An id is a slot id, or an expert id in a streamed layer. Ids that no row uses are
+// skipped. The layer's slots must be pinned. Matrices that will not arrive are left out, and the pass then ends after
+// this graph node (Store::must_abort).
 int Arrivals::next(ggml_mul_mat_id_order * order, const int64_t * row_counts, int n_as, int ith) {
     const PoolTensor & t = *(const PoolTensor *)order->next;
     return t.arrivals->next_id(t, *order, row_counts, n_as, ith == 0);
@@ -28,7 +29,8 @@ int Arrivals::next_id(const PoolTensor & t, ggml_mul_mat_id_order & order, const
     constexpr int most_late = sizeof(order.late) / sizeof(order.late[0]);
     const bool streams = order.ids && stream_.has(order.ids); // true: the layer's experts are streamed
     const int first_slot = tier_->numbering.window(t.il).first_slot;
-    // Returns the slot for an id. The id is a slot id, or an expert id in a streamed layer; -1: the expert is streamed.
+    // Returns the slot for an id; a negative number: the expert is streamed. `id`: a slot id, or an expert id in a
+    // streamed layer.
     const auto slot = [&](int id) { return streams ? stream_.own_slot(id) : first_slot + id; };
     const auto take = [&](int id) {
         order.at = slot(id) - first_slot;
@@ -42,7 +44,7 @@ int Arrivals::next_id(const PoolTensor & t, ggml_mul_mat_id_order & order, const
         order.late[order.n_late++] = id;
     }
     // A call of the stream's next() after the last streamed expert may end the stream, and own_slot() is not valid
-    // afterwards. So late matrices of experts with slots of their own are taken before that call.
+    // afterwards. So late matrices of experts that have their own slots are taken before that call.
     const int i = order.i - n_as;
     if (streams && i >= 0 && !(order.n_late > 0 && i >= stream_.n_experts())) {
         return stream_.next(order, i, t.kind, is_first_thread);
@@ -58,15 +60,16 @@ int Arrivals::next_id(const PoolTensor & t, ggml_mul_mat_id_order & order, const
     return -1;
 }
 
-// Returns true if a wait for the matrix can end: the matrix has arrived, its read failed, or no transfer will bring it.
-// The last case happens in a failed pass, whose slot ids are all 0. Needs the store's lock.
+// Returns true if a wait for the matrix can end: the matrix has arrived, a transfer into its slot failed, or no
+// transfer will bring the matrix. The last case happens in a failed pass, whose slot ids are all 0. Needs the store's
+// lock.
 bool Arrivals::is_decided(const PoolTensor & t, int s) const {
     const Slot & slot = tier_->residency.slot(s);
     return is_there(t, s) || tier_->residency.failed(s) || slot.pins == 0 || !((slot.queued | slot.reading) & t.kind);
 }
 
-// Waits until decided(i) is true for one of n matrices: the matrix has arrived or will not come. Returns the index i;
-// -1: the store was cancelled or closed.
+// Waits until decided(i) is true for one of n matrices: the matrix has arrived or will not come. Returns the lowest
+// such index i; -1: the store was cancelled or closed, or this is a child process.
 template <typename Decided>
 int Arrivals::await_any(int n, Decided decided, bool is_first_thread) {
     Lock lock;

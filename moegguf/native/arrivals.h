@@ -1,6 +1,6 @@
-// arrivals.h: the order in which the CPU's kernels multiply with a layer's experts. Experts that are in memory come
-// first, the others follow as they arrive (ProMoE's reordered inference). This code runs and waits in the kernels'
-// threads. It changes no slot and starts no transfer.
+// arrivals.h: the order in which the CPU's kernels multiply with a layer's experts. Matrices that are in memory come
+// first, and the others follow as they arrive (ProMoE's reordered inference). Streamed experts come in a fixed order.
+// This code runs and waits in the kernels' threads. It changes no slot and starts no transfer.
 #pragma once
 
 #include "tier.h"
@@ -10,34 +10,37 @@
 namespace moegguf {
 
 // The experts of one layer that are streamed through a few shared slots, because they have no slots of their own
-// (streamed_supply.cpp). Kernels take each expert from its slot in turn. Any thread may call these functions.
+// (streamed_supply.cpp). Kernels take the experts in order, each from the slot through which it passes. Any thread may
+// call these functions.
 class ExpertStream {
   public:
     virtual ~ExpertStream() = default;
     virtual bool has(const void * ids) const = 0; // true: these ids belong to the layer that is streamed now
-    virtual int own_slot(int expert) const = 0;   // slot of an expert that is not streamed; -1: the expert is streamed
-    virtual int n_experts() const = 0;            // number of streamed experts
-    // Waits for a matrix of the i-th streamed expert, writes its slot to `order`, and returns the expert. Returns -1 if
-    // there is no such expert or its matrix will not come. Every thread of a kernel takes all streamed experts, in the
-    // order of i.
+    // Returns the slot of an expert that has its own; negative: the expert is streamed or not chosen.
+    virtual int own_slot(int expert) const = 0;
+    virtual int n_experts() const = 0; // number of streamed experts
+    // Waits for a matrix of the streamed expert with index i, writes its slot to `order`, and returns the expert.
+    // Returns -1 if there is no such expert or its matrix will not come. Every thread of a kernel takes all streamed
+    // experts, in the order of i. A call also means that the thread has multiplied with the expert before (i - 1).
     virtual int next(ggml_mul_mat_id_order & order, int i, uint8_t kind, bool is_first_thread) = 0;
 };
 
 class Arrivals {
   public:
     // Registers next() with the kernels of the tier's pool, if MOEGGUF_OVERLAP is set and these kernels can call
-    // next(). Layers whose kernels do not call next() wait for their matrices before they multiply. `tier`: the tier in
-    // the CPU's memory; nullptr: there is none.
+    // next(). Otherwise, layers wait for all of their matrices before they multiply. `tier`: the tier in the CPU's
+    // memory; nullptr: there is none.
     Arrivals(const Layout & layout, Shared & shared, Tier * tier, ExpertStream & stream);
 
-    // Returns true if MOEGGUF_OVERLAP is set and the tier's kernels call next(). In a simulation no kernel runs, and
-    // MOEGGUF_OVERLAP is enough.
+    // Returns true if MOEGGUF_OVERLAP is set and there is a tier whose kernels call next(). In a simulation, which runs
+    // no kernels, a tier is enough.
     bool possible() const { return possible_; }
     bool covers(int il) const { return !tensors_.empty() && tier_->layers.has[il]; }
 
-    // Waits until done() is true, and returns with the lock held. Returns false if done() will not become true. Threads
-    // of a kernel wait at the same time, so only the first one counts the stall. In a child process, a thread of the
-    // parent may hold the lock: the function then returns false at once, without the lock.
+    // Waits until done() is true, and returns with the lock held. Returns false if the store is cancelled or closed
+    // first, or if nothing is left to wait for (virtual time). All threads of a kernel wait at once, so only the
+    // kernel's first thread counts the stall. In a child process, the function returns false at once, without the lock:
+    // a thread of the parent may have held the lock during the fork.
     template <typename Done>
     bool wait(Lock & lock, bool is_first_thread, Done done) {
         if (shared_.forked()) { return false; }
@@ -49,7 +52,8 @@ class Arrivals {
     }
 
   private:
-    // The state of one pool tensor. The kernel knows only the address of `next`, so `next` must be the first field.
+    // The data that next() needs for one pool tensor. The kernel knows only the address of `next`, so `next` must be
+    // the first field.
     struct PoolTensor {
         int (*next)(ggml_mul_mat_id_order * order, const int64_t * row_counts, int n_as, int ith);
         Arrivals * arrivals;
@@ -69,7 +73,7 @@ class Arrivals {
     Tier * const tier_; // the tier in the CPU's memory; nullptr: none
     ExpertStream & stream_;
     bool possible_;
-    std::vector<PoolTensor> tensors_; // [layout.matrices.size()]; empty if kernels do not call next()
+    std::vector<PoolTensor> tensors_; // [number of matrices in the layout]; empty if no kernel calls next()
 };
 
 } // namespace moegguf

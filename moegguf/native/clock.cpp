@@ -28,9 +28,10 @@ class RealClock final : public Clock {
     void advance(uint64_t) override { throw Error(MOEGGUF_INVALID, "only a simulation has a modelled clock"); }
 };
 
-// A clock for simulations. Each link carries one transfer at a time, which takes the link's latency plus its bytes
-// divided by the bandwidth. A call of wait() starts transfers on idle links. If there is nothing to start, the call
-// moves the time to the end of the next transfer.
+// A clock for simulations. Each link carries one transfer at a time. A transfer takes the link's latency plus the
+// transfer's bytes divided by the bandwidth. With 0 bytes or bandwidth 0, a transfer takes no time. A call of wait()
+// starts transfers on idle links. If there is nothing to start, the call moves the time to the end of the next
+// transfer.
 class VirtualClock final : public Clock {
   public:
     explicit VirtualClock(uint64_t & time_ns) : time_ns_(time_ns) {}

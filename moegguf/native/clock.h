@@ -2,7 +2,7 @@
 // virtual time.
 //
 // A simulation has no memory for experts and no predictor's thread. The code that would use them checks for a
-// simulation itself. Compute threads wait through the clock. The clock knows no slots and no files.
+// simulation itself. Compute threads wait through the clock. The clock does not know about slots or files.
 #pragma once
 
 #include <chrono>
@@ -18,7 +18,7 @@ namespace moegguf {
 class Link;
 struct LinkSpeed;
 
-// Returns the real time in nanoseconds. All measured times come from this monotonic clock.
+// Returns the time of the monotonic clock in nanoseconds. This is real time, even in a simulation.
 inline uint64_t now_ns() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
         .count();
@@ -35,18 +35,19 @@ class Clock {
     virtual ~Clock() = default;
     virtual uint64_t now_ns() const = 0;
 
-    // Waits until another thread has notified `changed`. The lock is free meanwhile. Returns false if the deadline has
-    // passed. A virtual clock does not wait: it starts transfers, or moves the time to the end of the next transfer. It
-    // returns false if there is no transfer.
+    // Waits until another thread notifies `changed`, or a spurious wake-up. The lock is free meanwhile. Returns false
+    // if the deadline has passed. A virtual clock does not wait: it starts transfers, or moves the time to the end of
+    // the next transfer. A virtual clock returns false if there is no transfer.
     virtual bool wait(std::condition_variable & changed, std::unique_lock<std::mutex> & lock, Deadline deadline) = 0;
 
-    // Runs the transfers of this link from now on. In virtual time, idle links start transfers in the order in which
-    // the links were added.
+    // Runs the transfers of this link from now on. In real time, the link's own threads run them, and `speed` is
+    // ignored. In virtual time, idle links start transfers in the order in which the links were added.
     virtual void carry(Link & link, LinkSpeed speed) = 0;
-    // Starts a thread. In virtual time there is no thread: the result is empty, and the caller does the work. Throws
-    // Error.
+    // Starts a thread that calls body(). In virtual time there is no thread: the result is empty, and the caller does
+    // the work. `what`: the thread's name in an error. Throws Error.
     virtual std::thread start_thread(const char * what, std::function<void()> body) = 0;
-    // Lets `ns` of compute time pass. The caller holds the store's lock. Throws Error(INVALID) in real time.
+    // Lets `ns` nanoseconds of compute time pass, and runs the transfers that end meanwhile. The caller holds the
+    // store's lock. Throws Error(INVALID) in real time.
     virtual void advance(uint64_t ns) = 0;
 };
 

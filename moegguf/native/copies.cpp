@@ -40,7 +40,7 @@ void Copies::stop() {
     }
     work_.notify_all();
     if (thread_.joinable()) { thread_.join(); }
-    if (backend_) { ggml_backend_synchronize(backend_.get()); } // waits for the computing thread's copies
+    if (backend_) { ggml_backend_synchronize(backend_.get()); } // waits for the compute thread's copies
 }
 
 void Copies::queue(int s, uint8_t kinds, bool demand) {
@@ -61,7 +61,7 @@ bool Copies::begin_next(Job & job) {
         begin(job);
         return true;
     }
-    shared_.done.notify_all(); // moegguf_store_drain waits for empty queues
+    shared_.done.notify_all(); // wakes moegguf_store_drain, which waits for empty queues
     return false;
 }
 
@@ -73,7 +73,7 @@ void Copies::note_time(uint64_t ns) { count(to_.counters.copy_ns, ns); }
 
 void Copies::finish(const Job & job, const std::string & why) {
     const int s = job.destination.slot;
-    end(job, why); // end() comes before the bits are cleared: any thread sees each matrix as ready or as submitted
+    end(job, why); // end() comes first, so that every thread sees a copied matrix as ready or as submitted
     submitted_[s].fetch_and(uint8_t(~job.kinds), std::memory_order_release);
     to_.settle(s);
     shared_.done.notify_all();
@@ -89,10 +89,10 @@ void Copies::order(ggml_backend_t stream) {
     }
 }
 
-// Two threads submit copies: the copy thread, and the thread that computes.
+// The next functions submit copies: on the copy thread, or with Remedy::own_copies also on the compute thread.
 
 void Copies::submit_own(Lock & lock) {
-    if (!own_.jobs.empty()) { // the copy thread has not yet noted the end of the previous batch
+    if (!own_.jobs.empty()) { // the copy thread has not yet recorded the end of this thread's previous batch
         if (!idle()) { wake(); }
         return;
     }
@@ -122,8 +122,9 @@ void Copies::run() {
 }
 
 // Moves queued jobs into batch_. A batch has all queued matrices that layers wait for, so that one copy can move
-// neighbouring slots. If no layer waits, a batch has one prefetched matrix, or several for a prompt. Such a small batch
-// does not delay a layer for long. Returns false if no job is queued.
+// neighbouring slots. If no layer waits, a batch has one prefetched matrix. For a staging tier it has up to most_ahead
+// or few_ahead prefetched matrices. Such a batch is small, so it does not delay a layer for long. Returns false if no
+// queued job is still needed.
 bool Copies::take_batch() {
     const size_t most = !to_.staged_for ? 1 : is_on(Remedy::large_batches) ? most_ahead : few_ahead;
     std::vector<Job> & jobs = batch_.jobs;
@@ -134,8 +135,8 @@ bool Copies::take_batch() {
     return !jobs.empty();
 }
 
-// Puts the copies of a batch into the backend's stream, and releases the lock meanwhile. Afterwards another stream can
-// wait for the batch.
+// Puts the copies of a batch into the backend's stream, and releases the lock meanwhile. If the device has events,
+// another stream can wait for the batch afterwards.
 void Copies::submit(Batch & batch, Lock & lock) {
     lock.unlock();
     batch.start_ns = now_ns();
@@ -143,7 +144,7 @@ void Copies::submit(Batch & batch, Lock & lock) {
     try {
         std::lock_guard<std::mutex> one_at_a_time(submit_mutex_);
         copy(batch.jobs);
-    } catch (const std::exception & e) { // also std::bad_alloc
+    } catch (const std::exception & e) { // also catches std::bad_alloc
         batch.why = e.what();
     }
     if (event_) {
@@ -159,8 +160,8 @@ void Copies::submit(Batch & batch, Lock & lock) {
     shared_.done.notify_all();
 }
 
-// Waits until the copies of a submitted batch have ended, and marks its matrices as ready. Releases the lock while it
-// waits.
+// Waits until the copies of a submitted batch have ended, with the lock released. Then finishes each job: its matrix
+// becomes ready, or the failure is recorded if submitting the batch failed.
 void Copies::complete(Batch & batch, Lock & lock) {
     lock.unlock();
     ggml_backend_synchronize(backend_.get());
@@ -193,7 +194,8 @@ void Copies::copy(std::vector<Job> & jobs) const {
     }
 }
 
-// Returns the number of jobs, from jobs[first] on, whose slots lie side by side in both tiers. One copy moves them all.
+// Returns the number of jobs, from jobs[first] on, that one copy can move: jobs for the same matrix whose slots lie
+// side by side in both tiers. Returns 1 for an interleaved matrix.
 int Copies::count_neighbours(const std::vector<Job> & jobs, size_t first) const {
     const Job & job = jobs[first];
     size_t n = 1;

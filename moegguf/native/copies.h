@@ -1,7 +1,7 @@
 // copies.h: the link that copies experts into one tier's slots on a device, from slots in RAM or from other slots on
 // the same device. Its copy thread has its own ggml backend, and so its own stream if the device has streams.
 //
-// It fills slots that already have a source (tier.h). It chooses no slots.
+// A link of this class fills only slots that already have a source (tier.h), and chooses no slots itself.
 #pragma once
 
 #include "link.h"
@@ -19,8 +19,9 @@ class Copies final : public Link {
     // Callers of the next functions hold the store's lock.
     void queue(int s, uint8_t kinds, bool demand); // queues copies from the source of slot s; wake() starts them
     void wake() { work_.notify_one(); }
-    // Submits all queued demand copies from the compute thread itself. The copy thread waits for their end and records
-    // it. The lock is free during the submission.
+    // Submits all queued demand copies on the calling compute thread. The copy thread records their end. If it has not
+    // yet recorded the end of the previous batch from submit_own(), the copy thread submits the new copies instead. The
+    // lock is free during the submission.
     void submit_own(Lock & lock);
     void drop_prefetches(int il); // drops this layer's queued prefetches; prefetches into pinned slots stay
     bool idle() const { return demand_.empty() && prefetch_.empty(); }
@@ -37,7 +38,8 @@ class Copies final : public Link {
     // Returns true if the device has events. The computing stream can then wait for copies by itself.
     bool has_events() const { return event_ != nullptr; }
     uint8_t submitted(int s) const; // bits of slot s's matrices whose copies are submitted and not finished; any thread
-    void order(ggml_backend_t stream); // makes later work of this stream wait for the submitted copies; any thread
+    // Makes later work of this stream wait for copies that are submitted and not finished; any thread.
+    void order(ggml_backend_t stream);
 
   private:
     // Copies that are submitted together. Each job is one matrix.
@@ -56,13 +58,14 @@ class Copies final : public Link {
 
     Tier & to_;
     ggml_backend_ptr backend_;
-    ggml_backend_event_ptr event_; // recorded after the batch submitted last; nullptr: the device has no events
+    ggml_backend_event_ptr event_; // event recorded after the last submitted batch; nullptr: the device has no events
     std::mutex event_mutex_;       // guards event_ and n_in_flight_
-    int n_in_flight_ = 0;          // batches that are submitted and not finished
+    int n_in_flight_ = 0;          // number of batches that are submitted and not finished
     std::mutex submit_mutex_;      // held while copies are put into the backend's stream
-    std::vector<std::atomic<uint8_t>> submitted_; // [n_slots] bits of matrices that are submitted and not finished
-    Batch batch_;                                 // batch that the copy thread submits
-    Batch own_;                                   // batch that the compute thread submits and the copy thread completes
+    // [n_slots] bits of matrices whose copies are submitted and not finished.
+    std::vector<std::atomic<uint8_t>> submitted_;
+    Batch batch_; // batch that the copy thread submits
+    Batch own_;   // batch that the compute thread submits and the copy thread completes
     bool own_submitted_ = false;
     std::condition_variable work_;
     std::thread thread_;

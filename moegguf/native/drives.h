@@ -1,7 +1,7 @@
 // drives.h: reads from copies of the model's files on several drives. Each read goes to the copy that is expected to
 // finish it first. A copy that fails is no longer used, unless it is the last one.
 //
-// This file only reads. It knows no slot and no expert.
+// This file only reads. It does not know about slots or experts.
 #pragma once
 
 #include "files.h"
@@ -11,8 +11,8 @@ namespace moegguf {
 class Drives {
   public:
     // Opens the model's own files and its mirrors (copies on other drives). A mirror that cannot be read is dropped.
-    // Throws Error(INVALID) if a mirror differs from the model's own files, and Error(IO) if the model's own files
-    // cannot be opened.
+    // Throws Error(INVALID) if a mirror differs from the model's own files or is one of them, and Error(IO) if the
+    // model's own files cannot be opened.
     Drives(const Layout & layout, bool direct);
 
     // Reads n bytes at an offset of a shard, and returns their address in `buffer`. If one copy fails, reads from
@@ -29,9 +29,9 @@ class Drives {
         Shards shards;
         uint64_t n_reads = 0;
         uint64_t n_bytes = 0;
-        uint64_t under_way = 0; // bytes that were requested and are not read yet
+        uint64_t under_way = 0; // number of bytes that were requested and are not read yet
         uint64_t silent_ns = 0; // now_ns() when a read last ended, or when an idle drive got a read
-        float ns_per_byte = 0;  // moving average of the read time; 0: not measured yet
+        float ns_per_byte = 0;  // moving average of the read time per byte; 0: not measured yet
         std::string dropped;    // reason why this copy is no longer read; empty: it is read
 
         float expected_ns(size_t n, uint64_t now) const; // expected time until a new read of n bytes would end
@@ -39,7 +39,7 @@ class Drives {
     struct Turn { // a read in progress
         Drive & drive;
         uint64_t begun_ns;
-        uint64_t under_way; // bytes under way on the drive when this read began, including this read
+        uint64_t under_way; // number of bytes under way on the drive when this read began, including this read
     };
 
     Turn begin(size_t n);

@@ -41,8 +41,9 @@ bool Events::has_space(size_t n_words) const {
     return size_ < capacity && (size_ == 0 || n_words_ + n_words <= most_words);
 }
 
-// Copies an event and the arrays that it points to into the ring. If the ring is full, the event is dropped, or the
-// call waits (MOEGGUF_LISTEN_EVERYTHING).
+// Copies an event and the arrays that it points to into the ring. Does nothing if the listener has no callback for the
+// event. If the ring is full, the event is dropped, or the call waits (MOEGGUF_LISTEN_EVERYTHING). An event for which
+// there is no memory is dropped, too.
 template <typename Event>
 void Events::post(Event & event, Event Record::* kind, std::initializer_list<Array> arrays) {
     constexpr bool routed = std::is_same_v<Event, moegguf_routing_event>;

@@ -1,7 +1,7 @@
 // events.h: passes events from compute threads to a listener, which runs on its own thread.
 //
-// This part copies events into its own ring and calls the listener. It knows no slot, never takes the store's lock, and
-// is never called under that lock.
+// This part copies events into its own ring and calls the listener. It does not know about slots, never takes the
+// store's lock, and is never called under that lock.
 #pragma once
 
 #include "moegguf.h"
@@ -15,8 +15,8 @@
 
 namespace moegguf {
 
-// A bounded ring of records for a listener. If the listener is slower than the model, new records are dropped and
-// counted. Compute threads wait for the listener only with MOEGGUF_LISTEN_EVERYTHING or MOEGGUF_LISTEN_LOCKSTEP.
+// A bounded ring of records for a listener. New records are dropped and counted while the ring is full. Compute threads
+// wait for the listener only with MOEGGUF_LISTEN_EVERYTHING (for free space) or MOEGGUF_LISTEN_LOCKSTEP.
 class Events {
   public:
     Events() = default;
@@ -42,7 +42,7 @@ class Events {
         moegguf_routing_event routing;
         std::vector<int32_t> words; // memory of all arrays of the event; reused for later events if it is small
     };
-    struct Array { // a pointer field of an event: n values of 4 bytes, or NULL
+    struct Array { // a pointer field of an event; the field points to n values of 4 bytes, or is NULL
         const void ** pointer;
         size_t n;
     };
@@ -55,10 +55,11 @@ class Events {
     void run();
 
     static constexpr size_t capacity = 4096;
-    static constexpr size_t most_words = 64u << 20; // largest total size of all arrays in the ring, in words of 4 bytes
-    static constexpr size_t lazy_events = 512;      // number of waiting events that wakes a lazy listener
+    // Most 4-byte words in the ring's arrays; a lone event may have more.
+    static constexpr size_t most_words = 64u << 20;
+    static constexpr size_t lazy_events = 512; // number of waiting events that wakes a lazy listener
     static constexpr std::chrono::milliseconds lazy_wait{100};
-    static constexpr size_t kept_words = 1u << 16; // a record with room for more words frees it after its delivery
+    static constexpr size_t kept_words = 1u << 16; // a record with room for more words frees its memory after delivery
 
     std::mutex control_; // lets one start() or stop() run at a time
     mutable std::mutex mutex_;
@@ -67,7 +68,7 @@ class Events {
     std::vector<Record> ring_;
     size_t head_ = 0;
     size_t size_ = 0;
-    size_t n_words_ = 0; // words (of 4 bytes) of all arrays in the ring
+    size_t n_words_ = 0; // number of 4-byte words of all arrays in the ring
     uint64_t dropped_ = 0;
     bool delivering_ = false;
     bool stopping_ = false;

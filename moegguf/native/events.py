@@ -1,6 +1,6 @@
 """The events that the store's listener receives: announcements of tokens, and routing events.
 
-Each array of an event is a numpy array. Events identify a sequence by the number of its request. This module needs
+The arrays in an event are numpy arrays. Events identify a sequence by the number of its request. This module needs
 neither ctypes nor the native library.
 """
 
@@ -53,8 +53,9 @@ class Announcement(NamedTuple):
 class RoutingEvent(NamedTuple):
     """The experts that the router of layer `il` chose for the tokens of one pass.
 
-    llama.cpp computes the last layer only for tokens whose logits are needed, so its event may have fewer tokens. They
-    are the last tokens of the pass, unless `outputs` of the announcement marks other tokens.
+    llama.cpp computes the last layer only for tokens whose logits are needed, so the last layer's event may have fewer
+    tokens than the pass. These are the last tokens of the pass, unless `outputs` of the announcement marks other
+    tokens.
     """
 
     pass_: int
@@ -64,8 +65,8 @@ class RoutingEvent(NamedTuple):
     first_token: int  # index of the pass's first token in its announcement; -1: its tokens were not announced
     il: int
     expert_ids: Int32s  # (n_tokens, n_expert_used)
-    weights: Float32s | None = None  # (n_tokens, n_expert_used) factors of the experts' outputs; None: not requested
-    inputs: Float32s | None = None  # (n_tokens, n_embd) vectors that entered the router; None: not requested
+    weights: Float32s | None = None  # (n_tokens, n_expert_used) factors of the experts' outputs; None: not recorded
+    inputs: Float32s | None = None  # (n_tokens, n_embd) vectors that entered the router; None: not recorded
     sequences: Int32s | None = None  # (n_tokens,) sequence of each token; None: all have `sequence`
     phases: Int32s | None = None  # (n_tokens,) phase of each token; None: all have `phase`
 

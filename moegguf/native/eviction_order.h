@@ -1,5 +1,5 @@
-// eviction_order.h: the order in which the experts of each layer are evicted from their slots. Knows slots only by
-// number.
+// eviction_order.h: the order in which the experts of each layer are evicted from their slots. This file knows slots
+// only by their numbers.
 #pragma once
 
 #include "policies/policy.h"
@@ -11,7 +11,7 @@ namespace moegguf {
 
 // Holds the slots whose experts may be evicted, by layer. A layer's slot with the lowest score is evicted first; among
 // equal scores, the least recently used slot. first() finds this slot in one scan of the layer's slots. The result is
-// kept until the slot is removed or scores of the layer change.
+// kept until the slot is removed, scores of the layer change, or another policy is set.
 class EvictionOrder {
   public:
     struct Entry {
@@ -55,7 +55,7 @@ class EvictionOrder {
         at_[s] = -1;
     }
 
-    const Entry * first(int il) { // the slot that is evicted next in this layer; nullptr: none
+    const Entry * first(int il) { // returns the entry that is evicted first in this layer; nullptr: none
         LayerOrder & layer = layers_[il];
         std::vector<Entry> & entries = layer.entries;
         if (entries.empty()) { return nullptr; }

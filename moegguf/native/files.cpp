@@ -1,5 +1,5 @@
-// files.cpp: implements files.h: reads a model's files past the page cache, and notices if a file was written to after
-// the model was loaded.
+// files.cpp: implements files.h: reads a model's files, past the page cache if O_DIRECT works, and notices if a file
+// was written to after the model was loaded.
 #include "files.h"
 
 #include "huge_pages.h"
@@ -19,11 +19,11 @@
 namespace moegguf {
 namespace {
 
-// Number of bytes that are read with and without O_DIRECT, and compared. One block is enough: a file system that
-// returns wrong bytes with O_DIRECT does so on the first block, too.
+// Number of bytes that are read with and without O_DIRECT, and compared. One block is enough, because a file system
+// that returns wrong bytes with O_DIRECT is expected to do so on the first block, too.
 constexpr size_t check_bytes = Shard::alignment;
 
-// A read fails if signals interrupt it more often than this, because it would probably never end.
+// A read fails when signals have interrupted it this number of times, because it would probably never end.
 constexpr int most_interruptions = 1000;
 
 uint64_t down(uint64_t n) { return n / Shard::alignment * Shard::alignment; }
@@ -40,7 +40,8 @@ bool may_be_renamed(const struct stat & before, const struct stat & now, const s
            named.st_dev != now.st_dev;
 }
 
-// Returns the places in a shard that are sampled: up to one page, from the middle of each expert tensor on.
+// Returns the spans of a shard that are sampled. Each expert tensor of the shard has one: up to one page, from the
+// tensor's middle on.
 std::vector<Span> sampled_spans(const Layout & layout, int shard) {
     std::vector<Span> spans;
     for (const Matrix & m : layout.matrices) {
@@ -105,7 +106,7 @@ std::vector<Shard::Sample> Shard::sample() const {
                              fill(buffered_.fd, data.data(), span.offset, span.n, span.n, error);
         if (is_read) {
             samples.push_back({XXH3_64bits(data.data(), span.n), 0});
-        } else { // no exception: a later read of an expert there fails with the error
+        } else { // no exception: a later read of these bytes will fail with the error
             samples.push_back({0, error});
         }
     }
@@ -166,7 +167,8 @@ bool Shard::fill(int fd, uint8_t * data, uint64_t offset, size_t n, size_t neede
             return false;
         }
         if (done + got >= needed) { return true; }
-        // The next read with O_DIRECT must start at the beginning of a block, although the last read was short.
+        // The next read with O_DIRECT must start at the beginning of a block, even if the last read ended inside a
+        // block.
         const size_t next = aligned ? down(done + got) : done + got;
         if (next == done) {
             error = ENODATA;
@@ -192,7 +194,7 @@ const uint8_t * Shard::read(uint64_t offset, size_t n, const ReadBuffer & buffer
         }
         count(retries, attempt == 0);
     }
-    check_unchanged(); // throws its own error if the file became shorter
+    check_unchanged(); // throws its own error if the file was written to, for example became shorter
     throw cannot_read(offset, n, error);
 }
 

@@ -1,7 +1,7 @@
-// files.h: reads bytes of the GGUF's shards. Reads bypass the page cache (O_DIRECT) if a test read with O_DIRECT has
-// returned the right bytes.
+// files.h: reads bytes of the GGUF's shards. If the caller requests it, reads bypass the page cache (O_DIRECT). This
+// requires that a test read with O_DIRECT has returned the right bytes.
 //
-// This file only reads, at offsets of the layout. It knows no slot and no expert.
+// This file only reads, at offsets of the layout. It does not know about slots or experts.
 #pragma once
 
 #include "layout.h"
@@ -30,7 +30,7 @@ class ReadBuffer {
     size_t size_;
 };
 
-// A file descriptor that closes itself.
+// A file descriptor that the destructor closes. fd below 0: there is none.
 struct Descriptor {
     explicit Descriptor(int fd = -1) : fd(fd) {}
     ~Descriptor();
@@ -40,27 +40,28 @@ struct Descriptor {
     const int fd;
 };
 
-// A range of bytes in a file.
+// A range of n bytes in a file.
 struct Span {
     uint64_t offset;
     size_t n;
 };
 
 // One open shard. Its descriptors stay open, so a renamed or deleted file can still be read. After a write to the file
-// every read fails, because slots already hold experts of the earlier content.
+// reads fail, because slots already hold experts of the earlier content.
 //
-// Size, modification time and change time show if the file was written to. A new name, owner or mode also changes the
-// change time. Such a new change time is accepted only if name, owner or mode differ, and if the sampled bytes are
-// still equal. The sample has up to a page from the middle of every expert tensor. An expert tensor is one kind of
-// matrix of all experts of a layer. The sample differs for another model, training or quantisation.
-// A write stays unnoticed only if it leaves all these pages unchanged, restores the modification time, and comes with
-// another name, owner or mode.
+// Size, modification time and change time show if the file was written to. A new name, owner, mode or number of hard
+// links also changes the change time. Such a new change time is accepted only if one of these differs, and if the
+// sampled bytes are still equal. The sample has up to a page from the middle of every expert tensor. An expert tensor
+// is one kind of matrix of all experts of a layer. The sample of another model, training run or quantisation would
+// differ. A write stays unnoticed if it keeps the size and all sampled bytes, restores the modification time, and comes
+// with another name, owner, mode or number of hard links.
 class Shard {
   public:
-    Shard(const std::string & path, bool direct, std::vector<Span> sampled); // Throws Error(IO).
+    Shard(const std::string & path, bool direct, std::vector<Span> sampled); // Throws Error(IO) or Error(MEMORY).
 
     // Compares the size and sampled bytes of `copy` with this shard. Throws Error(INVALID) if `copy` is this very file
-    // or differs, and Error(IO) if its samples cannot be read.
+    // or differs, and Error(IO) if a sample of `copy` cannot be read. Skips samples that this shard itself could not
+    // read.
     void check_copy(const Shard & copy) const;
 
     // Reads n bytes at an offset, and returns their address in `buffer`. Throws Error(IO) if the file was written to
@@ -80,7 +81,7 @@ class Shard {
 
     struct stat status() const;         // Calls fstat. Throws Error(IO).
     void check_unchanged() const;       // Throws Error(IO) if the file was written to.
-    std::vector<Sample> sample() const; // Reads all sampled spans from the file again.
+    std::vector<Sample> sample() const; // Reads all sampled spans, and returns their digests.
     Error cannot_read(uint64_t offset, size_t n, int error) const;
     bool fill(int fd, uint8_t * data, uint64_t offset, size_t n, size_t needed, int & error) const;
 
@@ -98,7 +99,7 @@ class Shard {
 
 using Shards = std::vector<std::unique_ptr<const Shard>>;
 
-// Opens the shards of the model, or of a copy of the model, at these paths. Throws Error(IO).
+// Opens the shards of the model, or of a copy of the model, at these paths. Throws Error(IO) or Error(MEMORY).
 Shards open_shards(const Layout & layout, const std::vector<std::string> & paths, bool direct);
 
 } // namespace moegguf

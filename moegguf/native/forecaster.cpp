@@ -116,7 +116,8 @@ void Forecaster::routing(int il, const PassTokens & of, const int32_t * expert_i
 }
 
 // Writes the last token of each sequence of a pass to record.last. Keeps at most most_selected sequences, at even
-// distances. If the pass has token ids, also writes the last most_known ids of each kept sequence to record.tokens.
+// distances. If the pass has token ids, also writes up to most_known ids of each kept sequence to record.tokens: the
+// last ones in the pass.
 void Forecaster::choose_last(const PassTokens & of, Record & record) {
     std::vector<LastToken> & last = record.last;
     int first = 0;
@@ -202,9 +203,9 @@ void Forecaster::run() {
     }
 }
 
-// Updates the predictors with a record. Then predicts, but only after the newest record, because a later record makes
-// earlier predictions obsolete. In lockstep it predicts after every record, because the next pass may be announced
-// before the last layer's record was read.
+// Updates the predictors with a record. If `newest` is true and the pass is predicted, then predicts and issues
+// prefetches. `newest` is false if a later record is waiting, because that record would make the predictions obsolete.
+// In lockstep it is always true, because the next pass may be announced before the last layer's record was read.
 void Forecaster::follow(const Record & record, bool newest) {
     const uint64_t start = now_ns();
     const bool routed = record.il >= 0;
@@ -295,7 +296,7 @@ void Forecaster::forget() {
 }
 
 // Compares the forecast of a layer with the experts that its router chose, for each sequence, and updates the
-// calibration and counters.
+// calibration and counters. Then drops the forecast. Does nothing if the layer has no forecast.
 void Forecaster::compare(const Record & record) {
     LayerForecast & row = layers_[layout_.row_of[record.il]];
     if (row.distance == 0) { return; }
@@ -315,8 +316,8 @@ void Forecaster::compare(const Record & record) {
     row.distance = 0;
 }
 
-// Sorts the layer's most probable experts to the front of best_. Returns their number: `most`, or all if there are
-// fewer.
+// Sorts the layer's most probable experts to the front of best_. Returns their number: `most`, or the layer's number of
+// experts if that is smaller.
 int Forecaster::rank(const float * likely, int il, int most) {
     const int n_expert = layout_.layers[il].n_expert, n_best = std::min(most, n_expert);
     std::iota(best_.begin(), best_.begin() + n_expert, 0);
@@ -351,8 +352,9 @@ bool Forecaster::predict_sequences(int il, int distance) {
     return !predicted_sequences_.empty();
 }
 
-// Computes the probability that any sequence of the pass uses an expert, from the predictions for single sequences.
-// Each sequence that was not selected counts like an average selected one.
+// Computes for each expert the raw and the calibrated probability that any sequence of the pass uses the expert, from
+// the predictions for single sequences. Each sequence that was not selected counts like an average selected one. A
+// selected sequence without a prediction counts as not using the expert.
 void Forecaster::combine(LayerForecast & row, int il, int distance) {
     row.distance = distance;
     row.is_published = false;
@@ -409,12 +411,13 @@ void Forecaster::issue_prefetches() {
 // Adds prefetches of a layer's most probable experts that have no slot, at most as many as the pass's tokens can use.
 // The worth of a prefetch is its expected gain minus its expected cost, and must be above 0. If the expert is used, the
 // gain is the share of the transfer that ends before the layer is reached. If the expert is not used, the cost is
-// waste_weight, because the transfer keeps the link busy. A prefetch may evict only an expert that is worth less.
+// waste_weight, because the transfer keeps the link busy. With waste_weight 0, the worth is infinite. A prefetch may
+// evict only an expert that is worth less.
 void Forecaster::want_layer(int at, uint64_t deadline) {
     const LayerForecast & row = layers_[at];
     const int il = layout_.moe_layers[at];
     const float saved = transfers_.share_in_time(at - row_);
-    // Raw probabilities are seldom equal. Calibrated probabilities often are, because each bin has only one.
+    // Raw probabilities are seldom equal. Calibrated probabilities often are, because all experts in a bin share one.
     const std::vector<float> & order = n_sequences_ == 1 ? row.likely : row.chances;
     const int n_best = rank(order.data(), il, layout_.layers[il].n_expert_used * n_sequences_);
     for (int i = 0; i < n_best; i++) {

@@ -1,5 +1,6 @@
 // forecaster.h: predicts on its own thread which experts a pass will use, and issues prefetches. Compute threads put
-// each choice of a router into a ring and go on.
+// each choice of a router into a ring, and wait for predictions only with MOEGGUF_PREDICT_LOCKSTEP. In a simulation
+// there is no such thread, and the caller itself predicts.
 //
 // Under the store's lock the forecaster passes forecasts to the eviction policies of tiers, and prefetches to the
 // transfer queue. It pins and evicts nothing itself. A forecast changes only the speed, never a token.
@@ -23,8 +24,8 @@ struct PassTokens {
 
 // Corrects a predictor's probabilities: counts how often experts with a similar predicted probability were really used.
 // This is needed because only the order of a predictor's probabilities is reliable, and layers further ahead are less
-// certain. Each distance in layers has its own bins of equal width. Old counts lose their weight: the latest several
-// thousand experts count most.
+// certain. Each distance in layers has its own bins of equal width; distances from n_distances on share their bins. Old
+// counts lose their weight: a bin's counts are halved whenever it has counted most_seen experts.
 class Calibration {
   public:
     Calibration() {
@@ -33,7 +34,8 @@ class Calibration {
         }
     }
 
-    // Returns the share of experts that were used, among experts predicted with about p at this distance.
+    // Returns the share of experts that were used, among experts whose predicted probability at this distance was about
+    // p.
     float of(int distance, float p) const {
         const Bin & bin = bins_[row(distance)][index(p)];
         return bin.used / bin.seen;
@@ -55,7 +57,7 @@ class Calibration {
         float seen;
     };
     static constexpr int n_bins = 16, n_distances = 16;
-    static constexpr float first_weight = 8.0f; // a bin starts as if this many experts had confirmed its probability
+    static constexpr float first_weight = 8.0f; // weight of a bin's initial value, as a number of observed experts
     static constexpr float most_seen = 8192.0f;
 
     static int row(int distance) { return std::clamp(distance, 1, n_distances) - 1; }
@@ -89,7 +91,7 @@ class Forecaster {
     bool on() const { return on_; }
     bool wants_inputs(int n_tokens) const { return wants_inputs_ && n_tokens <= most_sequences; }
     void announce(const PassTokens & of, uint64_t pass);
-    // Records a router's choice. expert_ids [n_tokens][n_expert_used]; inputs [n_tokens][n_embd], NULL if
+    // Records a router's choice. expert_ids [n_tokens][n_expert_used]; inputs [n_tokens][n_embd]; NULL: not known, or
     // wants_inputs() is false.
     void routing(int il, const PassTokens & of, const int32_t * expert_ids, int n_expert_used, const float * inputs,
                  int n_embd, uint64_t pass);
@@ -98,12 +100,13 @@ class Forecaster {
   private:
     static constexpr int most_selected = 8;
     static constexpr int most_sequences = 64; // a pass with more sequences is not predicted
-    static constexpr int most_known = 512;    // a predictor gets at most this number of a prompt's last tokens
+    // A predictor gets at most this number of its sequence's last tokens in a pass.
+    static constexpr int most_known = 512;
 
     struct LastToken { // the last token of one sequence in a pass
         int sequence;
-        int index;              // index of the token in the pass
-        int n_tokens;           // number of tokens of the sequence in the pass
+        int index;              // index of the token in PassTokens
+        int n_tokens;           // number of the sequence's tokens in PassTokens
         size_t first_known = 0; // index of the sequence's first known token in Record::tokens
         int n_known = 0;        // number of the sequence's known tokens in Record::tokens
     };
@@ -113,10 +116,10 @@ class Forecaster {
         int n_sequences = 0; // number of sequences in the pass
         int n_expert_used = 0;
         int n_embd = 0;
-        std::vector<LastToken> last; // last token of each sequence that is predicted
-        std::vector<int32_t> tokens; // known tokens of the predicted sequences, one sequence after another
-        std::vector<int32_t> ids;    // [last.size()][n_expert_used] experts of these tokens
-        std::vector<float> inputs;   // [last.size()][n_embd] router inputs, or empty
+        std::vector<LastToken> last; // last token of each kept sequence (see choose_last())
+        std::vector<int32_t> tokens; // known tokens of the kept sequences, one sequence after another
+        std::vector<int32_t> ids;    // [last.size()][n_expert_used] experts of the tokens in `last`
+        std::vector<float> inputs;   // [last.size()][n_embd] router inputs of the tokens in `last`, or empty
     };
     struct PredictorFactory {
         const PredictorType * type;
@@ -178,7 +181,8 @@ class Forecaster {
     bool stopping_ = false;
     std::thread thread_;
 
-    // Only the thread that predicts uses the next fields.
+    // The thread that predicts uses the next fields. set() changes them while this thread does not run, and read()
+    // reads layers_.
     std::optional<PredictorFactory> factory_;   // kept while prediction is off, because calibration_ belongs to it
     std::vector<SequencePredictor> predictors_; // one per sequence, at most most_sequences
     std::vector<size_t> selected_; // indices in predictors_ of this pass's sequences, in the order of Record::last

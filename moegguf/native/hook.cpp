@@ -1,8 +1,9 @@
-// hook.cpp: the functions that the patched llama.cpp calls.
+// hook.cpp: functions that the patched llama.cpp calls for expert tensors.
 // - While a model loads, its expert tensors get a buffer type that only reserves address space.
-// - While a graph is built, the hook adds nodes to each layer whose experts a store keeps, and reorders the nodes.
+// - While a graph is built, the hook adds nodes to layers whose experts a store holds, and reorders the nodes.
 // - While a graph runs, the scheduler's eval callback stops at a layer's expert ids, and the experts are acquired. It
 //   also stops before multiplications whose matrices are on their way, if kernels cannot wait for them (arrivals.cpp).
+//   Layers whose experts are all in their own slots need no stop.
 //
 // The hook may add and move nodes. It replaces the expert ids of a node by the slot ids from Store::acquire(). It
 // changes no slot itself.
@@ -31,7 +32,8 @@ const char * get_name(ggml_backend_buffer_type_t) { return "moegguf"; }
 
 size_t mapped_bytes(size_t size) { return size ? size : 1; }
 
-// Reserves address space without memory. If ggml copies a tensor from there (to save a model, say), it gets zeros.
+// Reserves address space without memory. ggml's writes into the buffer are ignored, and its reads return zeros (for
+// example if the model is saved). Returns nullptr if the system refuses.
 ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
     constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     void * address = mmap(nullptr, mapped_bytes(size), PROT_NONE, flags, -1, 0);
@@ -61,7 +63,8 @@ Store * store_of(const ggml_tensor * t) {
 constexpr char ids_node[] = "ffn_moe_slot_ids-";    // expert ids become slot ids here
 constexpr char ready_node[] = "ffn_moe_ready_ids-"; // a view of the slot ids, before the nodes of gate and up
 constexpr char down_node[] = "ffn_moe_down_in-";    // the input of the node that multiplies with down
-constexpr char own_ids_node[] = "ffn_moe_own_ids-"; // the router's ids, if the layer multiplies by them: no stop
+// The router's ids, if the layer multiplies by them; the callback does not stop here.
+constexpr char own_ids_node[] = "ffn_moe_own_ids-";
 
 // Returns true if the node's name begins like all names at which the callback acts. The test is short, because it runs
 // at every node.
@@ -80,9 +83,9 @@ void synchronize(ggml_backend_t backend) {
     if (backend) { ggml_backend_synchronize(backend); }
 }
 
-// Returns the floats of a tensor, or NULL when it does not have n consecutive floats. Floats in host memory are
-// returned in place. Other floats are copied to `scratch` in the stream of the backend, which the caller synchronizes
-// before it reads them.
+// Returns the floats of a tensor, or NULL when it does not have n consecutive floats in a buffer. Floats in host memory
+// are returned in place. Other floats are copied to `scratch`, possibly in the backend's stream, so the caller must
+// synchronize the backend before it reads them.
 const float * floats(const ggml_tensor * t, size_t n, ggml_backend_t backend, std::vector<float> & scratch) {
     if (!t || t->type != GGML_TYPE_F32 || !ggml_is_contiguous(t) || (size_t)ggml_nelements(t) != n || !t->buffer) {
         return nullptr;
@@ -102,8 +105,9 @@ const float * floats(const ggml_tensor * t, size_t n, ggml_backend_t backend, st
 
 const ggml_tensor * memory_of(const ggml_tensor * t) { return t->view_src ? t->view_src : t; }
 
-// The tensors that the delayed nodes of a layer make, write and read. Delayed nodes depend on the layer's experts, and
-// are moved after the other nodes of the layer.
+// The tensors that a layer's delayed nodes make, write and read. A node is delayed if it must follow the layer's slot
+// ids or another delayed node (must_follow). Delayed nodes are moved behind all other nodes before the next layer's
+// slot ids.
 class Delayed {
   public:
     explicit Delayed(const ggml_cgraph & graph)
@@ -128,8 +132,8 @@ class Delayed {
         }
     }
 
-    // Returns true if the node must stay after a delayed node. It then has the delayed node's tensor as a source, reads
-    // memory that the delayed node writes, or writes memory that the delayed node reads or writes.
+    // Returns true if the node must stay after the layer's slot ids or after a delayed node. It then has such a node as
+    // a source, reads memory that a delayed node writes, or writes as a view into memory that a delayed node uses.
     bool must_follow(const ggml_tensor * t) const {
         const bool touches = !ggml_op_is_empty(t->op);
         if (touches && t->view_src && (has(written_, t->view_src) || has(read_, t->view_src))) { return true; }
@@ -143,7 +147,7 @@ class Delayed {
     bool has(const std::vector<int> & marks, const ggml_tensor * t) const { return marks[index(t)] == layer_; }
 
     const ggml_cgraph & graph_;
-    std::vector<int> made_; // number of the layer that last marked each tensor of the graph
+    std::vector<int> made_; // value of layer_ when a tensor was last made by a delayed node or as slot ids
     std::vector<int> written_;
     std::vector<int> read_;
     int layer_ = 1;
@@ -196,16 +200,17 @@ ggml_backend_t backend_of(const Context & context, ggml_tensor * t) {
     return context.scheduler ? ggml_backend_sched_get_tensor_backend(context.scheduler, t) : nullptr;
 }
 
-// Returns the same backend if it is a stream on the device of the tier's slots and can wait for copies by itself;
-// otherwise nullptr.
+// Returns `backend` if its stream runs on the device of the tier's slots and can itself wait for copies; otherwise
+// nullptr.
 ggml_backend_t stream_of(ggml_backend_t backend, const Tier & tier) {
     const Copies * copies = tier.copies;
     const bool waits = backend && copies && copies->has_events();
     return waits && ggml_backend_get_device(backend) == tier.pool()->memory().device ? backend : nullptr;
 }
 
-// Acquires the experts whose ids the node `t` has computed, and replaces the ids by slot ids. If a device has the ids,
-// its stream copies them to the host and back. The thread waits only for the copy to the host.
+// Acquires the experts whose ids the node `t` has computed, and replaces the ids by slot ids. If the ids are in a
+// device's memory, they are copied to the host and back. If the backend is known, its stream makes both copies, and
+// this thread waits only for the copy to the host.
 void acquire_experts(Context & context, ggml_tensor * t, int il, ggml_backend_t backend) {
     Store & store = context.store;
     const bool in_place = ggml_backend_buffer_is_host(t->buffer);
@@ -327,7 +332,7 @@ extern "C" ggml_tensor * moegguf_ready_ids(ggml_context * ctx, ggml_tensor * ids
 
 extern "C" void moegguf_order_nodes(ggml_cgraph * graph) {
     Delayed delayed(*graph);
-    std::vector<ggml_tensor *> behind; // delayed nodes of the present layer
+    std::vector<ggml_tensor *> behind; // delayed nodes of the current layer
     int n = 0;
     const auto end_layer = [&] {
         std::copy(behind.begin(), behind.end(), graph->nodes + n);

@@ -1,6 +1,6 @@
 // interleave.cpp: converts rows of Q4_0 to the interleaved layout of the CPU's kernels, with stores that bypass the
-// processor's caches (SSE2). With the ordinary stores of upstream's function, the processor reads each cache line of
-// the slot before it overwrites it, and loses lines that compute threads use. Stores past the caches take about two
+// processor's caches (SSE2). With ordinary stores, as in upstream's function, the processor reads each cache line of a
+// slot before overwriting it, and drops lines that compute threads use. Stores that bypass the caches take about two
 // thirds of the time.
 #include "pool.h"
 
@@ -18,8 +18,9 @@ namespace {
 
 #if defined(__SSE2__)
 
-// A block of Q4_0 has a scale of 2 bytes and 16 bytes of 32 quants. The interleaved form has the blocks of 8 rows: the
-// scales, then the first 8 bytes of each row, then the second 8 bytes. Quants change from unsigned to signed.
+// A block of Q4_0 has a scale of 2 bytes, and 32 quants of 4 bits in 16 bytes. A block of the interleaved form holds a
+// block of each of 8 rows: the scales, then the first 8 bytes of each row, then the second 8 bytes. Quants change from
+// unsigned to signed.
 constexpr int q4_0_rows = 8, q4_0_cols = 32, q4_0_bytes = 18;
 
 void interleave_q4_0x8(uint8_t * out, const uint8_t * rows, int64_t n_rows, int64_t n_cols) {

@@ -1,4 +1,5 @@
-// kv_blocks.cpp: reads states of sequences from files into a KV cache, with two threads, and checks their digests.
+// kv_blocks.cpp: reads states of sequences from files into a KV cache, with up to two threads, and checks their
+// digests.
 //
 // It writes only the tensors into which llama.cpp reads these states. It does not know the format of a state.
 #include "api.h"
@@ -26,13 +27,14 @@ using namespace moegguf;
 namespace {
 
 constexpr size_t chunk_bytes = 256u << 10; // a chunk stays in a core's cache until it is digested and copied
-// Number of successive blocks that one thread fills. They may share a huge page, which one thread should touch first.
+// Number of successive blocks that a thread takes at a time. Successive blocks may share a huge page of the KV cache,
+// which only one thread should touch first.
 constexpr size_t n_together = 8;
 
 struct Part { // the part of a state that belongs to one tensor
     ggml_tensor * tensor;
-    size_t offset, n; // place in the tensor, and size, in bytes
-    uint64_t at;      // place in the file, in bytes
+    size_t offset, n; // offset in the tensor, and size, in bytes
+    uint64_t at;      // offset in the file in bytes
 };
 
 struct Block {
@@ -46,14 +48,14 @@ struct Block {
 
     std::string path;
     std::vector<uint8_t> prefix;
-    uint64_t begin, end; // place of the state in the file, in bytes
+    uint64_t begin, end; // offsets in the file at which the state begins and ends, in bytes
     uint8_t digest[16];
     std::vector<Part> parts;
-    bool is_right = false; // the file was read, and its bytes have the expected digest
+    bool is_right = false; // true: the file was read, and its bytes have the expected digest
 };
 
-// Opens a block's file and returns its descriptor; -1: it is not a regular file of this user. Opening or reading a pipe
-// could wait for ever.
+// Opens a block's file and returns its descriptor; -1: it cannot be opened, or is not a regular file of this user.
+// Symbolic links are refused. Opening or reading a pipe could wait forever.
 int open_own(const char * path) {
     const int fd = open(path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
     struct stat status;
@@ -62,7 +64,7 @@ int open_own(const char * path) {
     return -1;
 }
 
-// Reads a block's file, writes its bytes into their tensors, and checks the digest.
+// Reads a block's state from its file, writes the parts into their tensors, and sets is_right. Stops if a read fails.
 void fill(Block & block) {
     std::vector<uint8_t> chunk(chunk_bytes);
     const Descriptor file(open_own(block.path.c_str()));
@@ -121,7 +123,7 @@ struct moegguf_kv_blocks {
         if (filling.valid()) { filling.get(); }
     }
 
-    // Returns the place in the last block's file of the n bytes that llama.cpp finds at this address; 0: they are not
+    // Returns the offset, in the last block's file, of the n bytes for which this address stands; 0: the bytes are not
     // in the block's state.
     uint64_t position(const void * address, size_t n) const {
         const Block & block = blocks.back();
@@ -212,7 +214,7 @@ int moegguf_kv_blocks_fill(moegguf_kv_blocks * given_blocks, int32_t * n_right) 
 bool moegguf_state_read(void * to, const void * at, size_t n) {
     const uint64_t position = current ? current->position(at, n) : 0;
     if (position && pread(current->file->fd, to, n, (off_t)position) != (ssize_t)n) {
-        memset(to, 0, n); // the read failed; fill() later finds that the block's digest is wrong
+        memset(to, 0, n); // the read failed; if fill() cannot read these bytes either, the block counts as wrong
     }
     return position != 0;
 }

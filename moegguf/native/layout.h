@@ -1,6 +1,6 @@
-// layout.h: the layout has the place of each expert in the file and the sizes of slots. The numbering has the slot ids
-// that the multiplications of each layer use. Both are plain data, without I/O, and only the numbering ever changes.
-// They know neither memory nor devices, nor which experts are loaded.
+// layout.h: the layout has the place of each expert in the model's files, and the sizes of slots. The numbering has the
+// slot ids that the multiplications of each layer use. Both are plain data, without I/O, and only the numbering ever
+// changes. They do not know about memory, devices, or which experts are loaded.
 #pragma once
 
 #include "moegguf.h"
@@ -24,7 +24,7 @@ constexpr uint8_t all_kinds = (1 << MOEGGUF_MAX_KINDS) - 1;
 constexpr uint8_t down_kind = 1 << MOEGGUF_DOWN;
 
 // Sets of matrix kinds in the order in which llama.cpp multiplies: up (or gate and up as one matrix), then gate, then
-// down. Each multiplication takes one kind of matrix of all experts of a layer.
+// down. Each multiplication uses one kind of matrix, of all chosen experts of a layer.
 constexpr uint8_t order_of_use[] = {1 << MOEGGUF_UP | 1 << MOEGGUF_GATE_UP, 1 << MOEGGUF_GATE, down_kind};
 
 struct Matrix {
@@ -37,7 +37,7 @@ struct Matrix {
     int shard = 0;
     uint64_t offset = 0;
     uint64_t expert_bytes = 0;
-    uint64_t padding_bytes = 0; // zero bytes after an expert in a slot
+    uint64_t padding_bytes = 0; // number of zero bytes after the matrix in a slot
 };
 
 struct Layer {
@@ -47,10 +47,10 @@ struct Layer {
     uint8_t chunks = 0;                               // bits of the matrix kinds that the layer has
 };
 
-bool is_matrix(const moegguf_matrix & m); // returns true for a known type whose rows are whole blocks
+bool is_matrix(const moegguf_matrix & m); // true: a known type, a shape in range, and rows of whole blocks
 
-// The distance between neighbouring slots in the arena of each matrix kind. It is the size of the largest matrix of
-// that kind with its padding, rounded up to a multiple of every block size used there.
+// The distance between neighbouring slots in the arena of each matrix kind. It is the size of the largest matrix with
+// its padding, rounded up to a multiple of 64 bytes and of every block size used there.
 struct Strides {
     static constexpr uint64_t guard_bytes = 4096; // bytes after the last slot, because kernels may read beyond it
 
@@ -60,7 +60,7 @@ struct Strides {
 
     uint64_t slot_bytes() const;
     uint64_t arena_bytes(int kind, int n_slots) const { return of_kind[kind] * n_slots + guard_bytes; }
-    uint64_t pool_bytes(int n_slots) const; // bytes of all arenas, guards included
+    uint64_t pool_bytes(int n_slots) const; // size of all arenas in bytes, guards included
 };
 
 struct Layout {
@@ -75,14 +75,14 @@ struct Layout {
     std::vector<int> moe_layers; // il of the layers with experts, in order
     std::vector<int> row_of;     // [n_layer] index of the layer in moe_layers; -1: a layer without experts
 
-    // Throws Error(INVALID) on any inconsistency.
+    // Throws Error(INVALID) if the config is inconsistent.
     explicit Layout(const moegguf_config & config);
 
     bool has_experts(int il) const { return il >= 0 && il < (int)layers.size() && layers[il].n_expert > 0; }
     bool has_expert(int il, int expert) const { return has_experts(il) && expert >= 0 && expert < layers[il].n_expert; }
     int key(int il, int expert) const { return il * n_expert_max + expert; }
     size_t n_keys() const { return layers.size() * n_expert_max; }
-    uint64_t bytes(int il, uint8_t kinds) const { // bytes of an expert's matrices of these kinds
+    uint64_t bytes(int il, uint8_t kinds) const { // size of an expert's matrices of these kinds, without padding
         uint64_t n = 0;
         for (kinds &= layers[il].chunks; kinds; kinds &= kinds - 1) {
             n += matrices[layers[il].matrix[__builtin_ctz(kinds)]].expert_bytes;
@@ -101,7 +101,7 @@ struct LayerSet {
     int n_experts = 0;           // number of experts in these layers
     int n_chunks = 0;            // number of matrices of all these experts
     int token_cycle = 0;         // number of experts that one token uses in all these layers
-    int n_used_max = 0;          // the most experts that a token uses in a layer
+    int n_used_max = 0;          // largest number of experts that a token uses in one layer
 
     // Selects the layers with experts for which holds(il) is true.
     template <typename Holds>

@@ -1,8 +1,8 @@
 """Finds and loads the native library, and converts its status codes to exceptions.
 
-The patched libllama is in the same folder. The package also has the `llama_cpp` bindings of the same release. They are
-imported from the package, even if llama-cpp-python is installed, and load the patched libllama. If a process has
-already imported another `llama_cpp`, that one has loaded another libllama, and loading a model fails.
+The patched libllama is in the same folder. The package also contains the matching `llama_cpp` bindings. They are
+imported from the package, even if llama-cpp-python is installed, and load the patched libllama. Loading a model fails
+if the process has already imported another `llama_cpp`, because that module has loaded another libllama.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from moegguf.package import package_folders
 from moegguf.processor import read_processor
 from moegguf.settings import read_environment
 
-LOG_ERROR = 4  # value of enum ggml_log_level
+LOG_ERROR = 4  # GGML_LOG_LEVEL_ERROR of enum ggml_log_level
 # GOMP_SPINCOUNT: the number of polls before a waiting thread sleeps. 20000 polls take a good part of a millisecond;
 # GNU's default is 300000. While experts can be absent (`moegguf/native/threads.h`), OpenMP polls only 1000 times, or
 # 100 times without `active`. With all experts present, this low number of polls would cost up to a fifth of the speed.
@@ -47,9 +47,9 @@ def library_folders() -> Iterable[Path]:
 
 
 def find_library() -> Path:
-    """Returns the folder with libmoegguf and libllama.
+    """Returns the first library folder that contains libmoegguf. libllama is in the same folder.
 
-    Raises LibraryError when there is none.
+    Raises LibraryError when no library folder contains libmoegguf.
     """
     suffix = {"darwin": "dylib", "win32": "dll"}.get(sys.platform, "so")
     for folder in library_folders():
@@ -62,7 +62,7 @@ def find_library() -> Path:
 def check_processor(folder: Path) -> None:
     """Raises LibraryError when this processor lacks instructions that the library in `folder` was compiled to use.
 
-    The library would end the process by SIGILL. Nothing is checked if the needed instructions or the processor's
+    Such a library would end the process with SIGILL. Nothing is checked if the needed instructions or the processor's
     instructions are unknown.
     """
     listed = folder / "CPU_FEATURES"
@@ -77,11 +77,11 @@ def check_processor(folder: Path) -> None:
 
 @contextmanager
 def _short_spins() -> Iterator[None]:
-    """Shortens the time for which OpenMP's threads spin before they sleep, unless the user has set it.
+    """Shortens the time for which OpenMP's threads spin before they sleep, by environment variables.
 
-    OpenMP must be loaded inside the block. With GNU's default, threads spin for longer than a time slice of the
-    scheduler. Threads that share a processor, as on a busy machine, then wait for each other's whole slices at every
-    barrier, hundreds of times a token.
+    Does nothing if one of the variables in SPINNING is set already. OpenMP must be loaded inside the block. With GNU's
+    default, threads spin for longer than a time slice of the scheduler. Threads that share a processor, as on a busy
+    machine, then wait for each other's whole slices at every barrier, hundreds of times a token.
     """
     spinning = {} if any(name in os.environ for name in SPINNING) else SPINNING
     os.environ |= spinning
@@ -93,9 +93,9 @@ def _short_spins() -> Iterator[None]:
 
 
 def build_identity() -> str:
-    """Returns a text that differs between builds of the native library and of its plug-ins.
+    """Returns a string that differs between builds of the native library and of its plug-ins.
 
-    The text has the names, sizes and modification times of their files.
+    The string lists the names, sizes and modification times of the files in their folders.
     """
     folders = [find_library(), *plugins.plugin_folders()]
     files = [path for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
@@ -105,8 +105,8 @@ def build_identity() -> str:
 class BackendProblems(NamedTuple):
     """Reasons why ggml backends were not loaded, or found no devices."""
 
-    refused: list[str]  # a sentence for each plug-in that was built from other sources
-    errors: list[str]  # lines that ggml and drivers logged while backends were loaded
+    refused: list[str]  # a sentence for each plug-in that was not loaded because it was built from other sources
+    errors: list[str]  # error messages that ggml logged while backends were loaded
 
 
 _problems = BackendProblems([], [])
@@ -123,8 +123,8 @@ def _keep_errors(level: int, text: bytes, _user: object) -> None:
 
 
 _LOG_CALLBACK = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)
-# ggml's log callback until the bindings set theirs. Without a callback ggml prints every line of its log, for
-# example the devices that it found.
+# ggml's log callback from the end of load() until the bindings set theirs. It prints errors only. Without a callback
+# ggml prints every line of its log, for example the devices that it found.
 _LOG_ERRORS = _LOG_CALLBACK(_log_errors)
 _KEEP_ERRORS = _LOG_CALLBACK(_keep_errors)  # `moegguf doctor` prints these errors
 
@@ -133,8 +133,8 @@ _KEEP_ERRORS = _LOG_CALLBACK(_keep_errors)  # `moegguf doctor` prints these erro
 def load() -> c.CDLL:
     """Returns the native library. The first call loads it.
 
-    Raises LibraryError when the library is missing, has another ABI than this package, or does not run on this
-    processor.
+    Raises LibraryError when the library is missing or cannot be loaded, has another ABI than this package, or needs
+    instructions that this processor lacks.
     """
     folder = find_library()
     check_processor(folder)
@@ -240,7 +240,7 @@ def find_bindings() -> ModuleSpec | None:
 def mtmd() -> ModuleType:
     """Imports the bindings of libmtmd, which reads images, and returns them.
 
-    Raises LibraryError when the build has no libmtmd.
+    Raises LibraryError when libmtmd or the bindings cannot be loaded.
     """
     llama_cpp()
     try:
@@ -277,14 +277,17 @@ _ERRORS: dict[int, type[MoeggufError]] = {
 
 
 def error(status: int, message: str) -> MoeggufError:
-    """Returns an exception for a status of the C ABI, of the type that belongs to the status."""
+    """Returns an exception with this message, of the type that belongs to a status of the C ABI.
+
+    An unknown status gives MoeggufError.
+    """
     return _ERRORS.get(status, MoeggufError)(message)
 
 
 def check(status: int) -> None:
     """Raises an exception for a status other than abi.OK, with the library's reason as its text.
 
-    It is called after each call of the library that returns a status.
+    This function is called after each call of the library that returns a status.
     """
     if status != abi.OK:
         raise error(status, load().moegguf_last_error().decode(errors="replace"))

@@ -8,19 +8,21 @@
 #include <stdexcept>
 #include <utility>
 
-// The next functions replace common/log.cpp, which starts a thread and needs a JSON library. Errors still reach
-// llama.cpp's own log.
+// The next functions replace common/log.cpp, which would start a thread and need a JSON library. Messages of
+// llama.cpp's `common` library are dropped. Messages of libllama still reach its own log.
 int common_log_get_verbosity_thold() { return -1; }
 common_log * common_log_main() { return nullptr; }
 void common_log_add(common_log *, ggml_log_level, const char *, ...) {}
 
 namespace {
 
-constexpr float least_probability = 0.5f; // the draft context ends a draft before a token less probable than this
-constexpr int32_t most_by_heads = 4; // most tokens in a draft of MTP heads; each guess depends on the previous guess
+// A token of the draft context with a lower probability ends the draft, and is left out.
+constexpr float least_probability = 0.5f;
+// Largest number of tokens in a draft by MTP heads; each guess depends on the previous one.
+constexpr int32_t most_by_heads = 4;
 
-// The state of drafting for one sequence. Each sequence has its own n-gram objects, and gets new ones when another text
-// begins, because upstream's objects never forget a text.
+// The drafting state of one sequence. Each sequence has its own n-gram objects, because upstream's objects never forget
+// tokens. When a sequence keeps none of its tokens, its n-gram objects are replaced.
 struct Sequence {
     common_speculative_ptr ngrams[2];
     llama_tokens tokens;
@@ -61,9 +63,9 @@ struct drafts {
 
     Sequence & sequence(int32_t number) { return sequences.at(number); }
 
-    // Makes an object that drafts from repetitions of the last `key` tokens. A draft has the tokens that followed the
-    // most recent repetition, if these are at least `key` tokens. If a few tokens repeat again and again, the draft
-    // comes from an older repetition, which has more tokens after it.
+    // Makes an object that drafts from repetitions of a sequence's last `key` tokens. A draft has up to n_max tokens
+    // that followed their most recent earlier occurrence, if at least `key` tokens followed it. Otherwise the draft
+    // comes from an older occurrence that more tokens follow, for example if a few tokens repeat again and again.
     common_speculative_ptr ngrams(int32_t key) const {
         common_params_speculative params;
         params.types = {COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE, COMMON_SPECULATIVE_TYPE_NGRAM_MAP_K};
@@ -87,8 +89,8 @@ struct drafts {
         sequence.tokens.insert(sequence.tokens.end(), tokens, tokens + n);
     }
 
-    // Drafts tokens for these requests with `source`, and writes the drafts into the requests. `number` is the index of
-    // the source.
+    // Drafts tokens for these requests with `source`, and writes the drafts into the requests. `number`: the source's
+    // value in enum drafts_source.
     void ask(common_speculative * source, int32_t number, std::vector<drafts_request *> requests) {
         for (drafts_request * request : requests) {
             Sequence & sequence = this->sequence(request->sequence);
@@ -135,9 +137,10 @@ struct drafts {
         }
     }
 
-    // Lets the draft model evaluate all tokens of the sequence except the last token. If the draft context has no room
-    // for them, clears the sequence there and returns false. MTP heads evaluate nothing here, because they evaluate
-    // each pass of the target. For heads, returns true if they have evaluated exactly these tokens.
+    // Lets the draft model evaluate all tokens of the sequence except the last token. If this fails, for example
+    // because the draft context has no room, clears the sequence there and returns false. MTP heads evaluate nothing
+    // here, because they evaluate each pass of the target. For heads, returns true if they have evaluated exactly as
+    // many tokens.
     bool follow(int32_t number) {
         Sequence & sequence = this->sequence(number);
         llama_memory_t memory = llama_get_memory(config.draft);
@@ -164,9 +167,10 @@ struct drafts {
         return fits;
     }
 
-    // Lets the heads evaluate the target's pass. Before that, positions from the pass's first token on are removed from
-    // each sequence of the draft context, because they are left from drafts. If positions before the pass are missing,
-    // as in a restored or copied context, the whole sequence is removed and begins again at the pass.
+    // Lets the heads evaluate the target's pass. Does nothing if there are no heads. Before that, each sequence's
+    // positions from its first token in the pass on are removed from the draft context, because they are left from
+    // drafts. If positions before the pass are missing, as in a restored or copied context, the whole sequence is
+    // removed and begins again at the pass.
     void evaluated(const llama_batch & pass) {
         if (!model || !config.heads) { return; }
         llama_memory_t memory = llama_get_memory(config.draft);
@@ -188,8 +192,9 @@ struct drafts {
         if (!common_speculative_process(model.get(), batch)) { llama_memory_clear(memory, false); }
     }
 
-    // Notes that the first n tokens of the last draft were accepted. Heads go on from the last accepted token, even if
-    // n-grams drafted it.
+    // Notes that the first n tokens of the sequence's last draft were accepted. Does nothing if there was no draft.
+    // Heads that have drafted before are also notified about a draft from n-grams, and go on from the last accepted
+    // token.
     void accept(int32_t number, int32_t n) {
         Sequence & sequence = this->sequence(number);
         const int32_t source = std::exchange(sequence.source, DRAFTS_SOURCES);

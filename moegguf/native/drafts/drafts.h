@@ -3,8 +3,8 @@
 //
 // This is a separate library, because it needs libllama, and libllama needs libmoegguf. A draft repeats earlier tokens
 // of the sequence (n-grams), or comes from a draft context. A draft context computes a smaller model, or the target
-// model's own heads for further tokens (MTP). The caller verifies every token. All calls come from one thread, and no
-// call throws. engine/drafts.py declares these functions for Python.
+// model's own heads for further tokens (MTP). The caller must verify every token. All calls must come from one thread.
+// No call throws. moegguf/engine/drafts.py declares these functions for Python.
 #pragma once
 
 #include "llama.h"
@@ -20,7 +20,8 @@ extern "C" {
 typedef struct drafts drafts;
 
 // Sources of drafts, in the order in which they are tried: the long n-gram, the short n-gram, the draft context. An
-// n-gram draft has the tokens after an earlier occurrence of the last `key` tokens.
+// n-gram draft has the tokens after an earlier occurrence of the last `key` tokens. DRAFTS_SOURCES is the number of
+// sources, and stands for "no source".
 enum drafts_source { DRAFTS_LONG_NGRAM, DRAFTS_SHORT_NGRAM, DRAFTS_MODEL, DRAFTS_SOURCES };
 
 struct drafts_config {
@@ -33,8 +34,8 @@ struct drafts_config {
 };
 
 // A request for a draft of one sequence. n_max is the largest number of tokens from each source; 0: the source is not
-// tried. The answer is `n` tokens in `tokens`, and the `source` that made them. `tokens` must have room for the
-// config's n_max.
+// tried. The answer is `n` tokens in `tokens`, and the `source` that made them. Without a draft, `n` is 0 and `source`
+// is DRAFTS_SOURCES. `tokens` must have room for the config's n_max.
 struct drafts_request {
     int32_t sequence;
     int32_t n_max[DRAFTS_SOURCES];
@@ -43,7 +44,7 @@ struct drafts_request {
     int32_t * tokens;
 };
 
-// The functions below return NULL on success. Otherwise they return the reason of the failure, a text that is valid
+// Functions that return a string return NULL on success, and otherwise the reason for the failure. This string is valid
 // until the thread's next call.
 DRAFTS_API const char * drafts_open(const struct drafts_config * config, drafts ** opened);
 DRAFTS_API void drafts_close(drafts * drafts);
@@ -54,7 +55,7 @@ DRAFTS_API const char * drafts_set_tokens(drafts * drafts, int32_t sequence, int
 DRAFTS_API const char * drafts_draft(drafts * drafts, struct drafts_request * requests, int32_t n);
 
 // Must be called when the target context has just evaluated this batch. If the target's heads make drafts, they also
-// evaluate the batch. The tokens of each sequence are consecutive in the batch.
+// evaluate the batch. The tokens of each sequence must be consecutive in the batch.
 DRAFTS_API const char * drafts_evaluated(drafts * drafts, const struct llama_batch * batch);
 // Must be called when the first n tokens of the sequence's last draft were accepted.
 DRAFTS_API const char * drafts_accept(drafts * drafts, int32_t sequence, int32_t n);

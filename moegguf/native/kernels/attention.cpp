@@ -1,8 +1,9 @@
 // attention.cpp: computes FLASH_ATTN_EXT. Threads share the work by tiles of rows, and by parts of the keys if there
 // are few tiles. A row is the query of one token and one head. Rows that read the same keys share a tile: the heads of
 // a group, and successive tokens. Keys are added in the order of their positions, in blocks and parts that end at fixed
-// positions. So the bits of a row depend neither on other rows and cells nor on the number of threads. This file writes
-// only the operation's result and its work memory. It knows no store.
+// positions. So the bits of a row depend neither on other rows and cells nor on the number of threads. Without lists of
+// cells (cell_lists.h), the order of the cells takes the place of their positions. This file writes only the
+// operation's result, its work memory, and candidates of TOP_K. It does not know about the store.
 #include "cell_lists.h"
 #include "ggml-cpu-impl.h"
 #include "kernels.h"
@@ -17,10 +18,11 @@
 namespace moegguf::kernels {
 namespace {
 
-constexpr int64_t few_tiles = 4;       // if a thread has fewer tiles than this, threads also share the parts of tiles
-constexpr float lowest = -1e30f;       // first maximum of the scores; unlike -inf it can be subtracted from itself
+constexpr int64_t few_tiles = 4; // if a thread has fewer tiles than this, threads share the parts of tiles instead
+// Initial maximum of the scores; unlike with -inf, its difference from itself is not NaN.
+constexpr float lowest = -1e30f;
 constexpr ggml_fp16_t masked = 0xfc00; // -inf
-constexpr int64_t unlisted = 1 << 30;  // position of the first cell that is in no list: after every listed position
+constexpr int64_t unlisted = 1 << 30; // position of the first cell that is not in any list; above every listed position
 
 using ToFloat = void (*)(const char * values, int64_t n, float * out);
 
@@ -41,8 +43,9 @@ struct Listed {
     int64_t n_cells;
 };
 
-// Finds the lists that belong to a mask of n_tokens tokens. The mask of a KV cache points to them. Masks of sparse
-// attention, and scores with a mask added, are computed from the cache's mask, so their sources are searched.
+// Finds the lists that belong to a mask of n_tokens tokens. `lists` is nullptr if there are none. The mask of a KV
+// cache points to the cache's lists. Masks of sparse attention, and scores with a mask added, are computed from the
+// cache's mask, so their sources are searched.
 Listed find_lists(const ggml_tensor * mask, int64_t n_tokens) {
     if (!mask) { return {nullptr, 0}; }
     switch (mask->op) {
@@ -71,8 +74,8 @@ struct Shape {
     int64_t n_cells, n_tokens, n_head;
     // n_shared: number of heads that share keys. n_heads, n_of_tokens: largest numbers of heads and tokens in a tile.
     int64_t n_shared, n_heads, n_of_tokens;
-    int64_t n_groups;                 // groups of heads: a tile has heads of one group
-    Listed listed;                    // unlisted cells come last; each token reads them, in the order of their numbers
+    int64_t n_groups;                 // number of groups of heads; a tile has heads of one group
+    Listed listed;                    // cells from listed.n_cells on come last, in the order of their numbers
     int64_t n_tiles = 0, n_parts = 0; // n_tiles: number of tiles; n_parts: largest number of parts in a tile
 
     Shape(const ggml_tensor * op, const AttentionKernels & of)
@@ -150,7 +153,8 @@ AttentionScale scale_of(const ggml_tensor * op) {
     return {params[2] == 0 ? params[0] : params[0] / params[2], params[2]};
 }
 
-// Up to most_keys cells in the order of their positions, which lie between two neighbouring multiples of most_keys.
+// Up to most_keys cells in the order of their positions. These positions lie between two neighbouring multiples of
+// most_keys.
 struct Block {
     int n = 0;
     bool is_run = true; // the numbers of the cells are consecutive
@@ -173,12 +177,12 @@ struct Tile {
     const AttentionKernels & kernels;
     const AttentionScale scale;
     int64_t stream, first_head, first_token, n_parts;
-    CellList list;                          // cells of the tokens' sequence; cells that are in no list come after them
+    CellList list; // cells of the tokens' sequence; cells that are not in any list come after them
     int n_heads, n_tokens, n_rows, n_lanes; // n_lanes: n_rows, rounded up to whole vectors
     float *queries, *keys, *values, *scores, *bias, *rescale;
     AttentionSums part, all;
     float slopes[most_rows];
-    SeenKeys seen[most_rows]; // [n_tokens] keys of the present block that each token sees
+    SeenKeys seen[most_rows]; // [n_tokens] keys of the current block that each token sees
 
     Tile(const Shape & shape, int64_t i, float * memory)
         : s(shape),
@@ -254,9 +258,9 @@ struct Tile {
         }
     }
 
-    // Adds a block of keys to the sums of the present part. Returns false if no token sees any of its cells. A token is
+    // Adds a block of keys to the sums of the current part. Returns false if no token sees any of its cells. A token is
     // computed together with the tokens before it if it sees all of the cells that they see, or no cell that they do
-    // not see.
+    // not see. `next`: the block that is added next.
     bool add_block(const Block & block, const Block & next) {
         look(block);
         bool found = false;
@@ -343,8 +347,8 @@ struct Tile {
         for (int i = 0; i < most_keys; i++) { rows[i] = (const char *)(to + std::min(i, of.n - 1) * n); }
     }
 
-    // Writes the bias that is added to the scores of rows [row, row + n): -INFINITY for a key that the row's token does
-    // not see. Only tokens [first, last) see keys.
+    // Writes the bias that is added to the scores of rows [row, row + n). It is the mask's value times the head's
+    // slope, and -INFINITY for a key that the row's token does not see. Tokens outside [first, last) see no key here.
     void fill_bias(const Keys & of, int first, int last, int row, int n, int key_stride, int row_stride) const {
         for (int r = 0; r < n; r++) {
             const int t = (row + r) / n_heads;
@@ -394,8 +398,8 @@ struct Tile {
         return i < list.n ? list.cells[i].second : (int32_t)(s.listed.n_cells + i - list.n);
     }
 
-    // Returns the index of the first cell of a part. Indices count the cells in `list`, and then the cells that are in
-    // no list.
+    // Returns the index at which a part begins. Indices run first through the cells in `list`, then through the cells
+    // that are not in any sequence's list.
     int64_t begin_of(int64_t part) const {
         const int64_t n_after = part - list.n_parts;
         return n_after < 0 ? list.parts[part] : list.n + std::min(n_after * part_keys, s.n_unlisted());
@@ -413,7 +417,8 @@ struct Tile {
         return block;
     }
 
-    // Computes the sums over part i of the keys. Returns false if no token sees any of the part's cells.
+    // Computes the sums over part i of the keys. Returns false if there is no part i, or if no token sees any of its
+    // cells.
     bool add_part(int64_t i) {
         clear(part);
         if (i >= n_parts) { return false; }
@@ -429,7 +434,8 @@ struct Tile {
         return found;
     }
 
-    // Writes the result of each row: adds the attention sink, if any, and divides by the sum.
+    // Writes the result of each row: adds the attention sink, if any, and divides by the sum. A row that sees no key
+    // gets zeros.
     void finish() const {
         for (int row = 0; row < n_rows; row++) {
             const int64_t head = first_head + row % n_heads, token = first_token + row / n_heads;
@@ -448,7 +454,7 @@ struct Tile {
     }
 };
 
-// Returns the sums of a part of a tile in memory that is kept until all parts are computed.
+// Returns the places in `memory` at which the sums of one part of a tile are kept until all parts are computed.
 AttentionSums sums_at(const Shape & s, float * memory) {
     const int64_t n = s.n_heads * s.n_of_tokens;
     return {memory, memory + n, memory + 2 * n};
@@ -456,7 +462,7 @@ AttentionSums sums_at(const Shape & s, float * memory) {
 
 void compute_tiles(const ggml_compute_params * params, const Shape & s, float * scratch) {
     for (int64_t i = params->ith; i < s.n_tiles; i = ggml_threadpool_chunk_add(params->threadpool, 1)) {
-        Tile tile(s, s.n_tiles - 1 - i, scratch); // the last tokens come first: they see most keys
+        Tile tile(s, s.n_tiles - 1 - i, scratch); // the last tokens come first, because they usually see most keys
         tile.load_queries();
         tile.clear(tile.all);
         for (int64_t part = 0; part < tile.n_parts; part++) {

@@ -12,8 +12,9 @@ template <class Isa>
 struct Attention {
     using F = typename Isa::F;
     static constexpr int lanes = Isa::n_cols;
-    static constexpr int few_halves = 128; // half floats of each key that are copied and multiplied at once
-    static constexpr int most_vectors = Isa::n_cols / 4; // vectors of rows held in registers: 4 with AVX-512, else 2
+    static constexpr int few_halves = 128; // number of half floats of each key that are copied and multiplied at once
+    // Number of vectors of rows held in registers: 4 with AVX-512, else 2.
+    static constexpr int most_vectors = Isa::n_cols / 4;
 
     template <CacheType type>
     static MOEGGUF_INLINE F load(const char * values, int64_t i) {
@@ -122,8 +123,8 @@ struct Attention {
             const int64_t n_halves = n - begin < few_halves ? n - begin : few_halves;
             for (int k = 0; k < 2 * lanes; k++) { memcpy(rows[k], keys[k] + 2 * begin, 2 * n_halves); }
             for (int64_t i = 0; i < n_halves; i += 8, queries += 8 * n_lanes) {
-                // Prefetches later rows to the second-level cache, a few in each step, because with few queries the
-                // time is spent on waiting for memory.
+                // Prefetches later rows to the second-level cache, a few in each step, because with few queries most of
+                // the time is spent waiting for memory.
                 for (int r = 0; r < n_soon && soon_row < soon.n; r++, soon_row++) {
                     for (int64_t at = 0; at < soon.n_bytes; at += 64) {
                         __builtin_prefetch(soon.rows[soon_row] + at, 0, 2);

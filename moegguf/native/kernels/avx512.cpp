@@ -1,4 +1,4 @@
-// avx512.cpp: the kernels for processors with AVX-512 and its VNNI.
+// avx512.cpp: the kernels for processors with AVX-512 (BW, DQ and VL) and its VNNI.
 #include "isa_avx512.h"
 
 #include "attention.h"

@@ -30,7 +30,8 @@ inline __m256i with_even_bits(__m256i sevens) {
     return _mm256_or_si256(sevens, _mm256_xor_si256(a, b));
 }
 
-// Returns the four groups of 7 bits in the first 28 bits of each lane, one in each byte, with their eighth bits.
+// Returns the four groups of 7 bits in the lowest 28 bits of each 32-bit lane, one in each byte, with their eighth
+// bits.
 inline __m256i signs_of_28(__m256i x) {
     __m256i sevens = _mm256_and_si256(x, _mm256_set1_epi32(0x7f));
     for (int i = 1; i < 4; i++) {
@@ -68,7 +69,7 @@ __m256i spread_groups(__m256i x) {
     return _mm256_and_si256(x, _mm256_set1_epi8(one));
 }
 
-// Joins each low byte with its high byte to an index of 16 bits.
+// Joins each of 32 low bytes with its high byte to an index of 16 bits.
 inline void join(const uint8_t * low, __m256i high, uint16_t * out) {
     const __m256i a = _mm256_unpacklo_epi8(load_32(low), high), b = _mm256_unpackhi_epi8(load_32(low), high);
     _mm256_store_si256((__m256i *)out, _mm256_permute2x128_si256(a, b, 0x20));
@@ -270,8 +271,8 @@ struct PlainIq1M : Grid<PlainIq1M, Unsigned<9, 4>> {
         const __m256i more = _mm256_shuffle_epi8(_mm256_set1_epi32((int)found.more[i]), bytes_of_4);
         return eighths(of_grid(iq1s_grid, found.index + 4 * i), more);
     }
-    // Returns an eighth of the block's scale. The scale is a half float in the upper 4 bits of each of the four words
-    // in `scales`.
+    // Returns an eighth of the block's scale. The scale is a half float: each of the four words in `scales` has 4 bits
+    // of it in the word's upper 4 bits.
     static float d(const uint8_t * from) {
         const __m128i packed = _mm_loadl_epi64((const __m128i *)((const block_iq1_m *)from)->scales);
         const auto four = (uint64_t)_mm_cvtsi128_si64(_mm_srli_epi16(packed, 12));

@@ -106,8 +106,9 @@ struct Avx2 {
     }
     static I signed_pairs(I w, I x) { return _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w)); }
 
-    // Returns w . x for 32 values of each column. n_dots: number of vectors whose products together fit into 16 bits.
-    // The signs of signed codes are moved to x, because maddubs takes unsigned codes.
+    // Returns w . x for 32 values of each column, plus `minus` for unsigned codes. n_dots: number of vectors whose
+    // products together fit into 16 bits. The signs of signed codes are moved to x, because maddubs takes unsigned
+    // codes.
     template <int n_dots, bool is_signed>
     static I sum_32(const I * w, const int8_t * x, const int32_t * minus) {
         I sum = is_signed ? I{} : broadcast(minus);
@@ -224,7 +225,7 @@ struct Avx2 {
         const uint32_t seen = ~bits(_mm256_cmpeq_epi16(a, masked), _mm256_cmpeq_epi16(b, masked));
         return {seen, seen & ~bits(_mm256_cmpeq_epi16(a, I{}), _mm256_cmpeq_epi16(b, I{}))};
     }
-    // Loads 16 bytes of two rows.
+    // Loads 16 bytes of each of two rows, which begin `stride` numbers apart.
     static I load_parts(const uint16_t * row, int64_t stride) {
         const auto part = [row, stride](int i) { return _mm_load_si128((const __m128i *)(row + i * stride)); };
         return _mm256_inserti128_si256(_mm256_castsi128_si256(part(0)), part(1), 1);

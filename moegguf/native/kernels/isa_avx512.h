@@ -64,8 +64,8 @@ struct Columns16 {
         return x;
     }
 
-    // The next functions return scales in the form that scaled_sum needs: in the lower 16 bits of each lane, with zeros
-    // above.
+    // The next two functions return scales in the form that scaled_sum needs: in the lower 16 bits of each lane, with
+    // zeros above.
     static I scales(const uint8_t * of_columns) {
         return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)of_columns));
     }
@@ -136,7 +136,7 @@ struct Columns16 {
         const uint32_t seen = _mm512_cmpneq_epi16_mask(m, _mm512_set1_epi16((short)0xfc00));
         return {seen, seen & _mm512_test_epi16_mask(m, m)};
     }
-    // Loads 16 bytes of four rows.
+    // Loads 16 bytes of each of four rows, which begin `stride` numbers apart.
     static MOEGGUF_INLINE I load_parts(const uint16_t * row, int64_t stride) {
         const auto part = [row, stride](int i) { return _mm_load_si128((const __m128i *)(row + i * stride)); };
         const I x = _mm512_inserti32x4(_mm512_castsi128_si512(part(0)), part(1), 1);
@@ -164,7 +164,8 @@ struct Columns16 {
     static __m256 fold(Lanes x) { return _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1)); }
 };
 
-// Operations on 8 columns: AVX2, with scales in the form that Vnni::scaled_sum needs.
+// Operations on 8 columns: AVX2, but with VNNI's instructions for sums of products, and with scales in the form that
+// Vnni::scaled_sum needs.
 struct Columns8 : Avx2 {
     static I scales(const uint8_t * of_columns) {
         return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)of_columns));
@@ -224,7 +225,8 @@ struct Vnni : Width {
         return sum;
     }
 
-    // Returns, for each 8 values, their sum times -offset. `pairs` has 16 sums of two successive values.
+    // Returns, for each 8 values, their sum times -offset, as a number of 32 bits. `pairs` has 16 sums of two
+    // successive values.
     static __m256i minus_8(__m256i pairs, int offset) {
         const __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16((short)-offset));
         return _mm256_add_epi32(fours, _mm256_shuffle_epi32(fours, 0xb1));

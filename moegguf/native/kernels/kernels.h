@@ -27,19 +27,19 @@ struct Kernel {
     void (*gather)(const char * const * rows, int n_rows, int64_t n, char * tile);
 
     // Multiplies a tile of rows with n_cols columns of weights, and writes out[r][0, n_cols). n_cols is a multiple of 8
-    // if weights are interleaved. row_bytes: bytes of the n weights of a column. soon: weights to prefetch while a
-    // panel is multiplied; nullptr: none.
+    // if weights are interleaved. row_bytes: size in bytes of the n weights of a column. soon: weights to prefetch
+    // while a panel is multiplied; nullptr: none.
     void (*multiply)(const char * weights, size_t row_bytes, int64_t n_cols, const char * tile, int n_rows, int64_t n,
                      float * const * out, const char * soon);
 
-    const Panels * panels; // used for more than max_rows rows; nullptr: weights are interleaved
+    const Panels * panels; // used for more than max_rows rows; nullptr: weights are interleaved, or already in a panel
 };
 
 // The way to multiply many rows: a group of columns is unpacked once, to a panel, and the panel is multiplied with all
 // rows.
 struct Panels {
     const Kernel * kernel; // multiplies panels; its row_bytes is block_bytes times the number of blocks
-    size_t block_bytes;    // bytes of one column's block (kernel->block_values weights) in a panel
+    size_t block_bytes;    // size in bytes of one column's block (kernel->block_values weights) in a panel
     void (*unpack)(const char * weights, size_t row_bytes, int64_t n_cols, int64_t n, char * panel);
 };
 
@@ -48,9 +48,9 @@ struct Panels {
 using MultiplyFloats = void (*)(const char * weights, size_t stride, int64_t n_cols, const float * const * rows,
                                 int n_rows, int64_t n, float * const * out);
 
-// ---- attention: rows are queries, keys are cells of a cache that some of them see ----
+// ---- attention: rows are queries, keys are cells of a cache that some of the rows see ----
 
-constexpr int most_rows = 64, most_keys = 32; // most rows in a tile, and most keys in a block, of attention
+constexpr int most_rows = 64, most_keys = 32; // largest number of rows in a tile, and of keys in a block, of attention
 constexpr int few_rows = 8;
 
 // The scale of scores. A score is factor * (query . key), or cap * tanh(factor * (query . key)) if cap is not 0.
@@ -64,8 +64,8 @@ struct AttentionSums {
     float *max, *sum, *values;
 };
 
-// Two sets of 32 keys, with a bit for each key. `seen` has the keys that a row sees. `biased` has the seen keys whose
-// value in the mask is not 0.
+// Two sets chosen from 32 keys, with a bit for each key. `seen` has the keys that a row sees. `biased` has the seen
+// keys whose value in the mask is not 0.
 struct SeenKeys {
     uint32_t seen, biased;
 };
@@ -84,7 +84,7 @@ enum class CacheType { f32, f16 };
 // lane, and scores are [key][n_lanes]. With few rows (score_few, soften_few), each key has a lane, and scores are
 // [row][most_keys]. `queries` is [n][n_lanes] in both.
 struct AttentionKernels {
-    int lanes; // lanes of a vector; n_lanes is a multiple of it
+    int lanes; // lanes of a vector; n_lanes is a multiple of this number
 
     SeenKeys (*see)(const uint16_t * mask); // mask [32]: half floats
     void (*q8_0_to_float)(const char * values, int64_t n, float * out);
@@ -95,7 +95,8 @@ struct AttentionKernels {
     // Multiplies queries with keys. n_rows: a multiple of `lanes`. keys: [n_keys, rounded up to 16][n].
     void (*score)(const float * queries, int n_lanes, int n_rows, const float * keys, int n_keys, int64_t n,
                   float * scores);
-    // Multiplies at most few_rows queries with keys. keys [most_keys]: keys of half floats. soon: rows to prefetch.
+    // Multiplies at most few_rows queries with keys. keys [most_keys]: addresses of keys of half floats. soon: rows to
+    // prefetch.
     void (*score_few)(const float * queries, int n_lanes, int n_rows, const char * const * keys, int n_keys, int64_t n,
                       const RowsToPrefetch & soon, float * scores);
 
@@ -122,12 +123,12 @@ struct AttentionKernels {
 struct Kernels {
     const Kernel * (*of_interleaved)(ggml_type type); // weights of 8 interleaved rows, as in upstream's repack.cpp
     const Kernel * (*of_plain)(ggml_type type);       // weights in a file's layout
-    MultiplyFloats (*of_floats)(ggml_type type);      // weights that are floats; all three: nullptr for other types
+    MultiplyFloats (*of_floats)(ggml_type type);      // float weights; all three functions: nullptr for other types
     const AttentionKernels * attention;
 };
 
 extern const Kernels avx2;   // needs FMA and F16C
-extern const Kernels avx512; // needs VNNI as well
+extern const Kernels avx512; // needs AVX-512 (BW, DQ, VL) and VNNI as well
 
 // Returns the kernels for this processor; nullptr: upstream's kernels are used. For comparisons, the environment
 // variable MOEGGUF_KERNELS chooses "avx2" or "upstream".

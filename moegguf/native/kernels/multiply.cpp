@@ -1,6 +1,6 @@
-// multiply.cpp: computes MUL_MAT and MUL_MAT_ID with weights that are quantised or floats, divided among threads.
-// Activations are quantised row by row, and several rows are multiplied together as a tile. The bits of a row depend
-// neither on the tile nor on the number of threads.
+// multiply.cpp: computes MUL_MAT with weights that are quantised or floats, and MUL_MAT_ID with quantised weights,
+// divided among threads. For quantised weights, activations are quantised row by row, and several rows are multiplied
+// together as a tile. The bits of a row depend neither on the tile nor on the number of threads.
 #include "multiply.h"
 
 #include "ggml-cpu-impl.h"
@@ -28,7 +28,7 @@ const Kernels * detect() {
 }
 
 constexpr int max_tile = 16;
-constexpr int64_t part_bytes = 256 << 10; // bytes of weights that are multiplied with all rows before further weights
+constexpr int64_t part_bytes = 256 << 10; // size in bytes of a part of the weights, multiplied with all rows at a time
 
 const Kernel * kernel_of_interleaved(ggml_type type) {
     const Kernels * kernels = processor_kernels();
@@ -63,7 +63,7 @@ int next_tile(int64_t n_left, int max_rows) {
     return 4 * n_left < 3 * n ? n / 2 : n;
 }
 
-// Returns the number of rows of all tiles that n_rows rows are divided into, with the rows that are repeated.
+// Returns the total number of rows in the tiles into which n_rows rows are divided, including repeated rows.
 int64_t tiled_rows(int64_t n_rows, int max_rows) {
     int64_t n_tiled = 0;
     for (int64_t row = 0; row < n_rows;) {
@@ -75,7 +75,8 @@ int64_t tiled_rows(int64_t n_rows, int max_rows) {
 
 size_t quantized_bytes(const Kernel * kernel, int64_t n) { return n / kernel->block_values * kernel->block_bytes; }
 
-// The size of a panel: unpacked columns of weights that fit into the processor's second-level cache.
+// The size of a panel of unpacked columns. A panel has about part_bytes, which fit into a second-level cache, but at
+// least 16 columns.
 struct PanelSize {
     size_t column_bytes;
     int64_t n_cols;
@@ -95,12 +96,13 @@ size_t panel_bytes(const Kernel * kernel, int64_t n) {
 struct Columns {
     const Kernel * kernel;
     const char * weights;
-    size_t row_bytes; // bytes of a row of weights
+    size_t row_bytes; // size of a row of weights in bytes
     int64_t n;        // values of a row
     int64_t first, n_cols;
     const char * soon; // weights that are unpacked next; nullptr: none
 
     // Multiplies a tile of n_rows rows with these columns. out: for each row, the address of the first column's result.
+    // is_first: also prefetches `soon`.
     void multiply(const char * tile, int n_rows, float * const * out, bool is_first) const {
         kernel->multiply(weights, row_bytes, n_cols, tile, n_rows, n, out, is_first ? soon : nullptr);
     }
@@ -111,7 +113,7 @@ struct Product {
     const Panels * panels; // nullptr: weights are multiplied without being unpacked
     const Kernel * kernel;
     const char * weights;
-    size_t row_bytes; // bytes of a row of weights
+    size_t row_bytes; // size of a row of weights in bytes
     int64_t n;        // values of a row
 
     Product(const Kernel * of_weights, const ggml_tensor * w, int64_t n_rows)
@@ -121,10 +123,10 @@ struct Product {
           row_bytes(w->nb[1]),
           n(w->ne[0]) {}
 
-    size_t quantized() const { return quantized_bytes(kernel, n); } // bytes of a quantised row of activations
+    size_t quantized() const { return quantized_bytes(kernel, n); } // size of a quantised row of activations in bytes
 
     // Calls visit() with columns [first, last), or with one unpacked panel of them after another. panel: memory for the
-    // unpacked weights
+    // unpacked weights.
     template <class Visit>
     void for_each_part(int64_t first, int64_t last, char * panel, Visit visit) const {
         if (!panels) {
@@ -157,7 +159,7 @@ struct Shares {
     }
 
   private:
-    int64_t begin(int64_t part) const { // the first column of a part, a multiple of 16
+    int64_t begin(int64_t part) const { // first column of a part: a multiple of 16, or n_cols
         return std::min((part * n_cols / (n_parts * n_threads) + 15) / 16 * 16, n_cols);
     }
 };
@@ -246,10 +248,10 @@ void mul_mat(const ggml_compute_params * params, ggml_tensor * op, const Kernel 
 
 // ---- MUL_MAT with weights that are floats ----
 
-constexpr int64_t float_cols = 64; // columns of weights that a thread takes at once
+constexpr int64_t float_cols = 64; // number of columns of weights that a thread takes at once
 
 // Computes columns [first, last) of a plane of the result: the product of a matrix of activations and a matrix of
-// weights, which several planes may share.
+// weights. Several planes may share a matrix of weights.
 void multiply_plane(const ggml_tensor * op, MultiplyFloats multiply, int64_t plane, int64_t first, int64_t last) {
     const ggml_tensor *w = op->src[0], *x = op->src[1];
     const int64_t i2 = plane % op->ne[2], i3 = plane / op->ne[2];

@@ -16,18 +16,19 @@ extern "C" {
 // that are floats. Returns false if upstream's kernels have to compute the operation.
 bool moegguf_multiply(const struct ggml_compute_params * params, struct ggml_tensor * op);
 
-// Returns the bytes of work memory that moegguf_multiply needs.
+// Returns the size in bytes of the work memory that moegguf_multiply needs; 0: none.
 size_t moegguf_multiply_work_size(const struct ggml_tensor * op, int n_threads);
 
 // Computes this thread's share of FLASH_ATTN_EXT. Returns false if upstream's kernels have to compute the operation.
 bool moegguf_attention(const struct ggml_compute_params * params, struct ggml_tensor * op);
 
-// Returns the bytes of work memory that moegguf_attention needs.
+// Returns the size in bytes of the work memory that moegguf_attention needs; 0: upstream's kernels compute the
+// operation.
 size_t moegguf_attention_work_size(const struct ggml_tensor * op, int n_threads);
 
 // Sorts the candidates of one row of TOP_K before they are compared, because their order decides which of several equal
-// scores are taken. Cells of a KV cache are sorted by position, so other sequences do not change the result. Candidates
-// that a mask hides come last.
+// scores are taken. If the candidates are cells of a KV cache with lists, they are sorted by position, so other
+// sequences do not change the result. Candidates that a mask hides come last.
 void moegguf_order_candidates(const struct ggml_tensor * scores, int64_t row, int32_t * candidates);
 
 #ifdef __cplusplus
@@ -38,8 +39,8 @@ namespace moegguf::kernels {
 // Returns true if this processor has kernels for weights of this type, interleaved in groups of 8 rows and 8 bytes.
 bool has_kernels(ggml_type type);
 
-// Writes to `size` the bytes of work memory that multiply() needs. Returns false if upstream's kernels compute the
-// operation.
+// Writes to `size` the size in bytes of the work memory that multiply() needs. Returns false if upstream's kernels
+// compute the operation.
 bool work_size(int n_threads, const ggml_tensor * op, int64_t n_cols, int64_t interleaved_bytes, size_t & size);
 
 // Computes this thread's share of a product with interleaved weights. Returns false if upstream's kernels have to

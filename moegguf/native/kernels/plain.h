@@ -106,7 +106,7 @@ MOEGGUF_INLINE void load_columns(At at, typename Isa::I * out) {
     out[2] = Isa::low_64(b, d), out[3] = Isa::high_64(b, d);
 }
 
-// The addresses of n columns. If there are fewer than n (n_cols), the last one is repeated.
+// The addresses of n columns. If there are only n_cols < n columns, the last address is repeated.
 template <int n>
 struct Columns {
     const uint8_t * of[n];

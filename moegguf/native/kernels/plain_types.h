@@ -19,11 +19,12 @@ struct RowSum {
     float sum, d; // sum: sum of the values, times d
 };
 
-// A block of activations: 256 values with a scale, for weights with integer scales for each 16 values.
+// A block of activations: 256 values with a scale, for weights with integer scales for each 16 or 32 values.
 struct RowPlain {
     int8_t qs[256];
-    int16_t sums[16];  // sum of each group of 16 values: first the even groups, then the odd groups
-    int32_t minus[16]; // sum of each 16 values, times -T::offset, in the form of Isa::minus_16
+    int16_t sums[16]; // sum of each group of 16 values: first the even groups, then the odd groups
+    // Sum of each 16 values (for scales of 32: at even places, of 32) times -T::offset, as in Isa::minus_16.
+    int32_t minus[16];
     float d;
 };
 
@@ -77,8 +78,8 @@ struct Unsigned {
 
 // ---- 32 values with a scale ----
 
-// The base of types with a scale for each 32 values. A block begins with its scale, a half float. If `adds_min`,
-// another half float follows, which is added to every value.
+// The base of types with a scale for each 32 values. A block begins with its scale: a half float, unless the type has
+// its own scales(). If `adds_min`, another half float follows, which is added to every value.
 template <class Codes>
 struct Scaled : Codes {
     static constexpr int n_values = 32;
@@ -178,8 +179,8 @@ struct PlainMxfp4 : Scaled<Unsigned<12, 4>> {
 
 // ---- 256 values with integer scales ----
 
-// The base of types in blocks of 256 values. scale_values_: number of values with one scale: 16, or 32 for signed
-// codes.
+// The base of types in blocks of 256 values. scale_values_: number of values with one scale: 16, or 32 (only for signed
+// codes).
 template <class Codes, int scale_values_ = 16>
 struct Superblock : Codes {
     struct Prepared {}; // empty in this base; types in grids.h find indices first, and then codes
