@@ -96,7 +96,8 @@ void write_parts(llama_memory_i & memory, uint32_t kinds, llama_io_write_i & io,
     for (llama_memory_i * part : chosen(memory, kinds)) { part->state_write(io, seq, 0); }
 }
 
-// Reads the parts of a sequence's state that write_parts() has written. Throws if the state does not fit the memory.
+// Reads the parts of a sequence's state that write_parts() has written. For a memory with an indexer, part_cells must
+// not be combined with other bits. Throws if the state does not fit the memory.
 void read_parts(llama_memory_i & memory, uint32_t kinds, llama_io_read_i & io, llama_seq_id seq) {
     llama_memory_hybrid_idx * with_indexer = indexed(memory);
     if ((kinds & part_cells) && with_indexer) {
@@ -118,7 +119,7 @@ class Counter : public llama_io_write_i {
     size_t n_ = 0;
 };
 
-// Writes a state to memory.
+// Writes a state to a block of n bytes. Throws if the state is longer.
 class Writer : public llama_io_write_i {
   public:
     Writer(void * to, size_t n) : to_((uint8_t *)to), n_left_(n) {}

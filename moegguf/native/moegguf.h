@@ -223,7 +223,8 @@ struct moegguf_tier_info {
     char note[192];         // reason why its memory is not pinned for all devices; empty: no such reason
 };
 
-// One copy of the shards, on its own drive. Each read goes to the copy that is expected to finish it first.
+// Statistics of one copy of the shards, which may be on its own drive. Each read goes to the copy that is expected to
+// finish it first.
 struct moegguf_drive_info {
     uint64_t reads;
     uint64_t bytes;
@@ -411,7 +412,7 @@ MOEGGUF_API void moegguf_store_close(moegguf_store * store);
 // Returns the buffer type that reserves address space for the expert tensors of a model; NULL for NULL.
 MOEGGUF_API ggml_backend_buffer_type_t moegguf_store_buft(moegguf_store * store);
 
-// Writes the store's counters, without the lock.
+// Writes the store's counters. Does not take the store's lock.
 MOEGGUF_API int moegguf_store_counters(moegguf_store * store, struct moegguf_counters * counters);
 
 // Writes the counters and the state of the slots that `tier` (enum moegguf_tier) stands for. INVALID: the store has no

@@ -340,8 +340,8 @@ void Pool::show(ggml_tensor * pool, int n_slots) const {
 }
 
 // When a tensor is bound, the backend may write after the tensor's end, where other slots are: CUDA sets the padding to
-// zero. It does so in a stream for which only clears and copies of whole buffers wait. So the arena is cleared and the
-// slots are copied after rebind().
+// zero. Operations on buffers wait for these writes, but streams of backends do not. So the arena is cleared and the
+// slots are copied after rebind(), by operations on buffers.
 bool Pool::reallocate(int n_slots, bool keep) {
     for (int kind = 0; kind < MOEGGUF_MAX_KINDS; kind++) {
         Arena & arena = arenas_[kind];

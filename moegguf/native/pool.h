@@ -78,7 +78,8 @@ class Pool {
     // Writes whole matrices of n neighbouring slots with their padding. `data` has the layout of this pool. The
     // function may return before the copy has ended: synchronize the backend before `data` changes.
     void write_slots(ggml_backend_t backend, int matrix, int slot, int n, const void * data) const;
-    // Copies whole matrices of n neighbouring slots from slots of another pool on the same device.
+    // Copies whole matrices of n neighbouring slots from another pool on the same device. The function may return
+    // before the copy has ended.
     void copy_slots(ggml_backend_t backend, int matrix, int slot, int n, const Pool & from, int from_slot) const;
     bool repacked(int matrix) const { return interleaved_[matrix]; }
 

@@ -10,7 +10,7 @@ namespace {
 
 constexpr float use_half_life_tokens = 64.0f;
 
-struct Rank { // the rank of a victim; the victim with the lowest rank is evicted first
+struct Rank { // the rank of a candidate; the candidate with the lowest rank is evicted first
     float score;
     int turn;
     uint64_t last_use;
@@ -89,7 +89,7 @@ int Residency::victim(const LayerStep & now) {
     EvictionPolicy & policy = this->policy();
     const bool ordered = policy.orders(now);
     order_.follow(ordered ? &policy : nullptr);
-    int best[2] = {-1, -1}; // slots of the best victims: [0] in layers at their floor, [1] in layers above it
+    int best[2] = {-1, -1}; // slots of the best victims: [0] in layers at or below their floor, [1] above it
     Rank best_rank[2] = {};
     for (int il : set_.moe_layers) {
         const EvictionOrder::Entry * first = order_.first(il);

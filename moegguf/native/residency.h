@@ -28,7 +28,7 @@ struct Slot {
     uint32_t requests = 0;   // number of calls of request() for this slot
     uint8_t queued = 0;      // bits of the slot's matrices that wait for their transfer
     uint8_t reading = 0;     // bits of the slot's matrices whose transfer is under way
-    bool prefetched = false; // true: the expert was prefetched, and no routing event has used it yet
+    bool prefetched = false; // true: the expert was prefetched, and not requested since
     uint64_t last_use = 0;   // value of the tier's counter of uses at the slot's last use
 
     bool streams() const { return il >= 0 && expert < 0; }
@@ -51,8 +51,9 @@ class Residency {
     uint8_t ready(int s) const { return state_[s].load(std::memory_order_acquire) & ready_bits; }
     bool failed(int s) const { return state_[s].load(std::memory_order_acquire) & failed_bit; }
     bool complete(int s) const { return ready(s) == layout_.layers[slots_[s].il].chunks; }
-    bool all_ready() const { return n_absent_ == 0; } // any thread; true: every expert is complete in its own slot
-    void publish(int s, uint8_t kinds);               // marks these matrices of the slot as complete
+    // Any thread; true: every expert of the tier is complete in a slot.
+    bool all_ready() const { return n_absent_ == 0; }
+    void publish(int s, uint8_t kinds); // marks these matrices of the slot as complete
     void fail(int s) { state_[s].fetch_or(failed_bit, std::memory_order_release); }
     void clear_failed(int s) { state_[s].fetch_and(uint8_t(~failed_bit), std::memory_order_relaxed); }
 
@@ -68,8 +69,8 @@ class Residency {
     void pin(int s, bool is_use = true);
     void unpin(int s);
     void touch(int s); // makes the slot the most recently used one
-    // Counts a use by a routing event, or as the source of a copy. Returns true if the expert was prefetched and this
-    // is its first use.
+    // Counts a request for the slot's expert, by a routing event or for a copy from the slot. Returns true if the
+    // expert was prefetched and this is its first request.
     bool request(int s);
     void mark_prefetched(int s);
     void queue(int s, uint8_t kinds) { slots_[s].queued |= kinds; }

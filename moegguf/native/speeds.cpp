@@ -9,8 +9,8 @@
 namespace moegguf {
 namespace {
 
-// The largest number of tokens in a measured graph. Each token multiplies with other slots, so the graph reads each
-// slot at most once.
+// The largest number of tokens in a measured graph. Each token multiplies with slots of its own, so the graph reads
+// each slot at most once.
 constexpr int most_tokens = 1024;
 constexpr int n_small_ops = 64; // number of nodes in the graph that measures the cost of a node
 // The number of nodes in a graph that runs until a stop. A layer has about this number of nodes.

@@ -244,7 +244,7 @@ class StagedSupply final : public Supply {
     std::vector<uint8_t> shortens_; // [n_layer] 1: the layer is computed only for tokens whose logits are needed
     int last_il_ = -1;              // layer of the previous event
     int last_tokens_ = 0;           // number of tokens in the previous event's pass
-    std::vector<int> counts_;       // [n_expert_max] number of the event's tokens that use each expert
+    std::vector<int> counts_;       // [n_expert_max] number of times that the event's tokens chose each expert
 };
 
 } // namespace

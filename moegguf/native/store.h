@@ -36,8 +36,8 @@ class Store {
     // Remedy::shared_ids is on, every expert is in its own slot, and no listener and no watch() needs the routing
     // events.
     bool passes_over(const Tier & tier) const;
-    // Returns a set of bits, one for each device: 1 if passes_over() is true for it. A graph is valid while these bits
-    // stay the same.
+    // Returns a set of bits, one for each device: 1 if passes_over() is true for the device's tier. A graph multiplies
+    // by the right ids while these bits stay the same.
     uint64_t passed_over() const;
     // Counts a routing event of a layer whose graph uses the router's own expert ids. The pass fails in a child
     // process, after a cancellation, or if experts no longer have their own slots.
@@ -54,7 +54,7 @@ class Store {
     void announce_tokens(const moegguf_tokens_event & event);
 
     void watch(bool on) { watched_ = on; }   // while on, no layer is idle, so that every look-up is counted
-    void resize(Tier & tier, int n_slots);   // changes the number of slots, while no pass is under way
+    void resize(Tier & tier, int n_slots);   // changes the number of slots; no pass may be under way
     std::vector<Tier *> tiers_at(int index); // returns the tiers of a value of enum moegguf_tier. Throws Error(INVALID)
     ggml_backend_buffer_type_t buft() { return buft_.get(); }
     ggml_tensor * pool_tensor(const char * name, int n_tokens) const;

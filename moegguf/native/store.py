@@ -74,7 +74,7 @@ class StoreOptions:
     The defaults were chosen by measurements. Tests and ablations turn single options off.
     """
 
-    readers: int = 4  # number of threads that read each copy of the file
+    readers: int = 4  # number of threads that read each copy of the model's files
     repack: bool = True  # slots on the CPU are interleaved for its fastest kernels, where these support the type
     direct: bool = True  # files are read with O_DIRECT, if a test read with it succeeds
     chunked: bool = True  # prefetches are read matrix by matrix

@@ -152,7 +152,8 @@ class Locality final : public ExpectedUse<FadingAverage> {
     static constexpr float half_life_tokens = 14.0f;
     static constexpr float likely = 0.5f; // every expert with at least this probability is active
 
-    // [n_layer * n_expert_max] `no`: the expert was not prefetched, or was used after its prefetch.
+    // [n_layer * n_expert_max] `yes`: prefetched, and not used yet; `in_vain`: the layer's router then chose other
+    // experts; `no`: neither.
     std::vector<Early> prefetched_;
     std::vector<float> active_, sorted_; // scratch
 };

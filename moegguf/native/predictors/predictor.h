@@ -72,7 +72,7 @@ class Arrays {
         return (const int32_t *)find(name, MOEGGUF_INT32, n);
     }
     int integer(const std::string & name) const { return *integers(name, 1); }
-    const float * optional_floats(const std::string & name, size_t n) const { // nullptr: no such array
+    const float * optional_floats(const std::string & name, size_t n) const { // nullptr: the array is missing or empty
         return size(name) ? floats(name, n) : nullptr;
     }
     // Returns the matrix of the arrays NAME.weights, NAME.scale and, if there is one, NAME.bias.
