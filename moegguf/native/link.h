@@ -1,8 +1,8 @@
-// link.h: a link has queues of transfers into slots. It chooses the next transfer, and updates the slot when a transfer
-// has ended.
+// link.h: a link has queues of transfers into slots. The link chooses the next transfer, and updates the slot when a
+// transfer has ended.
 //
-// The clock runs the transfers (clock.h): in real time on the link's own threads, in virtual time one after another.
-// The class Link fills slots that were assigned before, and assigns none.
+// In real time, a link's own threads carry its transfers. In virtual time, the clock carries one transfer of each link
+// at a time (clock.h). Class Link assigns no slots: it queues transfers into slots that are assigned already.
 #pragma once
 
 #include "tier.h"
@@ -17,7 +17,7 @@ class Ring {
     size_t size() const { return get(size_); } // any thread may call this
     T & operator[](size_t i) { return items_[(head_ + i) & (items_.size() - 1)]; }
 
-    T & add() { // returns a new last item, which still has old contents
+    T & add() { // appends an item without resetting its fields, and returns the item
         if (size_ == items_.size()) { grow(); }
         T & item = (*this)[size_];
         set_gauge(size_, size_ + 1);
@@ -35,8 +35,8 @@ class Ring {
 
     void clear() { set_gauge(size_, 0); }
 
-    // Removes the items for which `keep` returns false, and keeps the order of the others. Returns the number of
-    // removed items.
+    // Removes the items for which `keep` returns false, and keeps the order of the remaining items. Returns the number
+    // of removed items.
     template <typename Keep>
     size_t filter(Keep keep) {
         size_t kept = 0;
@@ -56,12 +56,13 @@ class Ring {
         head_ = 0;
     }
 
-    std::vector<T> items_; // the size is 0 or a power of two
+    std::vector<T> items_; // the vector's size, which is the queue's capacity, is 0 or a power of two
     size_t head_ = 0;
     uint64_t size_ = 0;
 };
 
-// A link: queues of transfers into slots. Callers hold the store's lock, except for functions marked "any thread".
+// A link: queues of transfers into slots. Callers hold the store's lock, except for start_threads() and functions
+// marked "any thread".
 class Link {
   public:
     Link(const Layout & layout, Shared & shared, const Tiers & tiers)
@@ -72,21 +73,25 @@ class Link {
     Link(const Link &) = delete;
     Link & operator=(const Link &) = delete;
 
-    virtual void start_threads() = 0; // starts the threads that carry transfers, without the lock. Throws Error.
+    // Starts the threads that carry transfers. Callers do not hold the store's lock. Throws Error.
+    virtual void start_threads() = 0;
 
-    virtual bool begin_next(Job & job) = 0; // begins the next transfer that is still needed; false: none
-    // Ends a transfer, and updates its slot. `why`: reason of a failure; empty: the transfer succeeded.
+    // Writes the next transfer that is still needed to `job`, and records that the transfer begins. Returns false if
+    // there is none.
+    virtual bool begin_next(Job & job) = 0;
+    // Records the end of a transfer. `why`: the reason for a failure; empty: the transfer succeeded.
     virtual void finish(const Job & job, const std::string & why) = 0;
-    // Only the virtual clock calls the next two functions. link_bytes() returns the bytes that go over the link, or 0
-    // if the transfer takes no time. note_time() receives the time that a transfer will take, in ns.
+    // Only the virtual clock calls the next two functions. link_bytes() returns the number of bytes that go over the
+    // link; 0: the transfer takes no time. note_time() is called when a transfer begins, with the transfer's duration
+    // in ns.
     virtual uint64_t link_bytes(const Job & job) const { return job.bytes; }
     virtual void note_time(uint64_t) {}
 
     uint64_t n_queued(bool demand) const { return (demand ? demand_ : prefetch_).size(); } // any thread may call this
 
   protected:
-    // Queues matrices of slot s as one transfer. `demand`: a layer waits for them. The fields are written one by one,
-    // because copying a whole Job takes several times as long.
+    // Queues one transfer of the matrices `kinds` into slot s. `demand`: true if a layer waits for these matrices. The
+    // fields are written one by one, because copying a whole Job takes several times as long.
     void push(Tier & to, int s, SlotRef source, uint8_t kinds, bool demand) {
         const Slot & slot = to.residency.slot(s);
         Job & job = (demand ? demand_ : prefetch_).add();
@@ -100,7 +105,8 @@ class Link {
         job.streamed = -1;
         to.residency.queue(s, kinds);
     }
-    // Takes the next transfer that is still needed from a queue; false: there is none.
+    // Takes transfers from a queue up to the first one that is still needed, and writes that transfer to `job`. Returns
+    // false if no transfer is needed.
     bool pop(Ring<Job> & ring, Job & job) {
         job.kinds = 0;
         while (!job.kinds && !ring.empty()) {
@@ -115,10 +121,11 @@ class Link {
         to(job).residency.begin_read(job.destination.slot, job.kinds);
         count(shared_.counters.chunks_reading);
     }
-    // Ends a transfer. After a success, its matrices are marked as READY, unless they were streamed. After a failure, a
-    // new transfer is queued if a later routing event needs the slot. Otherwise the slot is marked as failed, and the
-    // function returns false. A slot keeps its expert while a transfer is under way, so the job's generation is still
-    // valid.
+    // Ends a transfer. After a success, marks its matrices as READY, unless they were streamed, and returns true. After
+    // a failure, queues a new transfer and returns true if the pinned slot was requested again since this transfer was
+    // queued. Otherwise marks the slot as failed, and returns false.
+    //
+    // A slot keeps its expert while a transfer is under way, so the job's generation is still valid.
     bool end(const Job & job, const std::string & why) {
         Tier & to = this->to(job);
         const int s = job.destination.slot;
@@ -132,8 +139,7 @@ class Link {
         count(shared_.counters.read_errors);
         shared_.error = why;
         const Slot & slot = to.residency.slot(s);
-        // Since this transfer was queued, another routing event has requested the expert. That request gets its own
-        // transfer.
+        // The slot was requested again after this transfer had been queued, so it gets another transfer.
         if (job.streamed < 0 && slot.pins > 0 && slot.requests != job.requests) {
             push(to, s, job.source, job.kinds, true);
             return true;
@@ -147,12 +153,12 @@ class Link {
     Shared & shared_;
     const Tiers & tiers_;
     Ring<Job> demand_;   // transfers that layers wait for
-    Ring<Job> prefetch_; // transfers ahead of their use
+    Ring<Job> prefetch_; // prefetches, and transfers that fill free slots
 };
 
 struct LinkSpeed {
     double bytes_per_ns = 0; // bandwidth; 0: transfers take no time
-    double latency_ns = 0;   // latency of each transfer
+    double latency_ns = 0;   // latency of each transfer that takes time
 };
 
 } // namespace moegguf

@@ -1,5 +1,6 @@
 // loading.h: functions that the patched llama.cpp calls while it loads a model. They read tensors that do not belong to
-// the store, and convert them for the CPU's kernels. They write only to these tensors.
+// the store, and write them into the tensors' memory. A tensor in a CPU buffer that converts weights is thereby
+// converted for the CPU's kernels.
 #pragma once
 
 #include "huge_pages.h"
@@ -27,8 +28,9 @@ inline bool is_on_cpu(const ggml_tensor * tensor) {
            (device && ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU);
 }
 
-// Reads n bytes of a llama_file. Two threads share a large read, because one thread copies from the page cache at only
-// half of the memory's speed. If this fails, llama.cpp's own function reads the bytes or throws the error.
+// Reads n bytes of a llama_file. Two threads share a read of at least 1 MiB, because one thread copies from the page
+// cache at only half of the memory's speed. Smaller reads use llama.cpp's own function. That function also repeats a
+// failed read, and throws its error.
 template <typename File>
 void read_tensor(File & file, void * to, size_t offset, size_t n) {
     constexpr size_t least_bytes = 1u << 20;
@@ -56,13 +58,13 @@ struct ReadBytes {
     uint8_t * data() const { return memory.get(); }
 };
 
-// Converts tensors for the CPU's kernels. Each tensor is converted on another thread while the next one is read. The
-// destructor waits for the last tensor.
+// Reads tensors and writes them into their memory. A tensor on the CPU is written, and converted for the CPU's kernels
+// if necessary, on another thread while the next tensor is read. The destructor waits for that thread.
 class ConvertAhead {
   public:
-    // Reads a tensor's bytes, starts their conversion, and returns the bytes. They stay valid during the next call, and
-    // the call after that overwrites them. Memory is reused, because the first touch of fresh memory takes longer than
-    // filling it.
+    // Reads a tensor's n bytes from the file, and writes them to the tensor, in the background if the tensor is on the
+    // CPU. Returns the bytes as they are in the file. They stay valid until the call after the next one. Memory is
+    // reused, because the first touch of fresh memory takes longer than filling it.
     template <typename File>
     const ReadBytes & load(File & file, ggml_tensor * tensor, size_t offset, size_t n) {
         std::swap(next_, last_);
@@ -83,7 +85,7 @@ class ConvertAhead {
 
   private:
     ReadBytes next_, last_;
-    std::future<void> before_; // conversion of the previous tensor; replacing it waits for its end
+    std::future<void> before_; // conversion of the previous tensor; an assignment waits for its end
 };
 
 } // namespace moegguf

@@ -1,6 +1,6 @@
-// memory_parts.cpp: implements memory_parts.h: knows the parts of each class of memory that llama.cpp has.
+// memory_parts.cpp: implements memory_parts.h: lists the parts of llama.cpp's classes of memory.
 //
-// A class that is not listed here counts as a plain KV cache, whose cells can be removed after any position.
+// A class that is not listed counts as a plain KV cache, whose cells can be removed after any position.
 #include "memory_parts.h"
 
 #include "llama-io.h"
@@ -31,21 +31,21 @@ struct Part {
     llama_memory_i * memory;
 };
 
-// Casts the memory to a memory whose sparse attention has an indexer with its own cache. The indexer's cells are at the
-// same places as the attention's cells. Returns nullptr for any other memory.
+// Returns the memory as a llama_memory_hybrid_idx if its sparse attention has an indexer with its own cache. The
+// indexer's cells are at the same places as the attention's cells. Returns nullptr for any other memory.
 llama_memory_hybrid_idx * indexed(llama_memory_i & memory) {
     auto * found = dynamic_cast<llama_memory_hybrid_idx *>(&memory);
     return found && found->get_mem_idx() ? found : nullptr;
 }
 
-// Notes that the cells of a sequence have changed from position p0 on, so that an indexer computes its pooled keys
-// again.
+// Marks an indexer's pooled keys of a sequence as out of date from position p0 on, so that they are computed again.
+// Does nothing for a memory without pooled keys.
 void note_change(llama_memory_i & memory, llama_seq_id seq, llama_pos p0) {
     const llama_memory_hybrid_idx * found = indexed(memory);
     if (found && found->get_kpool() > 0) { memory.seq_add(seq, p0, -1, 0); }
 }
 
-// Returns the parts of a memory, in the order in which its states have them; empty: it has no separate parts.
+// Returns the parts of a memory, in the order in which write_parts() writes them; empty: the memory cannot be divided.
 std::vector<Part> parts_of(llama_memory_i & memory) {
     if (auto * iswa = dynamic_cast<llama_kv_cache_iswa *>(&memory)) {
         return {{part_cells, iswa->get_base()}, {part_window, iswa->get_swa()}};
@@ -67,7 +67,7 @@ std::vector<Part> parts_of(llama_memory_i & memory) {
     return {{part_cells, &memory}};
 }
 
-// Returns the parts of a memory whose bits are set in `kinds`; 0: the whole memory.
+// Returns the parts of a memory whose kinds are in `kinds` (bits of memory_part); 0: the whole memory.
 std::vector<llama_memory_i *> chosen(llama_memory_i & memory, uint32_t kinds) {
     if (kinds == 0) { return {&memory}; }
     std::vector<llama_memory_i *> found;
@@ -77,8 +77,8 @@ std::vector<llama_memory_i *> chosen(llama_memory_i & memory, uint32_t kinds) {
     return found;
 }
 
-// Reads a sequence's cells into the caches of the attention and of its indexer, at the same places in both. Clears them
-// after a failure.
+// Reads a sequence's cells into the caches of the attention and of its indexer, at the same places in both. After a
+// failure, clears the sequence in both caches and throws the error again.
 void read_indexed(llama_memory_hybrid_idx & memory, llama_io_read_i & io, llama_seq_id seq) {
     llama_kv_cache::slot_info_vec_t places;
     try {
@@ -96,7 +96,8 @@ void write_parts(llama_memory_i & memory, uint32_t kinds, llama_io_write_i & io,
     for (llama_memory_i * part : chosen(memory, kinds)) { part->state_write(io, seq, 0); }
 }
 
-// Reads the parts of a sequence's state that write_parts() has written. Throws if the state does not fit the memory.
+// Reads the parts of a sequence's state that write_parts() has written. For a memory with an indexer, part_cells must
+// not be combined with other bits. Throws if the state does not fit the memory.
 void read_parts(llama_memory_i & memory, uint32_t kinds, llama_io_read_i & io, llama_seq_id seq) {
     llama_memory_hybrid_idx * with_indexer = indexed(memory);
     if ((kinds & part_cells) && with_indexer) {
@@ -118,7 +119,7 @@ class Counter : public llama_io_write_i {
     size_t n_ = 0;
 };
 
-// Writes a state to memory.
+// Writes a state to a block of n bytes. Throws if the state is longer.
 class Writer : public llama_io_write_i {
   public:
     Writer(void * to, size_t n) : to_((uint8_t *)to), n_left_(n) {}
@@ -186,7 +187,7 @@ class Reader : public llama_io_read_i {
     std::vector<Bytes> tensors_;
 };
 
-// Calls a function, and returns false if it throws: llama.cpp throws if a state does not belong to this memory.
+// Calls a function. Returns false if the function throws, as llama.cpp does if a state does not belong to this memory.
 template <typename F>
 bool succeeds(F call) {
     try {

@@ -1,49 +1,54 @@
 // moegguf.h: the C ABI of the expert store.
 //
 // Memory map
-//   A MoE GGUF holds, per layer il, the matrices ffn_{gate,up,down}_exps.weight (or gate_up and down),
-//   each [ne0, ne1, n_expert] and contiguous per expert. The store keeps n_slots experts in fast memory:
+//   A MoE GGUF holds, per layer il, some of the matrices ffn_{gate,up,gate_up,down}_exps.weight, each
+//   [ne0, ne1, n_expert] and contiguous per expert. The store keeps n_slots experts in fast memory:
 //
 //     arena of a kind   | slot 0 | slot 1 | ... | slot S-1 | guard |        one arena per matrix kind
 //     slot stride       = the largest matrix of that kind, with the padding that kernels of the store's devices read
-//                         after it, rounded up to a multiple of every block size used
+//                         after it, rounded up to a multiple of 64 and of the block sizes of that kind's types
 //     pool tensor       = [ne0, ne1, count] over a layer's window of the arena, nb[2] = slot stride
 //
-//   If every expert has a slot ("resident"), each layer has its own window of n_expert slots, and slot ids are
-//   equal to expert ids. Otherwise all layers share one window of all slots.
+//   A tier is "resident" if it was opened with a slot for each of its experts and was never shrunk. Each layer of a
+//   resident tier has its own window of n_expert slots, and slot ids are equal to expert ids. In any other tier all
+//   layers share one window of all slots.
 //
-//   Each layer computes on one device. Each device has its own tier for its layers: arenas, residency and numbering
+//   Each layer is computed on one device. Each device has its own tier for its layers: arenas, residency and numbering
 //   (tier.h). A tier may be filled from slots in host memory, and may have staging tensors for prompts
 //   (staged_supply.cpp).
 //
 // Ordering
 //   1. At a routing event, the store's context unpins the slots of the last event and pins the needed experts that
-//      are there. Only then are victims chosen. A slot that is pinned or being read keeps its expert.
-//   2. A matrix in a slot becomes READY, with a release store, after its bytes were written. The slot's generation
-//      increases whenever the slot gets or loses an expert, which happens only under the store's lock.
-//   3. A compute thread multiplies from a slot only after its context has pinned the slot under the store's lock, and
-//      after the thread itself has seen the matrix READY with an acquire load. On the CPU the kernel does this load;
-//      on other devices the load comes before the kernel. The pin lasts at least until the context's next event.
-//      On devices with events, the thread only sees that the copy was queued, and its stream waits for the copy.
+//      are there. Only then are victims chosen. Slots into which copies are still under way are unpinned later.
+//      A slot that is pinned or being read keeps its expert.
+//   2. A matrix in a slot becomes READY, with a release operation, after its bytes were written. The slot's generation
+//      increases whenever the slot is assigned or vacated, which happens only under the store's lock.
+//   3. Unless a layer's experts are all there in their own slots, a compute thread multiplies from a slot only after
+//      its context has pinned the slot under the store's lock, and after the thread itself has seen the matrix READY
+//      with an acquire load. On the CPU the kernel does this load; on other devices the load comes before the kernel.
+//      The pin lasts at least until the context's next event. On devices with events, the thread only sees that the
+//      copy was submitted, and its stream waits for the copy. For streamed experts an acquire load of the stream's own
+//      record replaces READY.
 //   4. A slot from which another slot is filled stays pinned until the other slot has all matrices or was vacated.
 //   5. A place in a staging tensor changes its expert only while it is not pinned and no copy into it is under way.
 //
 // Threads
 //   compute thread(s): moegguf_eval, moegguf_abort, and the order of experts in the CPU's MUL_MAT_ID (arrivals.cpp).
-//                      They allocate no memory once warm. They hold the store's lock briefly to pin slots or to wait
-//                      for them, but not for matrices that are there, nor in a layer whose experts all have slots.
+//                      They take the store's lock at a routing event, and to wait for absent matrices. A layer takes
+//                      no lock if all of its experts are there in their own slots, and nothing observes its events.
 //   reader threads   : read with pread into read buffers, and write into slots.
 //   copy threads     : one for each tier that is filled from RAM (also for staging tensors). They copy from slots in
 //                      RAM, or from other slots on the same device.
 //   predictor thread : takes records from compute threads, predicts, and requests prefetches under the store's lock.
 //   event thread     : calls the listener's callbacks. No other thread of the store calls code of the application.
-//   any thread       : may call all other functions below, unless a comment says otherwise. Counters are read without
+//   any thread       : may call all other functions below, unless a comment says otherwise. Counters change without
 //                      the lock, so during an event some of them may be newer than others.
 //
 // "The store's lock" guards residency, numbering, queues and policies. A slot's READY bits, counters, and the switches
 // (cancel, watch, listening) are atomics instead.
 //
-// No exception crosses this boundary. Functions return a moegguf_status, and moegguf_last_error() returns the reason.
+// No exception crosses this boundary. Functions that can fail return a moegguf_status, and moegguf_last_error() returns
+// the reason.
 #pragma once
 
 #include "ggml-backend.h"
@@ -63,35 +68,41 @@ extern "C" {
 
 enum moegguf_status {
     MOEGGUF_OK = 0,
-    MOEGGUF_INVALID = 1,   // an argument breaks a rule
-    MOEGGUF_MEMORY = 2,    // an allocation failed
-    MOEGGUF_IO = 3,        // the file could not be read, or was written to since it was opened
+    MOEGGUF_INVALID = 1, // an argument is missing or invalid
+    MOEGGUF_MEMORY = 2,  // an allocation failed
+    // A read or copy of an expert failed, the file was written to since it was opened, or reads did not end in time.
+    MOEGGUF_IO = 3,
     MOEGGUF_CANCELLED = 4, // the store was cancelled, or a time limit has passed
-    MOEGGUF_FORKED = 5,    // called in a child process, which has none of the store's threads
-    MOEGGUF_ROUTING = 6,   // the router chose an expert that does not exist
-    MOEGGUF_SLOTS = 7,     // one pass needs more experts of a layer than there are slots
-    MOEGGUF_BROKEN = 8,    // the store's bookkeeping contradicts itself
+    MOEGGUF_FORKED = 5,    // the call came from a child process, which has none of the store's threads
+    MOEGGUF_ROUTING = 6,   // the router chose an expert that its layer does not have
+    MOEGGUF_SLOTS = 7,     // one pass needs more slots for a layer than there are, or than become free
+    MOEGGUF_BROKEN = 8,    // the store's bookkeeping contradicts itself, or a graph is out of date
 };
 
 enum moegguf_kind { MOEGGUF_GATE = 0, MOEGGUF_UP = 1, MOEGGUF_DOWN = 2, MOEGGUF_GATE_UP = 3 };
 
 enum moegguf_flag {
-    MOEGGUF_REPACK = 1 << 0,  // slots have the CPU's interleaved layout if its kernels support the type
-    MOEGGUF_DIRECT = 1 << 1,  // reads with O_DIRECT if a test read returns the right bytes
-    MOEGGUF_CHUNKED = 1 << 2, // each prefetch is split into matrices, so that a miss waits for one matrix only
-    MOEGGUF_PREEMPT = 1 << 3, // a router's choice drops queued prefetches of all other experts of its layer
-    MOEGGUF_OVERLAP = 1 << 4, // a layer begins to compute before all of its matrices are there
-    // If a pass chooses nearly all experts of a layer, experts of the next layer are prefetched, until the slots are
-    // full. In these passes, and in passes whose experts do not fit, experts of the layer that is needed last are
-    // evicted first, unless the policy's scores decide.
+    MOEGGUF_REPACK = 1 << 0,  // slots on the CPU have the interleaved layout where the CPU's kernels support it
+    MOEGGUF_DIRECT = 1 << 1,  // shards are read with O_DIRECT if a test read with it returns the right bytes
+    MOEGGUF_CHUNKED = 1 << 2, // prefetches are read matrix by matrix, so that a demand waits for one matrix only
+    MOEGGUF_PREEMPT = 1 << 3, // a routing event drops queued prefetches of its layer, except for chosen experts
+    MOEGGUF_OVERLAP = 1 << 4, // a layer may begin to compute before all of its matrices are there
+    // If several tokens choose nearly all experts of a layer, experts of the next layer are prefetched into the slots
+    // that the layer leaves.
+    //
+    // A pass of several tokens also counts as a sweep if the previous pass, of several tokens too, used more experts
+    // than there are slots. In a sweep, experts of the layer that is needed last are evicted first, unless the policy's
+    // scores decide.
     MOEGGUF_SWEEP = 1 << 5,
-    MOEGGUF_FILL = 1 << 6,         // fills tiers that have a slot for each of their experts, in the background
-    MOEGGUF_SIMULATE = 1 << 7,     // no file and no memory: transfers only take virtual time
-    MOEGGUF_STREAM = 1 << 8,       // a prompt's experts are streamed through a few slots, even if all of them fit
-    MOEGGUF_DEMAND_FIRST = 1 << 9, // demands are read before all prefetches; otherwise after requests and forecasts
+    MOEGGUF_FILL = 1 << 6,     // tiers that have a slot for each of their experts are filled in the background
+    MOEGGUF_SIMULATE = 1 << 7, // nothing is read, and slots have no memory: transfers only take virtual time
+    // Experts of several tokens stream through a few of the CPU's slots, even if all of them fit.
+    MOEGGUF_STREAM = 1 << 8,
+    MOEGGUF_DEMAND_FIRST = 1 << 9, // demands are read before prefetches; otherwise after requests and forecasts
 };
 
-// A tensor of the file with one kind of matrix of all experts of a layer. `offset`: its first byte in the shard.
+// A tensor of the model's files: the matrices of one kind of all experts of a layer. `offset`: position of the tensor's
+// first byte in its shard.
 struct moegguf_matrix {
     const char * name;
     int32_t il;
@@ -101,7 +112,7 @@ struct moegguf_matrix {
     int64_t ne0;
     int64_t ne1;
     int32_t shard;
-    int32_t padding_bytes; // zero bytes after each expert in a slot (see moegguf_pad)
+    int32_t padding_bytes; // number of zero bytes after each expert in a slot (moegguf_pad)
     uint64_t offset;
     uint64_t expert_bytes;
 };
@@ -110,10 +121,13 @@ struct moegguf_matrix {
 struct moegguf_device {
     const char * name; // ggml's name of the device; NULL: the CPU
     int32_t n_slots;
-    int32_t through_ram;       // 1: missing experts are copied from slots in RAM; 0: read from the file
-    int32_t n_staging_tensors; // tensors with a place for each expert of a layer, for prompts: 0, 1 or 2
-    int32_t n_pass_slots;      // slots that a pass may need at once if it is not staged; 0: as many as one token needs
-    double sim_copy_bytes_per_ns; // simulation: bandwidth of copies into its slots; 0: no time
+    // 1: missing experts are copied from slots in RAM, if the store has such slots; 0: they are read from the file.
+    int32_t through_ram;
+    int32_t n_staging_tensors; // number of tensors with a place for each expert of a layer, for prompts: 0, 1 or 2
+    // Slots that a layer may need at once in a pass that is not staged; moegguf_store_resize refuses fewer. A number
+    // below the count of one token's experts is raised to that count.
+    int32_t n_pass_slots;
+    double sim_copy_bytes_per_ns; // simulation: bandwidth of copies from RAM into its slots; 0: copies take no time
     double sim_copy_latency_ns;   // simulation: latency of each copy
 };
 
@@ -124,46 +138,48 @@ struct moegguf_config {
     int32_t n_matrices;
     int32_t n_shards;
     int32_t n_devices;
-    int32_t n_readers;   // reader threads for each copy of the shards
-    int32_t n_ram_slots; // slots in host memory, from which slots of devices are filled; 0: none
-    int32_t n_mirrors;   // copies of the shards on other drives
+    int32_t n_readers;   // number of reader threads for each copy of the shards; at most 64 run in total
+    int32_t n_ram_slots; // number of slots in host memory from which slots of devices are filled; 0: none
+    int32_t n_mirrors;   // number of copies of the shards on other drives
     const struct moegguf_matrix * matrices;
     const char * const * shard_paths;      // [1 + n_mirrors][n_shards]; first the model's own shards
-    const int32_t * n_expert_used;         // [n_layer]; 0: the layer has no experts
+    const int32_t * n_expert_used;         // [n_layer] experts that a token uses; 0: the layer has no experts
     const struct moegguf_device * devices; // [n_devices]
     const int32_t * device_of_layer;       // [n_layer] index of the device that computes the layer; NULL: 0 for all
-    double sim_bytes_per_ns;               // simulation: bandwidth of reads from the file; 0: no time
+    double sim_bytes_per_ns;               // simulation: bandwidth of reads from the file; 0: reads take no time
     double sim_latency_ns;                 // simulation: latency of each read
 };
 
-// COMPUTE: the slots with which layers compute, on all devices together unless a function says something else. RAM:
-// slots in host memory that fill slots of devices. STAGING: the staging tensors of all devices, for prompts. DEVICE +
-// i: the slots of device i alone.
+// COMPUTE: the slots with which layers compute, on all devices together unless a function says something else. RAM: the
+// slots in host memory from which slots of devices are filled. STAGING: the staging tensors of all devices, for
+// prompts. DEVICE + i: the slots of device i alone.
 enum moegguf_tier { MOEGGUF_COMPUTE_TIER = 0, MOEGGUF_RAM_TIER = 1, MOEGGUF_STAGING_TIER = 2, MOEGGUF_DEVICE_TIER = 3 };
 
-// Counters since the store was opened. Reads and bytes count accesses to the file, not copies between slots.
+// Counters since the store was opened. Fields about reads and bytes count transfers from the file into slots, not
+// copies between slots.
 struct moegguf_counters {
     uint64_t passes;
     uint64_t tokens; // number of tokens in all passes
     uint64_t routing_events;
-    uint64_t bytes_missed;     // bytes read because a pass needed them
-    uint64_t bytes_prefetched; // bytes read for prefetches
+    uint64_t bytes_missed;     // number of bytes read because a layer waited for them
+    uint64_t bytes_prefetched; // number of bytes read for prefetches and for free slots
     uint64_t reads;
     uint64_t read_retries;
     uint64_t read_errors;
-    uint64_t stall_ns;  // time in which compute threads waited for bytes
-    uint64_t hook_ns;   // time in routing events, without stalls
-    uint64_t read_ns;   // time in pread, summed over reader threads
-    uint64_t upload_ns; // time of writing into slots and repacking, summed over threads
+    uint64_t stall_ns;  // time compute threads spent waiting for experts or for slots
+    uint64_t hook_ns;   // time spent in routing events, without waits
+    uint64_t read_ns;   // time spent reading the file, summed over reader threads
+    uint64_t upload_ns; // time spent writing into slots, copies to devices included, summed over threads
     uint64_t prefetch_requested;
     uint64_t prefetch_started;
-    uint64_t prefetch_useful;  // prefetched experts that a pass looked up, and that were complete
-    uint64_t prefetch_late;    // prefetched experts that a pass looked up before they were complete
-    uint64_t prefetch_dropped; // prefetches that never started: replaced, too late, already there, or no free slot
-    uint64_t events_dropped;   // events that were dropped because the listener was too slow
-    uint64_t forecast_picks;   // native predictor's picks: the n_expert_used experts of a layer that it ranked best
-    uint64_t forecast_right;   // picks that the router chose
-    uint64_t forecast_ns;      // time in which the predictor thread computed
+    uint64_t prefetch_useful;  // prefetched experts that were complete when a pass first needed them
+    uint64_t prefetch_late;    // prefetched experts that were not yet complete when a pass first needed them
+    uint64_t prefetch_dropped; // requested prefetches that never got a slot, for example because they came too late
+    uint64_t events_dropped;   // events that were dropped because the listener was too slow, or memory was short
+    // Number of experts that the native predictor ranked best: n_expert_used per layer and sequence.
+    uint64_t forecast_picks;
+    uint64_t forecast_right; // number of forecast_picks that the router chose
+    uint64_t forecast_ns;    // time spent predicting
     // The next fields are gauges: present values, not sums.
     uint64_t chunks_reading;
     uint64_t queue_needed;
@@ -171,63 +187,69 @@ struct moegguf_counters {
     uint64_t sim_clock_ns;
 };
 
-// Counters of one tier since the store was opened. The fields from slots_used on are the tier's present state. Each
-// expert that a pass uses in a layer is looked up once: lookups = hits_ready + hits_late + misses. A miss in one tier
-// is a lookup in the tier below.
+// Counters of a tier, or of several tiers together, since the store was opened. The fields from slots_used on describe
+// the present state.
+//
+// Each expert that a pass uses in a layer is looked up once: lookups = hits_ready + hits_late + misses. An expert that
+// is missing on a device is then looked up in RAM, unless other slots on the device have it.
 struct moegguf_tier_info {
     uint64_t lookups;
-    uint64_t hits_ready; // lookups of experts with every matrix there
-    uint64_t hits_late;  // lookups of experts with a slot, but not yet with every matrix
+    uint64_t hits_ready; // look-ups of experts whose matrices were all there
+    uint64_t hits_late;  // look-ups of experts with a slot, but not yet with every matrix
     uint64_t misses;
     uint64_t evictions;
-    uint64_t prefetch_wasted;  // experts that were prefetched, and evicted without a use
-    uint64_t bytes_missed;     // bytes that came into its slots on demand, from the file or from other slots
-    uint64_t bytes_prefetched; // bytes that came into its slots ahead of their use
-    uint64_t stall_ns; // time in which compute threads waited; RAM: time in which they waited for reads from the file
-    uint64_t stream_waits; // times that the computing stream waited for copies, instead of a thread
-    uint64_t copy_ns;      // time in which copy threads copied into its slots
+    uint64_t prefetch_wasted;  // prefetched experts that lost their slot before any use
+    uint64_t bytes_missed;     // number of bytes that came into its slots on demand, from the file or from other slots
+    uint64_t bytes_prefetched; // number of bytes that came into its slots before any layer waited for them
+    // Time compute threads spent waiting for this tier's experts; RAM: only the part in which bytes had yet to come
+    // from the file.
+    uint64_t stall_ns;
+    uint64_t stream_waits; // number of times that the computing stream waited for copies, instead of a thread
+    uint64_t copy_ns;      // time spent copying into its slots
     uint64_t slots_used;
     uint64_t slots_pinned;
     uint64_t pool_bytes;
-    uint64_t slot_bytes;        // bytes of one expert's slot in all arenas together
-    uint64_t read_buffer_bytes; // bytes of all read buffers of the store
-    int32_t direct;             // 1: shards are read with O_DIRECT
-    int32_t n_experts;          // number of experts in all layers
-    int32_t n_repacked;         // number of matrices whose slots are interleaved
-    int32_t n_uncached;         // number of interleaved matrices that are written with stores that bypass the cache
+    uint64_t slot_bytes;        // size in bytes of one slot, summed over the arenas
+    uint64_t read_buffer_bytes; // total size in bytes of the store's read buffers
+    int32_t direct;             // 1: all shards in use are read with O_DIRECT
+    int32_t n_experts;          // number of the model's experts in all layers
+    int32_t n_repacked;         // number of expert tensors whose slots are interleaved
+    int32_t n_uncached;         // number of these tensors that are written with stores that bypass the cache
     int32_t n_slots;
     int32_t n_slots_usable; // slots that may be used; moegguf_store_resize changes this number
-    int32_t resident;       // 1: every expert has its own slot
+    int32_t resident;       // 1: each expert of the tier has its own slot; staging tensors: always 1
     int32_t pinned_memory;  // 1: pinned host memory, from which the device copies by itself
-    char device[64];        // devices that compute with its slots; RAM: device that copies from them
-    char note[192];         // reason why its memory is not pinned; empty: it is pinned, or needs no pinning
+    char device[64];        // names of the devices that compute with its slots; RAM: device that copies from them
+    char note[192];         // reason why its memory is not pinned for all devices; empty: no such reason
 };
 
-// One copy of the shards, on its own drive. Each read goes to the copy that is expected to finish it first.
+// Statistics of one copy of the shards, which may be on its own drive. Each read goes to the copy that is expected to
+// finish it first.
 struct moegguf_drive_info {
     uint64_t reads;
     uint64_t bytes;
-    uint64_t bytes_per_s; // read speed of the drive, all concurrent reads together; 0: not measured yet
-    int32_t dropped;      // 1: reading failed, and the copy is no longer used
-    char note[256];       // reason why the copy was dropped
+    uint64_t bytes_per_s; // estimated read speed of the drive, all concurrent reads together; 0: not measured yet
+    int32_t dropped;      // 1: opening or reading the copy failed, and it is no longer used
+    char note[256];       // reason why the copy was dropped; empty: it is in use
 };
 
 enum moegguf_phase { MOEGGUF_PREFILL = 0, MOEGGUF_DECODE = 1 };
 
-// The next types describe a predictor that the store itself computes: its name and its trained arrays. Each predictor's
-// file in moegguf/native/predictors lists the arrays that it needs. The error for an unknown name lists all names.
+// The next types describe a predictor that the store itself computes: its name and its trained arrays. The class of
+// each predictor in moegguf/native/predictors reads its arrays by their names. The error for an unknown predictor lists
+// the names of all predictors.
 enum moegguf_array_type { MOEGGUF_FLOAT32 = 0, MOEGGUF_INT8 = 1, MOEGGUF_UINT16 = 2, MOEGGUF_INT32 = 3 };
 
 struct moegguf_array {
     const char * name;
     int32_t type; // enum moegguf_array_type
     uint64_t n;
-    const void * data; // [n]; must stay valid until another predictor is set
+    const void * data; // [n]; must stay valid until the predictor is replaced or removed
 };
 
 enum moegguf_predict_flag {
     MOEGGUF_PREDICT_ONCE = 1 << 0,         // each layer is predicted once in a pass, as soon as `window` includes it
-    MOEGGUF_PREDICT_LOCKSTEP = 1 << 1,     // compute threads wait for all predictions: slow, but reproducible
+    MOEGGUF_PREDICT_LOCKSTEP = 1 << 1,     // routing events wait for all earlier predictions: slow, but reproducible
     MOEGGUF_PREDICT_BY_PROXIMITY = 1 << 2, // order of prefetches: probability times proximity; else nearest layer first
 };
 
@@ -236,17 +258,19 @@ struct moegguf_predictor {
     int32_t n_arrays;
     uint32_t flags; // enum moegguf_predict_flag
     const struct moegguf_array * arrays;
-    int32_t window;          // number of next layers with experts that are predicted
-    int32_t most_prefetches; // limit of prefetches in a pass; 0: predictions only protect experts in slots
+    int32_t window;          // number of MoE layers ahead that are predicted
+    int32_t most_prefetches; // largest number of prefetches in a pass; 0: forecasts only protect experts in slots
     float waste_weight;      // cost of a useless prefetch, as a share of the stall that a useful one saves; 0: no cost
 };
 
 // Sizes of slots and pools. Every arena has guard bytes after its last slot.
 struct moegguf_sizes {
     uint64_t stride_bytes[MOEGGUF_MAX_KINDS]; // distance between slots in the arena of each kind; 0: no such matrices
-    uint64_t slot_bytes;                      // bytes of one expert's slot in all arenas together
-    uint64_t pool_bytes;                      // bytes of all arenas, guards included
-    uint64_t streams; // 1: on the CPU, a pass may use more experts of a layer than there are slots
+    uint64_t slot_bytes;                      // size of one slot, summed over all arenas
+    uint64_t pool_bytes;                      // size of all arenas, guards included
+    // 1: the CPU's kernels can stream experts, so a pass of several tokens may use more experts of a layer than there
+    // are slots.
+    uint64_t streams;
 };
 
 // Routing events for moegguf_context_replay. `expert_ids` has the ids of all events, one event after another, each
@@ -258,7 +282,7 @@ struct moegguf_routing {
     const int32_t * n_tokens;      // [n_events]
     const int32_t * n_expert_used; // [n_events]
     const int32_t * expert_ids;    // [n_ids]
-    const uint64_t * compute_ns;   // [n_events] virtual time that passes after each event; NULL: none
+    const uint64_t * compute_ns;   // [n_events] virtual time in ns that passes after each event; NULL: none
 };
 
 // Announced tokens, which will be evaluated next, in this order. Pointers in an event are valid only during the
@@ -271,7 +295,7 @@ struct moegguf_tokens_event {
     const int32_t * tokens;    // [n_tokens]
     const int32_t * sequences; // NULL: all tokens have `sequence`
     const int32_t * phases;    // NULL: all tokens have `phase`
-    const int32_t * outputs;   // 1: the token gets logits; llama.cpp computes the last layer only for such tokens
+    const int32_t * outputs;   // [n_tokens] 1: the token gets logits; the last layer is computed only for such tokens
 };
 
 // A router's choice at one layer in one pass.
@@ -296,8 +320,8 @@ enum moegguf_listen_flag {
     MOEGGUF_LISTEN_WEIGHTS = 1 << 0,
     MOEGGUF_LISTEN_INPUTS = 1 << 1,
     MOEGGUF_LISTEN_EVERYTHING = 1 << 2, // a compute thread waits for free space instead of dropping events
-    MOEGGUF_LISTEN_LOCKSTEP = 1 << 3,   // compute threads wait until earlier events were delivered: slow, reproducible
-    MOEGGUF_LISTEN_LAZY = 1 << 4,       // the listener's thread wakes rarely: events come in groups, up to 100 ms late
+    MOEGGUF_LISTEN_LOCKSTEP = 1 << 3, // routing events wait until earlier events were delivered: slow, but reproducible
+    MOEGGUF_LISTEN_LAZY = 1 << 4,     // the listener's thread wakes rarely: events come in groups, up to 100 ms late
 };
 
 struct moegguf_listener { // a callback may be NULL: its events are then not recorded
@@ -316,22 +340,25 @@ struct moegguf_failure {
 // Measured speeds of the CPU, of a device, and of copies to the device. The measurement uses the experts of one layer.
 struct moegguf_speeds {
     double cpu_bytes_per_ns;    // speed at which the CPU multiplies with experts, for one token
-    double cpu_op_ns;           // time of one more node in a graph on the CPU
+    double cpu_op_ns;           // time of one more small node in a graph on the CPU
     double device_bytes_per_ns; // speed at which the device multiplies with experts, for one token
-    double device_op_ns;        // time of one more node in a graph on the device
+    double device_op_ns;        // time of one more small node in a graph on the device
     double copy_bytes_per_ns;   // speed of copies from slots in host memory to slots on the device
-    double copy_ns;             // fixed time for the copies of one layer, in addition to the time for their bytes
-    double stop_ns;             // time of a stop at a layer: the device ends its work, ids are read and written
-    double cpu_layer_ns;        // extra time of a layer on the CPU: activations are copied to the CPU and back
+    double copy_ns;             // fixed time of a batch of copies, in addition to the time for the bytes
+    double stop_ns;      // extra time of a stop at a layer: the device ends its work, the host reads and writes ids
+    double cpu_layer_ns; // extra time of a layer on the CPU: activations are copied to the CPU and back
 };
 
 typedef struct moegguf_store moegguf_store;
 typedef struct moegguf_kv_blocks moegguf_kv_blocks;
 
 // Any thread may call the functions below unless a comment says otherwise. Functions that return int return an enum
-// moegguf_status, and moegguf_last_error() then returns the reason of a failure. INVALID: a store or a pointer is NULL.
-// FORKED: the store was opened in a parent process. A table has the shape [n_layer][largest number of experts in a
-// layer]. The argument n must be the number of its entries; otherwise the status is INVALID.
+// moegguf_status, except moegguf_context_awaits_tokens and moegguf_context_is_clear. After a failure,
+// moegguf_last_error() returns the reason. INVALID: a required pointer is NULL. FORKED: the store was opened in a
+// parent process.
+//
+// A table has the shape [n_layer][largest number of experts in a layer]. The argument n must be the number of its
+// entries; otherwise the status is INVALID.
 
 // Returns MOEGGUF_ABI_VERSION of the library.
 MOEGGUF_API uint32_t moegguf_abi_version(void);
@@ -339,11 +366,12 @@ MOEGGUF_API uint32_t moegguf_abi_version(void);
 // Returns the bits of all remedies that the environment variable MOEGGUF_SWITCHES can switch on or off (switches.h).
 MOEGGUF_API uint32_t moegguf_switches(void);
 
-// Returns why this thread's last call failed; empty if it succeeded. The text is valid until the thread's next call.
+// Returns why this thread's last call with a moegguf_status failed; empty if that call succeeded. The text is valid
+// until the thread's next such call.
 MOEGGUF_API const char * moegguf_last_error(void);
 
 // Writes the sizes, in bytes, of the pool that a store would have with n_slots slots for these matrices. INVALID: a
-// matrix has a kind or a type that does not exist.
+// number is negative, or a matrix has a kind or a type that does not exist.
 MOEGGUF_API int moegguf_slot_sizes(const struct moegguf_matrix * matrices, int32_t n_matrices, int32_t n_slots,
                                    struct moegguf_sizes * sizes);
 
@@ -351,29 +379,30 @@ MOEGGUF_API int moegguf_slot_sizes(const struct moegguf_matrix * matrices, int32
 // ggml's name. Nothing changes for NULL (the CPU) and for a device that ggml does not know.
 MOEGGUF_API int moegguf_pad(const char * device, struct moegguf_matrix * matrices, int32_t n_matrices);
 
-// Writes the largest number of slots, up to n_slots, that one pool of these matrices can have on a device (NULL: the
-// CPU). The largest buffer and the largest tensor that the device supports limit this number. INVALID: there is no such
-// device.
+// Writes the largest number of slots, from 1 to n_slots, that one pool of these matrices can have on a device (NULL:
+// the CPU). The limits are the device's largest buffer, the largest tensor of its kernels, and 32-bit offsets in
+// kernels. INVALID: there is no such device, no matrix or no slot.
 MOEGGUF_API int moegguf_most_slots(const char * device, const struct moegguf_matrix * matrices, int32_t n_matrices,
                                    int32_t n_slots, int32_t * most);
 
 // Returns the largest number of tokens in a pass for which a device's kernels compute with slots exactly as they do if
-// every expert is resident. Results are then bit-identical for any number of slots. device: ggml's name; NULL: the CPU,
-// which has no limit.
+// every expert is resident. Passes of up to this number of tokens have bit-identical results for any number of slots.
+// device: ggml's name; NULL: the CPU, which has no limit.
 MOEGGUF_API int32_t moegguf_slot_tokens(const char * device);
 
 // Measures the speeds of the CPU with n_ram_slots slots, and of the config's only device with its n_slots slots. The
-// slots hold copies of the first expert of one layer, or zeros if there are no shards (MOEGGUF_SIMULATE). If the device
-// is the CPU, the fields of the device are 0. Each measurement takes about `seconds` (at most 60) on n_threads threads;
-// nothing else should compute meanwhile. The slots are freed at the end. INVALID: the config has several devices or
-// layers; MEMORY: a device refuses the slots.
+// slots hold copies of the first expert of the config's only MoE layer, or zeros if there are no shards. If the
+// device's name is NULL (the CPU), the fields of the device are 0.
+//
+// Each measurement normally takes about `seconds` (at most 60) on n_threads threads; nothing else should compute
+// meanwhile. The slots are freed at the end. INVALID: for example, the config has several devices or MoE layers;
+// MEMORY: a device refuses the slots.
 MOEGGUF_API int moegguf_measure_speeds(const struct moegguf_config * config, int32_t n_threads, double seconds,
                                        struct moegguf_speeds * speeds);
 
 // Opens a store: allocates its slots, opens its files and starts its threads. A mirror that cannot be opened is
 // dropped. INVALID: the config contradicts itself or has another ABI version, or a mirror differs from the model's own
-// shards; MEMORY: a device refuses slots, or the system refuses a thread; IO: one of the model's own shards cannot be
-// opened.
+// shards; MEMORY: memory or a thread was refused; IO: one of the model's own shards cannot be opened.
 MOEGGUF_API int moegguf_store_open(const struct moegguf_config * config, moegguf_store ** store);
 
 // Joins the store's threads and frees its slots. The llama_context and the models that use the store must be gone, and
@@ -383,10 +412,11 @@ MOEGGUF_API void moegguf_store_close(moegguf_store * store);
 // Returns the buffer type that reserves address space for the expert tensors of a model; NULL for NULL.
 MOEGGUF_API ggml_backend_buffer_type_t moegguf_store_buft(moegguf_store * store);
 
-// Writes the store's counters, without the lock.
+// Writes the store's counters. Does not take the store's lock.
 MOEGGUF_API int moegguf_store_counters(moegguf_store * store, struct moegguf_counters * counters);
 
-// Writes the counters and the state of one tier (enum moegguf_tier). INVALID: the store has no such tier.
+// Writes the counters and the state of the slots that `tier` (enum moegguf_tier) stands for. INVALID: the store has no
+// such slots.
 MOEGGUF_API int moegguf_store_tier(moegguf_store * store, int32_t tier, struct moegguf_tier_info * info);
 
 // Writes the statistics of one copy of the shards. Index 0 is the model's own copy, mirrors follow. INVALID: there is
@@ -396,13 +426,13 @@ MOEGGUF_API int moegguf_store_drive(moegguf_store * store, int32_t index, struct
 // Writes a table with the state of each expert in a tier: 0 absent, 1 has a slot but is not complete, 2 complete.
 MOEGGUF_API int moegguf_store_residency(moegguf_store * store, int32_t tier, uint8_t * map, size_t n);
 
-// Writes two tables of counts since the store was opened: how often each expert was looked up, and how often it got a
-// slot. In layers whose experts are all there, look-ups count only while moegguf_store_watch is on or something
-// listens.
+// Writes two tables of counts since the store was opened, for the tiers that compute layers: how often each expert was
+// looked up, and how often it got a slot. In layers whose experts are all there, look-ups count only while
+// moegguf_store_watch is on or something listens.
 MOEGGUF_API int moegguf_store_activity(moegguf_store * store, uint32_t * uses, uint32_t * loads, size_t n);
 
-// While on, layers whose experts are all there are handled like all others. Every use is then counted, but these layers
-// take more time.
+// Switches watching on or off. While watching is on, the store also handles routing events of layers whose experts are
+// all in their own slots. Every use is then counted, but these layers take more time.
 MOEGGUF_API int moegguf_store_watch(moegguf_store * store, int on);
 
 // Sets the eviction policy of a tier by name. values [n]: numbers that replace the policy's own constants. INVALID:
@@ -427,16 +457,18 @@ MOEGGUF_API int moegguf_store_set_forecast(moegguf_store * store, const float * 
 // Starts a thread that predicts with this predictor, and prefetches experts if that probably saves time. It predicts
 // passes in which each of up to 64 sequences decodes one token. An expert's probability is the probability that any
 // sequence uses the expert. Of more than eight sequences, only eight are predicted; every other sequence counts as
-// their average. The arrays must stay valid until a call for another predictor has returned. NULL: no predictor.
-// INVALID: an unknown name, a missing array, or a limit out of range; the earlier predictor stays.
+// their average.
+//
+// The arrays must stay valid until a later call has returned that replaces or removes the predictor. NULL: no
+// predictor. INVALID: an unknown name, a missing or unfit array, or a limit out of range; the earlier predictor stays.
 MOEGGUF_API int moegguf_store_set_predictor(moegguf_store * store, const struct moegguf_predictor * predictor);
 
 // Switches prefetching for the predictor's forecasts on or off. While it is off, forecasts only protect experts in
-// slots from eviction. It is on until switched off.
+// slots from eviction. Prefetching is on at first.
 MOEGGUF_API int moegguf_store_prefetch(moegguf_store * store, int on);
 
-// Writes the forecast of the store's own predictor: a table of probabilities, and known [n_layer]. known is 1 for
-// layers that are predicted and whose router has not chosen yet.
+// Writes a table with the forecast of the store's own predictor, and known [n_layer]. known is 1 for layers that have a
+// forecast and whose router has not chosen yet.
 MOEGGUF_API int moegguf_store_forecast(moegguf_store * store, float * probabilities, uint8_t * known, size_t n);
 
 // Requests prefetches of n experts (il[i], experts[i]), in this order, after earlier requests. Experts that do not
@@ -445,14 +477,15 @@ MOEGGUF_API int moegguf_store_forecast(moegguf_store * store, float * probabilit
 MOEGGUF_API int moegguf_store_want(moegguf_store * store, const int32_t * il, const int32_t * experts, size_t n,
                                    int warm);
 
-// While on, free slots are not filled in the background, so that other work has the processor and the disk.
+// Pauses the filling of free slots in the background while `on` is 1, so that other work has the processor and the
+// disk.
 MOEGGUF_API int moegguf_store_pause_fill(moegguf_store * store, int on);
 
 // Calls the listener's functions on the event thread from now on. NULL: stops listening, and returns after the last
 // callback.
 MOEGGUF_API int moegguf_store_listen(moegguf_store * store, const struct moegguf_listener * listener);
 
-// While on, present and later passes end with the status CANCELLED.
+// Cancels the running pass and later passes, which end with the status CANCELLED, until a call with `on` = 0.
 MOEGGUF_API int moegguf_store_cancel(moegguf_store * store, int on);
 
 // Changes the number of slots that a tier uses, up to the number with which it was opened. No pass may be under way.
@@ -463,8 +496,8 @@ MOEGGUF_API int moegguf_store_cancel(moegguf_store * store, int on);
 // IO: reads did not end within a minute.
 MOEGGUF_API int moegguf_store_resize(moegguf_store * store, int32_t tier, int32_t n_slots);
 
-// Waits until no transfer is queued or under way and no free slot is left to fill. Then checks the bookkeeping like
-// moegguf_store_check. CANCELLED: this takes longer than timeout_s seconds.
+// Waits until no transfer is queued or under way and the background fill has ended. Then checks the bookkeeping like
+// moegguf_store_check. CANCELLED: the wait would take longer than timeout_s seconds.
 MOEGGUF_API int moegguf_store_drain(moegguf_store * store, double timeout_s);
 
 // Verifies the bookkeeping of every slot: free + owned = usable, pins >= 0, slots from which others are filled are
@@ -475,34 +508,35 @@ MOEGGUF_API int moegguf_store_check(moegguf_store * store);
 // Lets ns nanoseconds of compute time pass in virtual time. INVALID: the store is not a simulation.
 MOEGGUF_API int moegguf_store_sim_advance(moegguf_store * store, uint64_t ns);
 
-// The functions of the context. A store serves one llama_context. Only the compute thread calls the functions below.
+// Functions of the context. A store serves one llama_context. Only the thread that computes calls the functions of this
+// section.
 
 // Acquires the experts of a routing event as the hook does, for simulations and tests. Waits until every matrix is
 // there. expert_ids and slot_ids are [n_tokens][n_expert_used]; inputs [n_tokens][n_embd] are the router's inputs,
-// NULL: unknown. INVALID: a size is out of range. After a failure, returns the status of the context's failure.
+// NULL: unknown. INVALID: a size is out of range. After a failure of the pass, returns the status of this failure.
 MOEGGUF_API int moegguf_context_acquire(moegguf_store * store, int32_t il, const int32_t * expert_ids,
                                         int32_t n_expert_used, int32_t n_tokens, const float * inputs, int32_t n_embd,
                                         int32_t * slot_ids);
 
-// Acquires many routing events, one after another, until one fails. Writes the number of events so far, including the
-// failed one.
+// Acquires many routing events, one after another, until one fails. Writes the number of handled events to n_done,
+// including the failed one.
 MOEGGUF_API int moegguf_context_replay(moegguf_store * store, const struct moegguf_routing * routing, int64_t * n_done);
 
 // Forgets the tokens announced last. The next tokens have this sequence and phase, unless they are announced. Returns 1
-// if the next tokens have to be announced, and 0 while every expert is in its own slot and nothing listens. Takes no
-// lock. store must not be NULL.
+// if the next tokens have to be announced, and 0 while every expert is complete in its own slot and nothing listens.
+// Takes no lock. store must not be NULL.
 MOEGGUF_API int moegguf_context_awaits_tokens(moegguf_store * store, int32_t sequence, int32_t phase);
 
 // Announces the tokens that are evaluated next. The listener and the predictor receive them, and later routing events
 // refer to them. INVALID: a phase is unknown, or only some of the three arrays are set.
 MOEGGUF_API int moegguf_context_announce(moegguf_store * store, const struct moegguf_tokens_event * tokens);
 
-// Returns 1 if no pass has failed and nothing is pinned: moegguf_context_failure, which takes the lock, would then do
-// nothing. Takes no lock. store must not be NULL.
+// Returns 1 if no failure is recorded or pending and nothing is pinned: moegguf_context_failure, which takes the lock,
+// would then do nothing. Takes no lock. store must not be NULL.
 MOEGGUF_API int moegguf_context_is_clear(moegguf_store * store);
 
-// Writes the reason why the last pass failed; status OK: it did not fail. If `clear` is 1, also forgets the failure and
-// unpins the pass's slots. The next pass can then start.
+// Writes why the last pass failed; status OK: it did not fail. If `clear` is not 0, also forgets the failure and unpins
+// the pass's slots. The next pass can then start.
 MOEGGUF_API int moegguf_context_failure(moegguf_store * store, struct moegguf_failure * failure, int clear);
 
 // The callback for llama_context_params.cb_eval, with the store as user data. If `ask` is true, returns true if the
@@ -514,10 +548,10 @@ MOEGGUF_API bool moegguf_eval(struct ggml_tensor * t, bool ask, void * store);
 // end.
 MOEGGUF_API bool moegguf_abort(void * store);
 
-// Only the patched llama.cpp calls the functions below. They return no status.
+// Only the patched llama.cpp calls the functions of this section. They return no status.
 
-// Stores the scheduler that computes for the store's context, if the callback is moegguf_eval. On a device with events,
-// the scheduler's streams then wait for copies to the device, instead of the compute thread.
+// Stores the scheduler that computes for the store's context; does nothing if the callback is not moegguf_eval. On a
+// device with events, the scheduler's streams then wait for copies to the device, instead of the compute thread.
 MOEGGUF_API void moegguf_set_scheduler(ggml_backend_sched_eval_callback eval, void * store, ggml_backend_sched_t sched);
 
 // Returns true if the graph of the last moegguf_set_scheduler call still uses the right ids for each layer's experts.
@@ -539,13 +573,13 @@ MOEGGUF_API struct ggml_tensor * moegguf_pool_tensor(struct ggml_tensor * w, con
 // Returns a graph node for a layer's slot ids, if a store holds the experts of `w`. The hook stops at this node,
 // acquires the experts, and overwrites the expert ids with slot ids. The node keeps the router's weights and input in
 // memory until then. NULL: the graph multiplies by expert_ids, because no store holds `w`, or because every expert of
-// the layer is in its own slot.
+// the layer's tier is complete in its own slot and nothing observes its events.
 MOEGGUF_API struct ggml_tensor * moegguf_slot_ids(struct ggml_context * ctx, const struct ggml_tensor * w,
                                                   struct ggml_tensor * expert_ids, struct ggml_tensor * weights,
                                                   struct ggml_tensor * input, int il);
 
-// Returns a graph node with the same ids for the multiplications. If kernels cannot wait for matrices, the hook waits
-// at this node.
+// Returns a graph node that is a view of slot_ids, for the multiplications. If kernels cannot wait for matrices, the
+// hook waits at this node.
 MOEGGUF_API struct ggml_tensor * moegguf_ready_ids(struct ggml_context * ctx, struct ggml_tensor * slot_ids, int il);
 
 // Reorders the nodes of each layer that may have to wait for experts. Nodes that do not depend on experts are moved
@@ -553,15 +587,16 @@ MOEGGUF_API struct ggml_tensor * moegguf_ready_ids(struct ggml_context * ctx, st
 // node reads.
 MOEGGUF_API void moegguf_order_nodes(struct ggml_cgraph * graph);
 
-// Copies n bytes of a sequence's state to `to`. `at`: an address from moegguf_kv_blocks_add, or inside that state.
-// Returns false for any other address.
+// Copies n bytes of a sequence's state from the block's file to `to`. `at`: an address from moegguf_kv_blocks_add, or
+// inside that state. Returns false for any other address. A failed read yields zeros.
 MOEGGUF_API bool moegguf_state_read(void * to, const void * at, size_t n);
 
 // Notes that n bytes of the state at `at` belong at `offset` of a tensor. moegguf_kv_blocks_fill writes them later.
-// Returns false if `at` is not an address from moegguf_kv_blocks_add.
+// Returns false if `at` is not inside a state from moegguf_kv_blocks_add.
 MOEGGUF_API bool moegguf_state_put(struct ggml_tensor * tensor, size_t offset, const void * at, size_t n);
 
-// A list of KV cache blocks that are read together. The list needs no store, and only one thread may use it.
+// A list of KV cache blocks that are read together. The list needs no store, and only one thread may call its
+// functions.
 
 // A saved state of a sequence in a file. `digest` is the XXH3 digest (128 bits, canonical) of `prefix` followed by the
 // state.
@@ -586,7 +621,8 @@ MOEGGUF_API int moegguf_kv_blocks_add(moegguf_kv_blocks * blocks, const struct m
                                       const void ** state);
 
 // Reads all blocks, and writes the parts that moegguf_state_put has noted into their tensors. Writes to n_right the
-// number of blocks before the first wrong digest. The parts of blocks with a wrong digest are set to zero.
+// number of blocks before the first one that could not be read or has another digest. The parts of all such blocks are
+// set to zero.
 MOEGGUF_API int moegguf_kv_blocks_fill(moegguf_kv_blocks * blocks, int32_t * n_right);
 
 #ifdef __cplusplus

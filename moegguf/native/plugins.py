@@ -1,8 +1,8 @@
 """Loads ggml backends that are installed as separate packages, such as moegguf-cuda13.
 
 Each package adds one folder to the namespace package `moegguf_backends`. The folder has the package's name without
-`moegguf-`. It has one library and the file UPSTREAM, which lists the sources from which the library was built.
-`tools/gpu/plugin.py` builds such packages.
+`moegguf-`. The folder contains one library and the file UPSTREAM, which lists the sources from which the library was
+built. `tools/gpu/plugin.py` builds such packages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from moegguf.package import __version__
 
 NAMESPACE = "moegguf_backends"
-BUILT_FROM = ("llama_cpp_commit", "ggml_headers")  # fields of UPSTREAM that must be the same as in our build
+BUILT_FROM = ("llama_cpp_commit", "ggml_headers")  # fields of UPSTREAM that must be the same as in moegguf's own build
 GPU = 1  # value of enum ggml_backend_dev_type
 
 
@@ -30,7 +30,7 @@ def read_pin(folder: Path) -> dict[str, str]:
 
 
 def plugin_folders() -> list[Path]:
-    """Returns the folders of installed backends in the order in which they are tried: cuda13, cuda12, vulkan."""
+    """Returns the folders of installed backends in the order of loading, for example cuda13, cuda12, vulkan."""
     found = importlib.util.find_spec(NAMESPACE)
     places = found.submodule_search_locations if found else None
     inside = [path for place in places or () for path in Path(place).iterdir()]
@@ -40,10 +40,10 @@ def plugin_folders() -> list[Path]:
 
 
 def load_plugins(ggml: c.CDLL, own_pin: Mapping[str, str]) -> list[str]:
-    """Loads installed backends into `ggml`, until one of them has a GPU.
+    """Loads installed backends into `ggml`, one after another, until ggml has a GPU.
 
-    A second backend would list the same GPU again. Returns a sentence for each backend that is not loaded because it
-    was built from other sources. If a library does not load, for example because the driver is missing, ggml logs the
+    A second backend would list the same GPU again. Returns a sentence for each backend that was skipped because it was
+    built from other sources. If a library does not load, for example because the driver is missing, ggml logs the
     reason.
     """
     by_type, load = ggml.ggml_backend_dev_by_type, ggml.ggml_backend_load

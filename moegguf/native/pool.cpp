@@ -38,8 +38,8 @@ ggml_backend_buffer_type_t interleaved_buft(ggml_backend_dev_t device, ggml_type
         ggml_tensor * x = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, ne0, 1, 1);
         ggml_tensor * ids = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, 1, 1);
         ggml_tensor * op = ggml_mul_mat_id(ctx.get(), w, x, ids);
-        // The distance between slots is computed from the file's bytes. So a matrix that needs more bytes in this
-        // buffer type keeps the file's layout.
+        // The distance between slots is computed from the file's bytes. So a matrix with another size in this buffer
+        // type keeps the file's layout.
         const bool same_size = ggml_backend_buft_get_alloc_size(buft, w) == ggml_nbytes(w);
         ggml_backend_buffer_ptr probe(ggml_backend_buft_alloc_buffer(buft, 0));
         w->buffer = probe.get();
@@ -54,15 +54,15 @@ bool is_of(ggml_backend_dev_t device, std::initializer_list<const char *> backen
 }
 
 // Returns true if a device has a host buffer type whose memory it copies from by itself (pinned memory). The type may
-// belong to the backend's first device. Memory that CUDA has pinned is pinned for all CUDA devices. For a second Vulkan
-// device, host memory of the first one is ordinary memory.
+// belong to the backend's first device. Memory that CUDA, ROCm or MUSA has pinned is pinned for all of the backend's
+// devices. For a second Vulkan device, host memory of the first one is ordinary memory.
 bool pins(ggml_backend_dev_t device) {
     ggml_backend_buffer_type_t buft = ggml_backend_dev_host_buffer_type(device);
     return buft && (ggml_backend_buft_get_device(buft) == device || is_of(device, {"CUDA", "ROCm", "MUSA"}));
 }
 
-// Returns the largest number of bytes that one buffer of a device can have. Vulkan's figure is only its preferred size;
-// its supports_op() checks the true limit.
+// Returns the largest number of bytes that one buffer of a device can have. Returns UINT64_MAX for Vulkan, whose figure
+// is only its preferred size; its supports_op() checks the true limit.
 uint64_t most_buffer_bytes(ggml_backend_dev_t device) {
     return is_of(device, {"Vulkan"}) ? UINT64_MAX
                                      : ggml_backend_buft_get_max_size(ggml_backend_dev_buffer_type(device));
@@ -129,7 +129,7 @@ bool cpu_kernels_ask_for_order(const moegguf_matrix * matrices, int n) {
 }
 
 uint64_t piece_bytes(const Matrix & m) {
-    // The most bytes with which a read buffer fits into two huge pages, and the number of rows in a group.
+    // The largest piece whose read buffer fits into two huge pages of 2 MiB, and the number of rows in a group.
     constexpr uint64_t target = (4 << 20) - 2 * Shard::alignment, group = 64;
     const uint64_t row_bytes = m.expert_bytes / m.ne1;
     return std::max<uint64_t>(1, target / (row_bytes * group)) * row_bytes * group;
@@ -248,7 +248,7 @@ Pool::Pool(const Layout & layout, const LayerSet & layers, const Numbering & num
         padding_.push_back(interleaved_[i] ? 0 : m.padding_bytes);
         if (layers.has[m.il]) { make_tensor(m, (int)i, numbering.window(m.il)); }
     }
-    for (const Arena & arena : arenas_) { // clears the arenas after the tensors are bound, as in reallocate()
+    for (const Arena & arena : arenas_) { // clears device memory after the tensors are bound, as in reallocate()
         if (arena.memory && !host_) { ggml_backend_buffer_clear(arena.memory.get(), 0); }
     }
     if (kernels_ask_for_order()) {
@@ -286,7 +286,7 @@ void Pool::allocate(const Layout & layout, const LayerSet & layers, int n_slots)
         }
         arena.base = (uint8_t *)ggml_backend_buffer_get_base(arena.memory.get());
         if (memory_.pinned && ggml_backend_buffer_get_type(arena.memory.get()) != memory_.buft) {
-            memory_.pinned = false; // the backend has allocated pageable memory instead, without an error
+            memory_.pinned = false; // this code or the backend has allocated pageable memory instead
             memory_.note = std::string(ggml_backend_dev_name(memory_.device)) +
                            " was refused pinned memory: slots in RAM are pageable, and copies from them slower";
         }
@@ -340,8 +340,8 @@ void Pool::show(ggml_tensor * pool, int n_slots) const {
 }
 
 // When a tensor is bound, the backend may write after the tensor's end, where other slots are: CUDA sets the padding to
-// zero. It does so in a stream for which only clears and copies of whole buffers wait. So the arena is cleared and the
-// slots are copied after rebind().
+// zero. Operations on buffers wait for these writes, but streams of backends do not. So the arena is cleared and the
+// slots are copied after rebind(), by operations on buffers.
 bool Pool::reallocate(int n_slots, bool keep) {
     for (int kind = 0; kind < MOEGGUF_MAX_KINDS; kind++) {
         Arena & arena = arenas_[kind];
@@ -387,7 +387,8 @@ void Pool::rebind(int kind, int n_slots) {
 }
 
 void Pool::write(int matrix, int slot, int64_t row, int64_t n_rows, const void * data) const {
-    // A view of some rows of the slot; its field `extra` makes the backend interleave them.
+    // A view of some rows of the slot. If the matrix is interleaved, the view's field `extra` makes the backend
+    // interleave the rows.
     ggml_tensor piece = *slot_[matrix];
     piece.ne[1] = n_rows;
     piece.nb[2] = piece.nb[1] * n_rows;

@@ -10,13 +10,13 @@
 
 namespace moegguf {
 
-// Returns the size in bytes of a piece: the rows of a matrix that are read and written at once. A piece is about 4 MiB,
-// so that buffers stay small even if an expert has 50 MB. It has whole groups of 64 rows, because interleaved layouts
-// work on groups of up to 16 rows.
+// Returns the size in bytes of a piece: the rows of a matrix that are read and written at once. A piece is at most
+// about 4 MiB, or 64 rows if these are larger. So buffers stay small even if an expert has 50 MB. A piece has whole
+// groups of 64 rows, because interleaved layouts work on groups of up to 16 rows.
 uint64_t piece_bytes(const Matrix & m);
 
-// Returns true if the CPU's kernels can multiply with the experts of these matrices in any order. The matrices have the
-// layout that a pool would give them.
+// Returns true if the CPU's kernels can multiply with the experts of these matrices in any order. Each matrix counts as
+// interleaved if the CPU supports this.
 bool cpu_kernels_ask_for_order(const moegguf_matrix * matrices, int n);
 
 // The kind of memory in which a pool is allocated.
@@ -35,32 +35,32 @@ ggml_backend_dev_t find_device(const char * name);
 // Makes a ggml backend of a device. n_threads: the number of threads that compute, for devices that compute with
 // threads. Throws Error(MEMORY) if the device refuses.
 ggml_backend_ptr make_backend(ggml_backend_dev_t device, int n_threads);
-// Returns memory of the device itself. Throws Error(INVALID) for an unknown device.
+// Describes memory of the device itself. Throws Error(INVALID) for an unknown device.
 PoolMemory device_memory(const char * name, bool repack);
-// Returns the host memory from which these devices are filled. The memory is pinned for the first of them that can pin
-// memory.
+// Describes the host memory from which these devices are filled. The memory is pinned for the first device that can pin
+// memory, and pageable if there is none.
 PoolMemory host_memory(const std::vector<ggml_backend_dev_t> & devices);
 
 // Raises padding_bytes of each matrix to the number of bytes that the device's kernels read beyond the matrix's end.
 void pad(ggml_backend_dev_t device, moegguf_matrix * matrices, int n);
 
-// Returns the largest number of slots, up to n_slots, that a pool of these matrices can have on a device. Limits are
-// the size of one buffer and of one tensor, and the 32-bit offsets in kernels. Matrices that no kernel of the device
-// can multiply set no limit.
+// Returns the largest number of slots, from 1 to n_slots, that a pool of these matrices can have on a device. Limits
+// are the size of one buffer and of one tensor, and the 32-bit offsets in kernels. Matrices that no kernel of the
+// device can multiply set no limit.
 int most_slots(ggml_backend_dev_t device, const moegguf_matrix * matrices, int n, int n_slots);
 
 // Alignment in bytes of interleaved rows that are written with stores that bypass the processor's caches
 // (interleave.cpp).
 constexpr uintptr_t uncached_alignment = 16;
 
-// A function that interleaves n_rows rows of n_cols values: reads `rows` in the file's layout, writes `out`, which must
-// have uncached_alignment.
+// A function that interleaves n_rows rows of n_cols values. It reads `rows` in the file's layout, and writes `out`,
+// whose address must be a multiple of uncached_alignment.
 using Interleave = void (*)(uint8_t * out, const uint8_t * rows, int64_t n_rows, int64_t n_cols);
 
 // Returns a function that lays out a tensor's rows exactly as its buffer type does, but faster; nullptr: there is none.
-// Upstream chooses a layout by type, shape and processor. So both functions lay out a few random rows here, and the
-// results are compared. The pool calls this once per matrix. `slot` describes one expert [ne0, ne1] in a buffer of that
-// type. Its memory is not written.
+// Upstream chooses a layout by type, shape and processor. So upstream's function and the faster one lay out a few
+// random rows here, and the results are compared. The pool calls this once per interleaved matrix. `slot` describes one
+// expert [ne0, ne1] in an interleaving buffer. The slot's memory is not written.
 Interleave find_interleave(const ggml_tensor & slot);
 
 class Pool {
@@ -68,7 +68,7 @@ class Pool {
     // Allocates all arenas for the matrices of these layers. Throws Error(MEMORY) if the device refuses.
     Pool(const Layout & layout, const LayerSet & layers, const Numbering & numbering, const PoolMemory & memory);
 
-    // nullptr: the matrix's layer is in another tier.
+    // Returns nullptr if the matrix's layer is in another tier.
     ggml_tensor * tensor(int matrix) const { return tensors_[matrix]; }
 
     // Writes rows [row, row + n_rows) of one expert's matrix into a slot. `data` has the file's layout. After the last
@@ -78,7 +78,8 @@ class Pool {
     // Writes whole matrices of n neighbouring slots with their padding. `data` has the layout of this pool. The
     // function may return before the copy has ended: synchronize the backend before `data` changes.
     void write_slots(ggml_backend_t backend, int matrix, int slot, int n, const void * data) const;
-    // Copies whole matrices of n neighbouring slots from slots of another pool on the same device.
+    // Copies whole matrices of n neighbouring slots from another pool on the same device. The function may return
+    // before the copy has ended.
     void copy_slots(ggml_backend_t backend, int matrix, int slot, int n, const Pool & from, int from_slot) const;
     bool repacked(int matrix) const { return interleaved_[matrix]; }
 
@@ -95,7 +96,7 @@ class Pool {
     // Lets every layer's tensor cover all slots, for a pool that no longer has a slot for every expert.
     void share_all_slots(int n_slots);
 
-    // Returns the memory of slots [first, last) to the system, if it is pageable host memory.
+    // Returns the whole pages of slots [first, last) to the system, if they are pageable host memory.
     void release(int first, int last) const;
 
     // Allocates the arenas again for n_slots slots, in memory of the same kind, and frees the old ones. Returns false
@@ -114,8 +115,9 @@ class Pool {
   private:
     struct Arena {
         ggml_backend_buffer_ptr memory; // owns the memory; its type interleaves if any layer is interleaved
-        ggml_backend_buffer_ptr alias;  // plain buffer over the same memory, for layers that are not interleaved
-        uint8_t * base = nullptr;       // address; nullptr: the pool has no matrices of this kind
+        // Plain buffer over the same memory, for layers that are not interleaved; nullptr: no layer is interleaved.
+        ggml_backend_buffer_ptr alias;
+        uint8_t * base = nullptr; // address; nullptr: the pool has no matrices of this kind
     };
 
     void allocate(const Layout & layout, const LayerSet & layers, int n_slots);
@@ -134,13 +136,15 @@ class Pool {
     ggml_context_ptr context_;
     // [n_matrices] tensors that llama.cpp multiplies with; nullptr: the matrix's layer is in another tier.
     std::vector<ggml_tensor *> tensors_;
-    // [n_matrices] tensor of one expert in slot 0, which is the template for a tensor of any slot.
+    // [n_matrices] tensor of one expert in slot 0, which is the template for a tensor of any slot; nullptr: another
+    // tier has the matrix's layer.
     std::vector<ggml_tensor *> slot_;
     std::vector<moegguf_kind> kind_;
     std::vector<uint64_t> padding_; // [n_matrices] number of padding bytes, all zero, after an expert in a slot
     ggml_backend_buffer_ptr anchor_memory_;
     ggml_tensor * cpu_anchor_ = nullptr;
-    // Least size of a pool tensor in its third dimension: kernels may get expert ids, which can exceed n_slots.
+    // Least size of a pool tensor in its third dimension, if kernels may get expert ids, which can exceed n_slots;
+    // otherwise 0.
     int n_ids_ = 0;
     bool host_;
 };

@@ -1,7 +1,7 @@
 """A predictor that the store computes by itself: its name, its trained arrays, and the limits of its actions.
 
-Weights are signed bytes. Every prediction reads all weights from memory, and float32 weights would have four times the
-bytes.
+The weights of networks are signed bytes. A prediction reads them from memory, and float32 weights would have four times
+as many bytes.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from moegguf.native.events import Float32s
 
 Array = npt.NDArray[Any]
 TYPE_OF = {np.dtype(name): value for name, value in abi.enum("array_type").items()}
-STEPS = 127  # a signed byte takes the values -127 to 127
+STEPS = 127  # weights are rounded to the integers -127 to 127
 
 
 @dataclass(frozen=True)
 class NativePredictor:
     """A predictor's name and its trained arrays.
 
-    The keys of `arrays` are the names that the predictor's C++ class in `moegguf/native/predictors` uses. The store
-    reads the arrays in place and makes no copy.
+    The keys of `arrays` are the names by which the predictor's C++ class in `moegguf/native/predictors` finds its
+    arrays. The store reads the arrays in place and makes no copy.
     """
 
     name: str
@@ -36,13 +36,13 @@ class NativePredictor:
 
 @dataclass(frozen=True)
 class NativeForecast:
-    """Options for the way in which the store uses a predictor."""
+    """Options that control how the store uses a predictor."""
 
     window: int = 2  # number of MoE layers ahead that are predicted
     once: bool = False  # predicts each layer only once per pass, when it comes into the window
-    most_prefetches: int = 0  # most prefetches in a pass; 0: predictions only protect resident experts from eviction
+    most_prefetches: int = 0  # largest number of prefetches in a pass; 0: forecasts only protect resident experts
     waste_weight: float = 0.1  # cost of a useless prefetch, relative to the stall that a useful prefetch saves
-    lockstep: bool = False  # routing events wait for all predictions, so that runs are reproducible, but slow
+    lockstep: bool = False  # routing events wait for all earlier predictions, so that runs are reproducible, but slow
     # Orders prefetches by probability times nearness of the layer; False: nearest layer first.
     by_proximity: bool = False
 
@@ -77,7 +77,7 @@ def integers(*values: int) -> npt.NDArray[np.int32]:
 class QuantizedMatrix:
     """The matrix W (n_rows, n_cols) and the bias of y = W x + bias. W is stored as signed bytes, one scale per row.
 
-    Rounding changes a weight by at most 1/254 of the largest weight in its row.
+    Rounding changes a weight by at most 1/254 of the largest absolute weight in its row.
     """
 
     def __init__(self, weights: Float32s, bias: Float32s | None = None) -> None:
@@ -88,5 +88,5 @@ class QuantizedMatrix:
         self.bias = np.zeros(self.shape[0], np.float32) if bias is None else bias.astype(np.float32)
 
     def arrays(self, name: str) -> dict[str, npt.NDArray[Any]]:
-        """Returns the arrays from which a native predictor reads the matrix, by their names."""
+        """Returns the arrays from which a native predictor reads the matrix, as {name: array}."""
         return {f"{name}.weights": self.bytes, f"{name}.scale": self.scale, f"{name}.bias": self.bias}

@@ -10,7 +10,7 @@ namespace {
 
 constexpr float use_half_life_tokens = 64.0f;
 
-struct Rank { // the rank of a victim; the victim with the lowest rank is evicted first
+struct Rank { // the rank of a candidate; the candidate with the lowest rank is evicted first
     float score;
     int turn;
     uint64_t last_use;
@@ -52,10 +52,10 @@ Residency::Residency(const Layout & layout, const LayerSet & layers, const Numbe
     set_floors();
 }
 
-// Sets floor_, the number of slots of a layer that other layers cannot take. The floors are 0 if all experts of one
-// token fit into the slots. Otherwise a global LRU would always evict the experts of the next layers, and never have a
-// hit. In this case the slots that one layer needs at once stay available to all layers, and the layers share all other
-// slots equally.
+// Sets floor_, the number of slots that each layer keeps while another layer has more slots than its own floor. The
+// floors are 0 if all experts of one token fit into the slots. If they do not fit, a global LRU would always evict the
+// experts of the next layers, and never have a hit. Then the slots that one layer needs at once stay available to all
+// layers, and the layers share the remaining slots equally.
 void Residency::set_floors() {
     std::fill(floor_.begin(), floor_.end(), 0);
     if (n_usable_ >= set_.token_cycle) { return; }
@@ -89,7 +89,7 @@ int Residency::victim(const LayerStep & now) {
     EvictionPolicy & policy = this->policy();
     const bool ordered = policy.orders(now);
     order_.follow(ordered ? &policy : nullptr);
-    int best[2] = {-1, -1}; // slots of the best victims: [0] in layers at their floor, [1] in layers above it
+    int best[2] = {-1, -1}; // slots of the best victims: [0] in layers at or below their floor, [1] above it
     Rank best_rank[2] = {};
     for (int il : set_.moe_layers) {
         const EvictionOrder::Entry * first = order_.first(il);
@@ -127,7 +127,7 @@ int Residency::lowest_free() {
     return first_free_;
 }
 
-// Assigns a free slot to an expert of layer il, or to the stream of the layer (no_expert). vacate() has reset the slot.
+// Assigns a free slot to an expert of layer il, or to the stream of the layer (no_expert).
 void Residency::assign(int s, int il, int expert) {
     Slot & slot = slots_[s];
     slot.generation += 1;
@@ -249,7 +249,7 @@ void Residency::exchange_scores(std::vector<float> & scores) {
 }
 
 // Counts the uses of a routing event, and passes the event to the policy. While every expert has a slot, nothing is
-// evicted, and the policy gets no events. So the policy starts to learn only when the pool shrinks.
+// evicted, and the policy gets no routing events. So the policy starts to learn only when the pool shrinks.
 void Residency::on_routing(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) {
     if (average_use_) { average_use_->count(il, expert_ids, n_expert_used, n_tokens); }
     if (!numbering_.resident() && policy_->on_routing(il, expert_ids, n_expert_used, n_tokens) && !scores_.set()) {

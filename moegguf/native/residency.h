@@ -5,8 +5,8 @@
 // A layer with no more than its share of slots loses one only if no layer with more slots than its share can.
 //
 // Only class Residency changes slots. Class Tier calls the functions below to assign, pin and vacate slots (tier.h).
-// Class Link calls them to record the state of transfers (link.h). Residency knows no memory, no file and no thread,
-// and its counters cover only its own tier.
+// Class Link calls them to record the state of transfers (link.h). Residency knows nothing about memory, files or
+// threads, and its counters cover only its own tier.
 #pragma once
 
 #include "eviction_order.h"
@@ -22,11 +22,13 @@ struct Slot {
     int il = -1;     // layer that owns the slot; -1: the slot is free
     int expert = -1; // expert in the slot; -1 with a layer: experts are streamed through the slot (streamed_supply.cpp)
     uint32_t generation = 0; // increases whenever the slot is assigned or vacated
-    int pins = 0; // number of layers that compute with the slot, plus slots that are filled from it; 0: may be evicted
-    uint32_t requests = 0;   // number of routing events that used the slot, plus copies that were made from it
+    // Number of layers that compute with the slot, plus slots that are filled from it; 0: may be evicted, unless a
+    // transfer into it is under way.
+    int pins = 0;
+    uint32_t requests = 0;   // number of calls of request() for this slot
     uint8_t queued = 0;      // bits of the slot's matrices that wait for their transfer
     uint8_t reading = 0;     // bits of the slot's matrices whose transfer is under way
-    bool prefetched = false; // true: the expert was prefetched, and no routing event has used it yet
+    bool prefetched = false; // true: the expert was prefetched, and not requested since
     uint64_t last_use = 0;   // value of the tier's counter of uses at the slot's last use
 
     bool streams() const { return il >= 0 && expert < 0; }
@@ -49,24 +51,26 @@ class Residency {
     uint8_t ready(int s) const { return state_[s].load(std::memory_order_acquire) & ready_bits; }
     bool failed(int s) const { return state_[s].load(std::memory_order_acquire) & failed_bit; }
     bool complete(int s) const { return ready(s) == layout_.layers[slots_[s].il].chunks; }
-    bool all_ready() const { return n_absent_ == 0; } // any thread; true: every expert is complete in its own slot
-    void publish(int s, uint8_t kinds);               // marks these matrices of the slot as complete
+    // Any thread; true: every expert of the tier is complete in a slot.
+    bool all_ready() const { return n_absent_ == 0; }
+    void publish(int s, uint8_t kinds); // marks these matrices of the slot as complete
     void fail(int s) { state_[s].fetch_or(failed_bit, std::memory_order_release); }
     void clear_failed(int s) { state_[s].fetch_and(uint8_t(~failed_bit), std::memory_order_relaxed); }
 
-    // Chooses a free slot, or the slot of a victim, for expert (il, expert). Returns -1 if every slot is pinned or
-    // being read, or if the victim is worth at least as much as the expert.
+    // Chooses a slot for expert (il, expert): the expert's own slot in a resident tier, otherwise a free slot or the
+    // slot of a victim. Returns -1 if each such slot is pinned or being read, or if the victim is worth at least as
+    // much as the expert.
     int choose(int il, int expert, const LayerStep & now, const Worth & worth);
     void assign(int s, int il, int expert); // assigns a free slot to an expert, or to a layer's stream (no_expert)
     void end_stream(int s, int expert);     // assigns a streaming slot to the last expert that was streamed through it
     void vacate(int s);
 
-    // is_use: the slot also becomes the most recently used one, and the policy counts a use.
+    // Adds a pin. is_use: the slot also becomes the most recently used one, and the policy counts a use.
     void pin(int s, bool is_use = true);
     void unpin(int s);
     void touch(int s); // makes the slot the most recently used one
-    // Counts a use by a routing event, or as the source of a copy. Returns true if the expert was prefetched and this
-    // is its first use.
+    // Counts a request for the slot's expert, by a routing event or for a copy from the slot. Returns true if the
+    // expert was prefetched and this is its first request.
     bool request(int s);
     void mark_prefetched(int s);
     void queue(int s, uint8_t kinds) { slots_[s].queued |= kinds; }
@@ -85,7 +89,7 @@ class Residency {
     // Exchanges the table of scores; an empty table: the policy decides.
     void exchange_scores(std::vector<float> & scores);
     void on_routing(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens);
-    void on_routed(int il); // drops the forecast of layer il, because its router has chosen
+    void on_routed(int il); // drops the forecast of layer il, because its router has chosen, and informs the policy
     // Stores the forecast for layer il; NULL: there is none. `as_predicted`: raw probabilities, for policies that need
     // them; NULL: equal to `probabilities`.
     void on_forecast(int il, const float * probabilities, const float * as_predicted = nullptr);
@@ -93,7 +97,7 @@ class Residency {
     float score(int il, int expert, const LayerStep & now) const; // valid only if ordered() returns true
 
     // Returns the chance that an expert is used when its layer comes next. This is the forecast; without a forecast it
-    // is the share of recent tokens that used the expert. Uses are counted only after count_uses(true).
+    // is the share of recent tokens that used the expert, or 0 if uses are not counted (count_uses).
     float chance(int il, int expert) const;
     void count_uses(bool on);
 

@@ -2,7 +2,7 @@
 // with which compute threads wait.
 //
 // READY bits (Residency::ready) are read without the lock. A thread that does not find them set takes the lock and
-// waits on `done`, which is notified at the end of each transfer. This file knows no slot and no queue.
+// waits on `done`, which is notified at the end of each transfer. This file knows nothing about slots and queues.
 #pragma once
 
 #include "clock.h"
@@ -17,8 +17,8 @@ namespace moegguf {
 
 using Lock = std::unique_lock<std::mutex>;
 
-// Counters in a struct of the C ABI (moegguf.h). Every access is atomic with relaxed order, because no other data
-// depends on them.
+// Counters in a struct of the C ABI (moegguf.h). The functions below access them atomically with relaxed order, because
+// no other data depends on them.
 template <typename Figures>
 struct Counted : Figures {
     Counted() : Figures{} {}
@@ -46,7 +46,7 @@ inline void add(const uint64_t * figures, size_t n_bytes, uint64_t * to) {
 inline std::atomic<uint32_t> fork_generation{0};
 inline const int fork_counted = pthread_atfork(nullptr, nullptr, [] { fork_generation.fetch_add(1); });
 
-inline thread_local uint64_t waited_ns = 0; // real time that this thread has spent in Shared::wait
+inline thread_local uint64_t waited_ns = 0; // real time that this thread has spent in the wait functions of Shared
 
 constexpr char forked_text[] = "the model was loaded in the parent process; load it again in this one";
 
@@ -56,15 +56,16 @@ struct Shared {
           clock(make_clock(flags & MOEGGUF_SIMULATE ? &counters.sim_clock_ns : nullptr)) {}
 
     const uint32_t flags;         // enum moegguf_flag
-    std::mutex mutex;             // "the store's lock", which guards residency, numbering and queues
+    std::mutex mutex;             // "the store's lock", which guards residency, numbering, queues and policies
     std::condition_variable work; // reader threads wait on it for work
     std::condition_variable done; // threads that need slots or bytes wait on it
     Counters counters;
     const std::unique_ptr<Clock> clock;
     std::atomic<bool> cancelled{false};
     std::atomic<bool> stopping{false};
-    std::string error;                 // reason of the last failed transfer; guarded by the lock
-    std::atomic<uint64_t> given_up{0}; // number of times that a kernel stopped waiting and left matrices out
+    std::string error; // reason of the last failed transfer; guarded by the lock
+    // Number of times that a kernel stopped waiting because the store was cancelled or closed, and left matrices out.
+    std::atomic<uint64_t> given_up{0};
 
     bool has(moegguf_flag flag) const { return flags & flag; }
 
@@ -72,14 +73,15 @@ struct Shared {
     // so the child must not touch them.
     bool forked() const { return fork_generation.load(std::memory_order_relaxed) != born_; }
 
-    // Waits until done() returns true. done() is called under the lock, and again after every change; the lock is free
-    // in between. Returns false if the store is cancelled or closed, or if nothing is left to wait for (virtual time).
+    // Waits until done() returns true. done() is called under the lock, at first and after each notification; the lock
+    // is free in between. Returns false if the store is cancelled or closed, or if nothing is left to wait for (virtual
+    // time).
     template <typename Done>
     bool wait(Lock & lock, Done done) {
         return wait_for(lock, done, Clock::Deadline::max(), [this] { return cancelled || stopping; });
     }
-    // Waits until done() returns true or the deadline passes. Unlike wait(), it goes on waiting while the store is
-    // cancelled or being closed.
+    // Waits until done() returns true or the deadline passes, and returns the last result of done(). Unlike wait(), it
+    // goes on waiting while the store is cancelled or being closed.
     template <typename Done>
     bool wait_regardless(Lock & lock, Done done, Clock::Deadline deadline) {
         return wait_for(lock, done, deadline, [] { return false; });

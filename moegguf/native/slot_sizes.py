@@ -36,8 +36,8 @@ def pad(matrices: Any, devices: Iterable[str | None]) -> None:
 def padded(layout: ExpertLayout, devices: Iterable[str | None]) -> ExpertLayout:
     """Returns the layout with padding_bytes set for these devices.
 
-    padding_bytes is the number of bytes after each expert in a slot that a device's kernels read. devices: ggml's
-    names; None is the CPU. A device that ggml does not know needs no padding.
+    padding_bytes is the largest number of bytes after each expert in a slot that the kernels of one of the devices
+    read. devices: ggml's names; None is the CPU. A device that ggml does not know needs no padding.
     """
     padding = iter([m.padding_bytes for m in matrices_of(layout, devices)])
     layers = [
@@ -49,18 +49,20 @@ def padded(layout: ExpertLayout, devices: Iterable[str | None]) -> ExpertLayout:
 
 @dataclass(frozen=True)
 class SlotSizes:
-    """The sizes of slots and of a pool in bytes, and whether experts can be streamed."""
+    """The sizes of slots and of a pool in bytes, and whether the CPU's kernels can stream experts."""
 
     stride_bytes: Mapping[Kind, int]  # bytes from one slot to the next in the arena of each matrix kind
     slot_bytes: int  # bytes of one slot, summed over the arenas of all matrix kinds
     pool_bytes: int  # bytes of all arenas, including the guard bytes after the last slot of each arena
-    streams: bool  # True: a pass on the CPU may use more experts of a layer than there are slots (streamed_supply.cpp)
+    # True: the CPU's kernels can stream experts (streamed_supply.cpp), so a pass of several tokens may use more experts
+    # of a layer than there are slots.
+    streams: bool
 
 
 def slot_sizes(layout: ExpertLayout, n_slots: int = 0) -> SlotSizes:
-    """Returns the sizes of a store with this layout and n_slots slots.
+    """Returns the sizes of a pool with n_slots slots for this layout.
 
-    Raises OptionError for matrices of a kind or type that does not exist.
+    Raises OptionError for a negative n_slots, and for matrices of a kind or type that does not exist.
     """
     sizes, matrices = abi.Sizes(), matrices_of(layout)
     library.load().moegguf_slot_sizes(matrices, len(matrices), n_slots, c.byref(sizes))
@@ -72,16 +74,16 @@ def slot_tokens(device: str | None) -> int:
     """Returns the largest number of tokens in a pass for which a device rounds as if all experts were resident.
 
     Up to this number of tokens, results have the same bits for any number of slots. device: ggml's name; None is the
-    CPU.
+    CPU, which has no limit.
     """
     return int(library.load().moegguf_slot_tokens(device and device.encode()))
 
 
 def most_slots(layout: ExpertLayout, device: str | None, n_slots: int) -> int:
-    """Returns the largest number of slots, up to n_slots, that one pool can have on a device.
+    """Returns the largest number of slots, from 1 to n_slots, that one pool can have on a device.
 
-    The limits are the device's largest buffer, and the largest tensor that its kernels can multiply with. device:
-    ggml's name; None is the CPU. Raises OptionError for an unknown name.
+    The limits are the device's largest buffer, the largest tensor that its kernels can multiply with, and 32-bit
+    offsets in kernels. device: ggml's name; None is the CPU. Raises OptionError for an unknown name.
     """
     most, matrices = c.c_int32(), matrices_of(layout, [device])
     library.load().moegguf_most_slots(device and device.encode(), matrices, len(matrices), n_slots, c.byref(most))

@@ -1,5 +1,5 @@
 // speeds.cpp: measures how fast the CPU and a device multiply with a model's experts, and how fast experts are copied
-// to the device. It uses the pools and kernels of a store, but allocates its own pools. It knows no open store.
+// to the device. It uses the pools and kernels of a store, but allocates its own pools and needs no open store.
 #include "api.h"
 
 #include <algorithm>
@@ -9,16 +9,18 @@
 namespace moegguf {
 namespace {
 
-// The largest number of tokens in a measured graph. Each token multiplies with other slots, so the graph reads each
-// slot at most once.
+// The largest number of tokens in a measured graph. Each token multiplies with slots of its own, so the graph reads
+// each slot at most once.
 constexpr int most_tokens = 1024;
 constexpr int n_small_ops = 64; // number of nodes in the graph that measures the cost of a node
 // The number of nodes in a graph that runs until a stop. A layer has about this number of nodes.
 constexpr int n_part_ops = 25;
 constexpr int least_runs = 3;
-constexpr int longest = 10; // the runs end after longest * `seconds`, even if there are fewer than least_runs
+// The runs end after longest * `seconds`, even if there are fewer than least_runs.
+constexpr int longest = 10;
 
-// Repeats run() for about `seconds`. Returns the time of an undisturbed run in ns: the lower quartile of all times.
+// Repeats run() for about `seconds`, and at least a few times. Returns the time of an undisturbed run in ns: the lower
+// quartile of all times.
 double run_ns(double seconds, const std::function<void()> & run) {
     run(); // not measured: the first run allocates memory and compiles kernels
     std::vector<double> times;
@@ -127,7 +129,7 @@ void set_all(ggml_tensor * t, float value) {
     ggml_backend_tensor_set(t, values.data(), 0, ggml_nbytes(t));
 }
 
-// Returns the time in ns that the backend needs for a small node: the addition of two vectors of n_embd floats.
+// Returns the mean time in ns that the backend needs for a small node: the addition of two vectors of n_embd floats.
 double op_ns(ggml_backend_t backend, int64_t n_embd, double seconds) {
     Graph graph(backend, 2 * n_small_ops + 8);
     ggml_tensor * x = ggml_new_tensor_1d(graph.context(), GGML_TYPE_F32, n_embd);
@@ -139,8 +141,8 @@ double op_ns(ggml_backend_t backend, int64_t n_embd, double seconds) {
     return run_ns(seconds, [&] { graph.compute(); }) / n_small_ops;
 }
 
-// Returns the bytes of expert weights that the backend multiplies with per ns, for single tokens. Each token uses slots
-// that the tokens just before it have not used, so that the weights are not in a cache.
+// Returns how many bytes of expert weights the backend multiplies per ns, one token at a time. No two tokens of the
+// graph use the same slot, so no token finds its weights in a cache from the token before.
 double multiply_bytes_per_ns(ggml_backend_t backend, const Experts & experts, const Pool & pool, double node_ns,
                              double seconds) {
     const Layout & layout = experts.layout;
@@ -180,7 +182,7 @@ double multiply_bytes_per_ns(ggml_backend_t backend, const Experts & experts, co
 }
 
 // Measures copies from RAM to the device, of one expert and of several experts together. Sets copy_bytes_per_ns, and
-// copy_ns, the fixed time of a batch of copies. All slots of both pools are used in turn.
+// copy_ns, the fixed time of a batch of copies. The copies take all slots of both pools in turn.
 void measure_copies(ggml_backend_t backend, const Experts & experts, const Pool & from, const Pool & to, double seconds,
                     moegguf_speeds & out) {
     int next = 0;
@@ -203,7 +205,7 @@ void measure_copies(ggml_backend_t backend, const Experts & experts, const Pool 
 
 // Measures how long the device's graph is interrupted between two parts. Sets stop_ns: the time in ns in which the host
 // reads a layer's ids and writes them back. Sets cpu_layer_ns: the time in ns of the transfers for a layer whose
-// experts the CPU multiplies with. The time of the graph's own nodes is subtracted from both.
+// experts the CPU multiplies with. The estimated time of the graph's own nodes is subtracted from both.
 void measure_stops(ggml_backend_t backend, const Experts & experts, double seconds, moegguf_speeds & out) {
     Graph graph(backend, n_part_ops + 8);
     const int n_used = experts.n_used();

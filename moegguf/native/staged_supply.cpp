@@ -1,6 +1,7 @@
-// staged_supply.cpp: supplies experts for prompts on a device. A layer's experts are copied into a staging tensor with
-// the layer's full shape, and kernels find them there by the router's own ids. So kernels compute as if every expert
-// were resident. Slots keep their experts until a prompt's last pass, which may assign slots to the most used experts.
+// staged_supply.cpp: supplies experts for prompts and other large passes on a device. A layer's experts are copied into
+// a staging tensor with the layer's full shape, and kernels find them there by the router's own ids. So kernels compute
+// as if every expert were resident. Slots keep their experts until the last pass of the announced tokens, which may
+// assign slots to the most used experts.
 //
 // This supply may pin, assign and vacate slots of staging tiers. It may fill slots of the device with a prompt's
 // experts, and queue copies into staging tensors and slots.
@@ -12,15 +13,15 @@ namespace moegguf {
 namespace {
 
 // An expert may evict another one after a prompt's last pass, if at least this number of the pass's tokens used the
-// expert.
+// expert. In a pass that decodes, one token is enough.
 constexpr int least_tokens_to_evict = 2;
 
 // A layer's experts are copied ahead if the pass has at least this number of choices per expert. Tokens that choose
 // evenly then use more than half of the layer's experts (1 - e^-0.7).
 constexpr float choices_per_expert = 0.7f;
 
-// The staged supply for all devices of a store. Layers use the staging tensors of a device in turn: while one layer is
-// computed, the experts of the next layer are copied ahead into another tensor.
+// The staged supply for all devices of a store. Layers use the staging tensors of a device in turn. If a device has
+// two, the experts of the next layer are copied ahead into one tensor while a layer is computed with the other.
 class StagedSupply final : public Supply {
   public:
     StagedSupply(const Layout & layout, Shared & shared, Transfers & transfers, Tiers & tiers)
@@ -77,8 +78,8 @@ class StagedSupply final : public Supply {
         for (const auto & tier : tiers_.staging) { drop(*tier, nullptr); }
     }
 
-    // Assigns slots to the most used experts if the pass is the prompt's last one. Then copies the experts of the next
-    // layer ahead.
+    // Assigns slots to the most used experts if the pass is the last one of the announced tokens. Then queues copies of
+    // the next layer's experts, and replaces expert ids by slot ids.
     void finish(Context & context) override {
         Lock lock(shared_.mutex);
         std::fill(counts_.begin(), counts_.end(), 0);
@@ -95,9 +96,9 @@ class StagedSupply final : public Supply {
     }
 
   private:
-    // Waits until no slot of the staging tensors is pinned: a cancelled pass may have left copies from them. Then pins
-    // the event's experts that are there or on their way, demands their missing matrices, and waits for all copies into
-    // the tensors. Returns false if a wait was cancelled.
+    // Waits until no slot of the device's staging tensors is pinned: a cancelled pass may have left copies from them.
+    // Then pins the event's experts that are there or on their way, demands their missing matrices, and waits for all
+    // copies into the tensors. Returns false if a wait was cancelled.
     bool take_tensor(Context & context, Lock & lock) {
         Tier & tier = *context.pinned.tier;
         const Event & event = context.event;
@@ -111,9 +112,9 @@ class StagedSupply final : public Supply {
         return come() || stall(shared_, tier, lock, come);
     }
 
-    // Pins the event's experts that were copied ahead or are on their way, and counts look-ups. An expert without a
-    // slot on the device counts as a miss there, even if it was copied ahead. An expert that was copied ahead without
-    // such a slot counts as a hit in RAM.
+    // Pins the event's experts that are in the tensor or on their way, and counts look-ups. An expert that is not
+    // complete in a slot on the device counts as a miss there, even if it is in the tensor. In that case it also counts
+    // as a hit in RAM.
     void pin_there(Context & context) {
         Event & event = context.event;
         Tier &tier = *context.pinned.tier, &slots = *tier.staged_for, &ram = *tier.ram();
@@ -148,14 +149,14 @@ class StagedSupply final : public Supply {
             const bool in_vain = slot.prefetched && (!keep || slot.il == keep->il);
             if (!chosen && (in_vain || !tier.residency.complete(s))) {
                 tier.residency.drop(s, all_kinds);
-                tier.vacate(s); // does nothing until the end of a copy that has begun
+                tier.vacate(s); // does nothing while a copy into the slot is under way
             }
         }
     }
 
     // Assigns slots to the experts that most tokens of the pass used, because the answer will probably use them, too.
-    // The number of these experts is at most a layer's equal share of the slots, or one token's experts if this is
-    // more. They take free slots or the slots of victims. Waits for the copies into these slots.
+    // The number of candidates is at most a layer's equal share of the slots, or one token's experts if this is more.
+    // Candidates without a slot take free slots or the slots of victims. Waits for the copies into these slots.
     void keep_most_used(Context & context, Lock & lock) {
         const Event & event = context.event;
         Tier &from = *context.pinned.tier, &to = *from.staged_for;
@@ -187,9 +188,9 @@ class StagedSupply final : public Supply {
         stall(shared_, from, lock, [&] { return std::all_of(kept.begin(), kept.end(), is_done); });
     }
 
-    // Finds the layer after `il` that is computed next for all tokens of a pass, in this pass or in the prompt's next
-    // pass. Writes the layer to `il`, and that pass's number of tokens to n_tokens. Returns false if the next layer is
-    // not known.
+    // Finds the layer after `il` that is computed next for all tokens of a pass, in this pass or in the next pass of
+    // the announced tokens. Writes the layer to `il`, and that pass's number of tokens to n_tokens. Returns false if
+    // the next layer is not known.
     bool next_layer(const Context & context, int & il, int & n_tokens) const {
         const std::vector<int> & layers = layout_.moe_layers;
         const auto whole = [&](int layer) { return !shortens_[layer]; };
@@ -204,7 +205,8 @@ class StagedSupply final : public Supply {
     }
 
     // Copies all experts of a layer ahead, if the pass has enough tokens (choices_per_expert). With fewer tokens, too
-    // many experts would be copied in vain.
+    // many experts would be copied in vain. Does nothing if the layer would use the same tensor as the layer
+    // `computing`.
     void copy_layer_ahead(int il, int n_tokens, int computing) {
         Tier & to = tiers_.of(il, n_tokens);
         const Window window = to.numbering.window(il);
@@ -242,7 +244,7 @@ class StagedSupply final : public Supply {
     std::vector<uint8_t> shortens_; // [n_layer] 1: the layer is computed only for tokens whose logits are needed
     int last_il_ = -1;              // layer of the previous event
     int last_tokens_ = 0;           // number of tokens in the previous event's pass
-    std::vector<int> counts_;       // [n_expert_max] number of the event's tokens that use each expert
+    std::vector<int> counts_;       // [n_expert_max] number of times that the event's tokens chose each expert
 };
 
 } // namespace

@@ -17,32 +17,34 @@ class Store {
     ~Store();
 
     // Handles a routing event on a compute thread: chooses a supply, notifies observers, waits for the choice's
-    // wait_kinds, and replaces expert ids by slot ids.
+    // wait_kinds, and replaces expert ids by slot ids (except in a stream).
     //
-    // After the call every chosen expert has a slot or is streamed, and the matrices of wait_kinds are there; kernels
-    // wait for all other matrices (arrivals.h). After a failure the context has the reason, and the ids are safe to
-    // compute with. The function itself moves no bytes and changes no slot.
+    // After the call every chosen expert has a slot or is streamed, and the matrices of wait_kinds are there, or a
+    // stream waits for their copies. Kernels (arrivals.h) or the hook wait for all other matrices. After a failure the
+    // context has the reason, and all ids are 0, which is safe to compute with. The function itself moves no bytes and
+    // changes no slot.
     void acquire(const Choice & choice);
 
     // Returns true if a routing event of layer il has nothing to do. Every expert of the layer is then in its own slot,
-    // no listener is on, watch() is off, and the pass is not cancelled. Needs no lock.
+    // no listener is on, watch() is off, and the store is not cancelled. Needs no lock.
     bool idle(int il) const;
     // Counts a routing event of an idle layer. The chosen experts are not known. Each choice counts as a different
     // expert, up to the layer's number of experts.
     void count_idle(int il, int n_expert_used, int n_tokens);
 
-    // Returns true if graphs that are built now use the router's own expert ids in the layers of this tier. Then every
-    // expert is in its own slot, and no listener and no watch() needs the routing events.
+    // Returns true if graphs that are built now use the router's own expert ids in the layers of this tier. Then
+    // Remedy::shared_ids is on, every expert is in its own slot, and no listener and no watch() needs the routing
+    // events.
     bool passes_over(const Tier & tier) const;
-    // Returns a set of bits, one for each device: 1 if passes_over() is true for it. A graph is valid while these bits
-    // stay the same.
+    // Returns a set of bits, one for each device: 1 if passes_over() is true for the device's tier. A graph multiplies
+    // by the right ids while these bits stay the same.
     uint64_t passed_over() const;
-    // Counts a routing event of a layer whose graph uses the router's own expert ids. The pass fails if it was
-    // cancelled, or if experts no longer have their own slots.
+    // Counts a routing event of a layer whose graph uses the router's own expert ids. The pass fails in a child
+    // process, after a cancellation, or if experts no longer have their own slots.
     void pass_over(int il, int n_expert_used, int n_tokens);
 
-    // Returns true if the pass must end: it failed, was cancelled, or a matrix of its layer could not be read. The
-    // thread that computes calls this after every node. It takes no lock unless something failed.
+    // Returns true if the pass must end: it failed, the store was cancelled, or a matrix of its layer did not come.
+    // ggml calls this between nodes. It takes no lock unless something failed.
     bool must_abort();
     bool is_clear() const; // true: take_failure() has no failure to return and no slot to unpin; needs no lock
     void take_failure(moegguf_failure & out, bool clear);
@@ -52,7 +54,7 @@ class Store {
     void announce_tokens(const moegguf_tokens_event & event);
 
     void watch(bool on) { watched_ = on; }   // while on, no layer is idle, so that every look-up is counted
-    void resize(Tier & tier, int n_slots);   // changes the number of slots, while no pass is under way
+    void resize(Tier & tier, int n_slots);   // changes the number of slots; no pass may be under way
     std::vector<Tier *> tiers_at(int index); // returns the tiers of a value of enum moegguf_tier. Throws Error(INVALID)
     ggml_backend_buffer_type_t buft() { return buft_.get(); }
     ggml_tensor * pool_tensor(const char * name, int n_tokens) const;

@@ -1,4 +1,4 @@
-"""The expert store as a Python object, with one method for each call of the C ABI.
+"""The expert store as a Python object, whose methods call the C ABI's functions for a store.
 
 The module also has the store's options, the names of its eviction policies, and the conversion of events to numpy.
 """
@@ -29,7 +29,7 @@ from moegguf.quantities import Link
 
 
 class Tier(enum.IntEnum):
-    """A tier of slots: COMPUTE for the devices that compute layers, RAM for slots from which they are filled."""
+    """A tier of slots: COMPUTE for devices that compute layers, RAM for slots from which COMPUTE's slots are filled."""
 
     COMPUTE = abi.COMPUTE_TIER
     RAM = abi.RAM_TIER
@@ -49,7 +49,8 @@ class DeviceSlots:
     layers: Collection[int]  # il of the layers that the device computes; layers without experts are ignored
     through_ram: bool = False  # missing experts are read into slots in RAM first, if the store has such slots
     staging: int = 0  # number of staging tensors for prompts, each with space for all experts of a layer
-    pass_slots: int = 0  # number of slots that one pass may need if it is not staged; 0: as many as one token needs
+    # Number of slots that a layer may need in a pass that is not staged; 0: as many as one token needs.
+    pass_slots: int = 0
     link: Link | None = None  # simulated link from RAM to the device; None: the link in the store's options
 
 
@@ -62,7 +63,7 @@ _COUNTED_BY_TIER = (
 
 
 def _bits(options: StoreOptions | ListenOptions, enum: str) -> int:
-    """Returns the flags of a C enum whose names are fields of `options` with the value True."""
+    """Returns the sum of the flags of a C enum whose names are fields of `options` with the value True."""
     return sum(bit for name, bit in abi.enum(enum).items() if getattr(options, name))
 
 
@@ -73,22 +74,25 @@ class StoreOptions:
     The defaults were chosen by measurements. Tests and ablations turn single options off.
     """
 
-    readers: int = 4  # number of threads that read each copy of the file
-    repack: bool = True  # slots have the layout of the CPU's fastest kernels
-    direct: bool = True  # files are read with O_DIRECT
+    readers: int = 4  # number of threads that read each copy of the model's files
+    repack: bool = True  # slots on the CPU are interleaved for its fastest kernels, where these support the type
+    direct: bool = True  # files are read with O_DIRECT, if a test read with it succeeds
     chunked: bool = True  # prefetches are read matrix by matrix
-    preempt: bool = True  # a routing event drops prefetches of its layer for experts that it has not chosen
+    preempt: bool = True  # a routing event drops queued prefetches of its layer, except for chosen experts
     demand_first: bool = True  # demands are read before all prefetches; False: after all prefetches
-    overlap: bool = True  # a layer begins to compute before all of its matrices are there
-    # If a pass chooses nearly all experts of a layer, experts of the next layer are prefetched into the slots that are
-    # left. In such passes, and in prompts with more experts than slots, the experts of the layer that is needed last
-    # are evicted first, unless the policy's scores decide.
+    overlap: bool = True  # a layer may begin to compute before all of its matrices are there
+    # If several tokens choose nearly all experts of a layer, experts of the next layer are prefetched into the slots
+    # that the layer leaves. In successive passes of several tokens that use more experts than there are slots, experts
+    # of the layer that is needed last are evicted first, unless the policy's scores decide.
     sweep: bool = True
-    # If True, a prompt's experts are streamed through a few slots in each layer, and each expert is read once. If
-    # False, experts are streamed only if the experts of a pass do not fit into the slots.
+    # If True, the experts of passes with several tokens are streamed through a few of the CPU's slots in each layer,
+    # and each expert is read once. If False, experts are streamed only if the experts of a layer do not fit into the
+    # slots.
     stream: bool = False
-    fill: bool = True  # if every expert has a slot, all experts are read in the background
-    staging: int | None = None  # number of staging tensors of a device, up to STAGING_TENSORS; None: the planned number
+    fill: bool = True  # a tier with a slot for each of its experts reads all of them in the background
+    # Number of staging tensors of the device `device`, up to STAGING_TENSORS; None: the planned number, or none without
+    # a plan.
+    staging: int | None = None
     simulate: bool = False
     device: str | None = None  # ggml's name of the device that has the slots; None: the CPU
     link_bytes_per_s: float = 0.0  # speed of the simulated link from the files; 0: reads take no time
@@ -107,9 +111,9 @@ class ListenOptions:
     """Options of a listener: the data that it receives in addition to expert ids, and how events are delivered."""
 
     weights: bool = False  # the router's weights
-    inputs: bool = False  # the router's input vectors, for passes of at most `max_input_tokens`
+    inputs: bool = False  # the router's input vectors, for events of at most `max_input_tokens` tokens
     everything: bool = False  # compute threads wait for a slow listener; False: events are dropped
-    # Each event waits until all earlier events are delivered; runs are then reproducible, but slow.
+    # Each routing event waits until all earlier events are delivered; runs are then reproducible, but slow.
     lockstep: bool = False
     lazy: bool = False  # many events are delivered together, up to 0.1 s late; this slows the model less
     max_input_tokens: int = 1
@@ -169,14 +173,16 @@ class Store:
     lists the tiers that exist. `context` has the calls for the llama_context that uses the store.
 
     n_slots: a number, or a list of several devices with their slots. In the second case every layer with experts is on
-    one of the devices, `options.device` has no effect, and devices with `through_ram` share the slots in RAM.
+    one of the devices, `options.device` and `options.staging` have no effect, and devices with `through_ram` share the
+    slots in RAM.
 
-    mirrors: copies of the layout's shards on other drives. Experts are read from all copies.
+    mirrors: copies of the layout's shards on other drives. Each read goes to the copy that is expected to finish it
+    first.
 
     Raises AllocationError when the device has no free memory, and ExpertIOError when a shard cannot be opened. Raises
     OptionError for an option out of range, and for a mirror that differs from the shards. Close the store after the
-    model and the llama_context that use it. Every method raises ClosedError after close(), and ForkError in a child
-    process.
+    model and the llama_context that use it. Methods that call the library raise ClosedError after close(), and most of
+    them raise ForkError in a child process.
     """
 
     def __init__(
@@ -270,7 +276,7 @@ class Store:
         return {k: v.decode(errors="replace") if isinstance(v, bytes) else v for k, v in fields.items()}
 
     def counters(self) -> dict[str, int]:
-        """Returns every field of struct moegguf_counters, and the compute tier's counts of look-ups and slots.
+        """Returns the fields of struct moegguf_counters, and the compute tier's look-ups, evictions and slots.
 
         Times are in ns.
         """
@@ -307,15 +313,15 @@ class Store:
     def staging(self) -> dict[str, Any]:
         """Returns the fields of struct moegguf_tier_info for the staging tensors of all devices; {} without any.
 
-        Each look-up is for one expert of a prompt. It is a hit if the expert had been copied ahead, or its copy had
-        begun. bytes_prefetched were copied ahead, and bytes_missed were copied while a layer waited. copy_ns is the
-        time of all copies, and stall_ns is the time that layers waited.
+        Each look-up is for one expert of a prompt. It is a hit if the expert was in the tensor already, or was on its
+        way. bytes_prefetched were copied ahead, and bytes_missed were copied while a layer waited. copy_ns is the time
+        of all copies, and stall_ns is the time that layers waited.
         """
         figures = self._figures(self._library.moegguf_store_tier, abi.TierInfo(), abi.STAGING_TIER)
         return figures if figures["n_slots"] else {}
 
     def residency(self, tier: Tier = Tier.COMPUTE) -> npt.NDArray[np.uint8]:
-        """Returns the state of each expert in a tier, (n_layer, n_expert): 0 absent, 1 on its way, 2 there.
+        """Returns the state of each expert in a tier, (n_layer, n_expert): 0 absent, 1 incomplete, 2 complete.
 
         Raises OptionError if there is no such tier.
         """
@@ -326,8 +332,8 @@ class Store:
     def activity(self) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
         """Counts each expert's look-ups, and the slots assigned to it, since the store was opened.
 
-        Returns (look-ups, assigned slots), both (n_layer, n_expert). In a pool that has every expert, look-ups are
-        counted only while `watch` is on.
+        Returns (look-ups, assigned slots) of the tiers that compute, both (n_layer, n_expert). In a pool that has every
+        expert, look-ups are counted only while `watch` is on or something listens.
         """
         uses, loads = np.zeros(self.shape, np.uint32), np.zeros(self.shape, np.uint32)
         self._library.moegguf_store_activity(self.handle, uses.ctypes.data, loads.ctypes.data, uses.size)
@@ -393,7 +399,7 @@ class Store:
         self._predictor = predictor
 
     def act_on_forecasts(self, on: bool) -> None:
-        """Switches prefetching for forecasts of the store's own predictor on or off. At first it is on."""
+        """Switches prefetching for forecasts of the store's own predictor on or off. Prefetching is on at first."""
         self._library.moegguf_store_prefetch(self.handle, on)
 
     def forecast(self) -> tuple[Float32s, npt.NDArray[np.bool_]]:
@@ -410,15 +416,15 @@ class Store:
     def prefetch(self, il: Integers, experts: Integers) -> None:
         """Queues prefetches of experts (il[i], experts[i]), in this order, after earlier requests.
 
-        Experts that are unknown or already in a slot are dropped and counted.
+        Experts that are unknown, or already in a slot of the compute tier, are dropped and counted.
         """
         self._library.moegguf_store_want(self.handle, *_arrays(il, experts), False)
 
     def warm(self, il: Integers, experts: Integers) -> None:
         """Fills free slots in the background with experts (il[i], experts[i]), in this order.
 
-        Slots of the compute tier are filled first, then slots in RAM. All other transfers come first, and nothing is
-        evicted. A later call replaces the experts of an earlier one.
+        Each expert gets a free slot of the compute tier, or else a free slot in RAM. All other transfers come first,
+        and nothing is evicted. A later call replaces the experts of an earlier one that have no slot yet.
         """
         self._library.moegguf_store_want(self.handle, *_arrays(il, experts), True)
 
@@ -435,7 +441,7 @@ class Store:
         on_tokens: Callable[[Announcement], None] | None = None,
         options: ListenOptions | None = None,
     ) -> None:
-        """Calls these functions for each event, on the store's event thread, never on a compute thread.
+        """Calls on_routing for each routing event, and on_tokens for each announcement, on the store's event thread.
 
         Without arguments it stops the calls, and returns after the last one. The functions may keep an event's arrays.
         An exception in a function ends the calls. The next `raise_callback_error` then raises CallbackError.
@@ -472,7 +478,7 @@ class Store:
         return self._callback_thread == threading.get_ident()
 
     def raise_callback_error(self) -> None:
-        """Raises CallbackError if a callback has failed since the last call."""
+        """Raises CallbackError and stops listening if a callback has failed since the last call."""
         error = self._callback_error
         if error is not None:
             self.listen()
@@ -487,19 +493,22 @@ class Store:
         """Sets the number of slots that a tier uses, up to the number with which it was opened.
 
         No pass may be under way. Pageable host memory of the unused slots goes back to the system. In other memory a
-        new pool is allocated. If there is too little memory for the old and the new pool, all slots are emptied first.
+        new pool is allocated. If there is too little memory for the old and a smaller new pool, all slots are emptied
+        first, and the tier may get fewer slots.
 
-        device: index of the one device that is resized. Without it, several devices share the slots in proportion to
-        the numbers with which they were opened. If GPUs compute layers, too, the CPU's slots keep their number.
+        device: index of the one device that is resized. Without it, several devices share the slots: each gets the
+        slots that a pass needs, and a share of the rest in proportion to its remaining capacity. If GPUs compute
+        layers, too, the CPU's slots keep their number.
 
-        Raises AllocationError when the device refuses more memory; the slots are then as before. Raises OptionError
-        for a number of slots that the tier cannot have.
+        Raises AllocationError if the device refuses a larger pool (the slots are then as before), or refuses every pool
+        after the slots were emptied (no slot is then left). Raises OptionError for a number of slots that the tier
+        cannot have, and ExpertIOError if reads do not end within a minute.
         """
         index = tier if device is None else abi.DEVICE_TIER + device
         self._library.moegguf_store_resize(self.handle, index, n_slots)
 
     def drain(self, timeout_s: float = 600.0) -> None:
-        """Waits until no transfer is queued or under way, then verifies the bookkeeping (`check`).
+        """Waits until no transfer is queued or under way, and the background fill has ended; then runs `check`.
 
         Raises GenerationCancelled after timeout_s.
         """
@@ -578,8 +587,8 @@ class StoreContext:
     def awaits_tokens(self, sequence: int, phase: Phase) -> bool:
         """Forgets the announced tokens, and notes the sequence and phase of the next tokens.
 
-        Returns True if the next tokens have to be announced (`announce`). Returns False if every expert is in a slot
-        of its own and there is no listener.
+        Returns True if the next tokens have to be announced (`announce`). Returns False if every expert is complete in
+        a slot of its own and there is no listener.
         """
         return bool(self._library.moegguf_context_awaits_tokens(self.handle, sequence, phase))
 

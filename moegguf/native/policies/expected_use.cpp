@@ -1,11 +1,12 @@
-// expected_use.cpp: policies that estimate when each expert is used next, and evict the expert with the latest use.
+// expected_use.cpp: policies that estimate when each expert is used next, and evict the expert whose next use is
+// expected last.
 //
-// Time is counted in passes. A share p of a layer's tokens uses an expert. The expert's use is then expected 1 / p - 1
-// passes after its layer is computed next. With a forecast of probability q, the use is expected (1 - q) / p passes
-// after the layer is computed next.
+// Time is counted in passes of one token. Let p be the share of a layer's tokens that use an expert. The expert's next
+// use is then expected 1 / p - 1 passes after its layer is computed next. With a forecast of probability q, the use is
+// expected (1 - q) / p passes after the layer is computed next.
 //
-// The wait until the layer is computed next is a fraction of a pass. The policies multiply it by distance_weight and
-// add it. They touch only their own tables (policy.h).
+// The wait until the layer is computed next is a fraction of a pass, or a whole pass for the layer that is computed
+// now. The policies multiply this wait by distance_weight and add it. They touch only their own tables (policy.h).
 #include "policies/policy.h"
 
 #include <algorithm>
@@ -36,10 +37,10 @@ class ExpectedUse : public EvictionPolicy {
             throw Error(MOEGGUF_INVALID,
                         "the weight of the distance is 0 or more, not " + std::to_string(distance_weight));
         }
-        // Fills distance_ with the fraction of a pass until a layer is computed, for each difference `ahead` between
-        // that layer and the present one. A later layer is computed in this pass, and an earlier one in the next pass.
-        // The present layer counts as a whole pass ahead: its chosen experts are pinned, and its other experts wait for
-        // the next pass.
+        // Fills distance_ with the fraction of a pass until a layer is computed, times distance_weight, for each
+        // difference `ahead` between that layer and the present one. A later layer is computed in this pass, and an
+        // earlier one in the next pass. The present layer counts as a whole pass ahead: its chosen experts are pinned,
+        // and its remaining experts wait for the next pass.
         const int n_row = layout.n_moe_layers;
         for (int ahead = 1 - n_row; ahead < n_row; ahead++) {
             distance_.push_back(distance_weight * (ahead > 0 ? ahead : ahead + n_row) / n_row);
@@ -65,8 +66,8 @@ class ExpectedUse : public EvictionPolicy {
         return was_known || probabilities;
     }
 
-    // Returns the expected number of passes until an expert is used, as a negative number. The count begins when the
-    // expert's layer is computed next.
+    // Returns the expected number of passes from the next computation of layer il until the expert is used, as a
+    // negative number or 0.
     float score(int il, int expert) const override {
         const int key = layout_.key(il, expert);
         return known_[il] ? -wait_[key] * (1.0f - forecast_[key]) : 1.0f - wait_[key];
@@ -93,15 +94,15 @@ class ExpectedUse : public EvictionPolicy {
 // ExpertFlow's predictive locality-aware expert caching with real-time correction (sections 3.2.1 and 3.2.2). It keeps
 // the experts that are predicted for this pass, nearest layers first.
 //
-// Victims are, in this order:
+// Victims come roughly in this order:
 // - experts that were prefetched, but not chosen by their layer's router;
-// - experts that this pass no longer needs, because their layer was computed or is not predicted;
+// - experts that are not predicted for this pass, or whose layer was already computed;
 // - predicted experts, the farthest layer first.
 //
 // The paper gives this order, but no order within each of the three groups. It explains "locality" only by an example:
 // a cache of 8 experts holds the two nearest of four layers, and the third layer when the first one is done. Here
-// predicted experts are ordered by their layer's distance, and other experts by the average number of passes until they
-// are used again. Without predictions the policy is decayed frequency.
+// predicted experts are ordered by their layer's distance. Experts that are not predicted are ordered by the average
+// number of passes until their next use, plus their layer's distance.
 class Locality final : public ExpectedUse<FadingAverage> {
   public:
     Locality(const Layout & layout, const Values &)
@@ -121,7 +122,7 @@ class Locality final : public ExpectedUse<FadingAverage> {
 
     // Turns probabilities into 1 (active) or 0 (idle), because section 3.1 predicts only active and idle experts. If a
     // token uses k experts, the k most probable experts are active. Every other expert with a probability of at least
-    // `likely` is active, too.
+    // `likely` is active, too. An expert with probability 0 is always idle.
     bool on_forecast(int il, const float * probabilities) override {
         if (!probabilities) { return ExpectedUse::on_forecast(il, nullptr); }
         const Layer & layer = layout_.layers[il];
@@ -151,15 +152,16 @@ class Locality final : public ExpectedUse<FadingAverage> {
     static constexpr float half_life_tokens = 14.0f;
     static constexpr float likely = 0.5f; // every expert with at least this probability is active
 
-    // [n_layer * n_expert_max] `no`: the expert was not prefetched, or was used after its prefetch.
+    // [n_layer * n_expert_max] `yes`: prefetched, and not used yet; `in_vain`: the layer's router then chose other
+    // experts; `no`: neither.
     std::vector<Early> prefetched_;
     std::vector<float> active_, sorted_; // scratch
 };
 
-constexpr float least_input = 1e-3f; // smallest probability that logit() takes
+constexpr float least_input = 1e-3f; // smallest probability that logit() uses; smaller ones are raised to it
 
-// Returns an approximation of log(p / (1 - p)). Its logarithm is linear between powers of two, which is precise enough
-// and fast.
+// Returns an approximation of log(p / (1 - p)), with p limited to [least_input, 1 - least_input]. Its logarithm is
+// linear between powers of two, which is precise enough and fast.
 float logit(float p) {
     p = std::clamp(p, least_input, 1.0f - least_input);
     const float rest = 1.0f - p;
@@ -177,8 +179,8 @@ class LearnedRates {
   public:
     explicit LearnedRates(const Layout & layout);
 
-    // Learns from a routing event of n_tokens tokens, and updates the layer's probabilities. The averages count the
-    // event's uses as if they were spread evenly over its tokens.
+    // Counts a routing event of n_tokens tokens, and updates the layer's probabilities. Events of many tokens do not
+    // change the weights. The averages count the event's uses as if they were spread evenly over its tokens.
     void count(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens);
 
     const float * row(int il) const { return &rates_[layout_.key(il, 0)]; } // [n_expert] probabilities, above 0
@@ -187,13 +189,14 @@ class LearnedRates {
     static constexpr std::array<float, 6> half_lives_tokens = {1.0f, 4.0f, 16.0f, 64.0f, 256.0f, 4000.0f};
     // Weights in recall: experts that were used 1, 2, ... tokens after a similar earlier token have these weights.
     static constexpr std::array<float, 6> after = {0.4f, 0.25f, 0.15f, 0.1f, 0.05f, 0.05f};
-    static constexpr size_t n_averages = half_lives_tokens.size(), recalled = n_averages; // index of recall's input
+    // `recalled` is the index of recall's input.
+    static constexpr size_t n_averages = half_lives_tokens.size(), recalled = n_averages;
     static constexpr int n_after = after.size();
-    static constexpr int window = 1536; // number of earlier tokens that recall compares with the last one
+    static constexpr int window = 1536; // largest number of earlier tokens that recall compares with the last one
     using Averages = std::array<float, n_averages>;
     using Inputs = std::array<float, n_averages + 1>;
 
-    struct History { // the experts that a layer's last tokens used
+    struct History { // the experts that the most recent tokens used in one layer
         // [2 * window][n_used] experts of each token; the id n_expert fills up a row with fewer experts.
         std::vector<int16_t> ids;
         int n_tokens = 0, n_used = 0;
@@ -209,7 +212,7 @@ class LearnedRates {
     void recall(int il);
 
     const Layout & layout_;
-    Averages kept_{};                         // share of its value that each average keeps after a token
+    Averages kept_{};                         // share of its value that each average keeps after one token
     std::vector<Inputs> weights_, gradients_; // [n_layer] learned weights; sums of the squares of their gradients
     std::vector<Averages> averages_;          // [n_layer * n_expert_max] fading averages of an expert's use
     std::vector<Inputs> inputs_;              // [n_layer * n_expert_max] logits of the predictions
@@ -235,9 +238,9 @@ LearnedRates::LearnedRates(const Layout & layout)
       histories_(layout.layers.size()),
       marked_(layout.n_expert_max + 1),
       sums_(layout.n_expert_max + 1) {
-    // The weight of recall at the start, and the first sum of squared gradients.
+    // The initial weight of recall, and the initial sum of squared gradients.
     constexpr float first_recall = 0.4f, first_gradient = 1e-3f;
-    // A token that shares no expert has exp(-16) of the weight of one that shares all experts.
+    // A token that shares no expert with the last token has exp(-16) of the weight of one that shares all experts.
     constexpr float sharpness = 16.0f;
     Inputs weights, gradients;
     weights.fill((1.0f - first_recall) / n_averages);
@@ -272,7 +275,7 @@ void LearnedRates::count(int il, const int32_t * expert_ids, int n_expert_used, 
     }
 }
 
-// Changes the layer's weights by one step along the gradient of the log-likelihood of the experts that were used.
+// Moves the layer's weights by one step of AdaGrad, along the gradient of the log-likelihood of the event's uses.
 void LearnedRates::learn(int il) {
     constexpr float learning_rate = 0.03f;
     Inputs gradient{};
@@ -337,8 +340,8 @@ void LearnedRates::count_alike(int il) {
     }
 }
 
-// Computes the input `recalled` of each expert in a layer. An earlier token has more weight if it shares more experts
-// with the last token, over all layers.
+// Computes the input `recalled` of each expert in a layer. Does nothing without earlier tokens. An earlier token has
+// more weight if it shares more experts with the last token, over all layers.
 void LearnedRates::recall(int il) {
     const History & history = histories_[il];
     const int n_used = history.n_used, n_earlier = history.n_earlier(), first = window - n_earlier;
@@ -363,10 +366,9 @@ void LearnedRates::recall(int il) {
     }
 }
 
-// Makes the policy next-use: Belady's rule with an estimated future. The policy chooses victims in passes that decode.
-// For several sequences that decode together the estimates are not exact, but have the right order. In all other passes
-// the policy only updates its estimates. Victims are then chosen by recency or, in a sweep, by layer
-// (Residency::victim).
+// Makes the policy next-use: Belady's rule with an estimated future. Its scores choose victims in passes that decode.
+// For several sequences that decode together, the estimates are only approximate. In all other passes the policy only
+// updates its estimates. Victims are then chosen by recency or, in a sweep, by layer (Residency::victim).
 //
 // values: distance_weight, then the half-life in tokens of a plain average, which replaces the learned estimate.
 std::unique_ptr<EvictionPolicy> make_next_use(const Layout & layout, const Values & values) {

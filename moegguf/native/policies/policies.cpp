@@ -1,11 +1,12 @@
 // policies.cpp: the table of policies that can be chosen by name, and the policies that do not estimate the next use.
-// expected_use.cpp has the others. The policies touch only their own tables (policy.h).
+// expected_use.cpp has the policies that do. All policies touch only their own tables (policy.h).
 #include "policies/policy.h"
 
 namespace moegguf {
 namespace {
 
-// A policy that evicts the least recently used expert. It has no scores, so recency alone decides.
+// A policy that evicts the least recently used expert. It has no scores, so recency decides; in a sweep, the layer's
+// next turn comes first.
 class Lru final : public EvictionPolicy {
   public:
     Lru(const Layout &, const Values &) {}
@@ -14,9 +15,9 @@ class Lru final : public EvictionPolicy {
     float score(int, int) const override { return 0.0f; }
 };
 
-// A policy that evicts the expert with the fewest uses. A use counts half as much after each half-life (LRFU, Lee et
-// al. 2001). The policy's one value is this half-life in tokens. Passes of more than one token are counted, too, but in
-// them the least recently used expert is evicted.
+// A policy that evicts the expert with the lowest decayed number of uses. A use counts half as much after each
+// half-life (LRFU, Lee et al. 2001). The policy's one value is this half-life in tokens. Passes of more than one token
+// are counted, too, but in them recency decides, as in Lru.
 class DecayedFrequency final : public EvictionPolicy {
   public:
     DecayedFrequency(const Layout & layout, const Values & values) : average_(layout, value_or(values, 0, 64.0f)) {}
@@ -32,10 +33,10 @@ class DecayedFrequency final : public EvictionPolicy {
     FadingAverage average_;
 };
 
-// Segmented LRU (Karedla, Love and Wherry 1994), with two segments for each layer. Experts that were used again since
-// they were loaded are protected. The others are on probation, and are evicted first. The protected segment holds at
-// most a share of the layer's resident experts; this share is the policy's one value. Above it, the least recently used
-// protected expert goes back on probation.
+// Segmented LRU (Karedla, Love and Wherry 1994), with two segments for each layer. Experts that were used at least
+// twice since they were loaded are protected. All other experts are on probation, and are evicted first. The protected
+// segment holds at most a share of the layer's resident experts; this share is the policy's one value. At the layer's
+// next routing event, the least recently used experts above this share go back on probation.
 class Slru final : public EvictionPolicy {
   public:
     Slru(const Layout & layout, const Values & values)
@@ -103,11 +104,11 @@ class Slru final : public EvictionPolicy {
 
 // MoE-Infinity's sparsity-aware expert cache (algorithm 1): an expert's score is (its share of the layer's predicted
 // activation + epsilon) * (1 - layer / n_layers). Early layers are favoured, because little can be prefetched for them
-// (section 4.6). A share stays until the layer is predicted again. Before the first prediction, and in prompts, recency
-// decides.
+// (section 4.6). A share stays until the layer is predicted again. Before the first prediction, and in passes that do
+// not decode, recency decides.
 
-// A value that the paper does not give. It is so small that an expert without a use in any matched request never
-// outranks an expert that a matched request used.
+// A value that the paper does not give. It is small, so that an expert that was used in a matched request outranks an
+// expert without such a use, unless the former's share is tiny.
 constexpr float epsilon = 1e-6f;
 
 class Sparsity final : public EvictionPolicy {

@@ -1,5 +1,5 @@
 // policy.h: the interface of an eviction policy, and parts that several policies use. A policy has a score for every
-// expert, and routing events change the scores. Arithmetic only: no threads, no locks.
+// expert, which routing events and forecasts may change. Arithmetic only: no threads, no locks.
 //
 // A new policy is a class in this folder, with a line in the table of policies.cpp.
 #pragma once
@@ -13,12 +13,14 @@
 
 namespace moegguf {
 
-// The layer that computes now, and its pass. A policy uses them when a slot for an expert of this layer is chosen.
+// The layer that is computed now, and facts about its pass. Policies use them when a victim is chosen.
 struct LayerStep {
-    int il = 0;           // layer that computes now
-    bool sweep = false;   // true: the pass chooses nearly all experts of a layer, or more experts than there are slots
+    int il = 0; // layer that computes now
+    // True: several tokens choose nearly all experts of this layer. Also true, with MOEGGUF_SWEEP, if this pass and the
+    // previous one have several tokens, and the previous one used more experts than there are slots.
+    bool sweep = false;
     bool token = false;   // true: the pass has one token
-    uint64_t number = 0;  // number of this layer, counted over all passes: pass * n_layer + il
+    uint64_t number = 0;  // position of this layer among the layers of all passes: pass * n_layer + il
     bool decodes = false; // true: the pass has one token, or one token of each of several sequences
 };
 
@@ -30,21 +32,23 @@ struct Worth {
 };
 
 // An eviction policy. The expert with the lowest score is evicted first. Among equal scores, the least recently used
-// expert is evicted first.
+// expert is evicted first (in a sweep, the layer that is needed last comes before recency).
 //
-// The present score of an expert is score(il, expert) + layer_offset(il, step). So the order of experts within a layer
-// stays valid between two routing events of the layer, and an eviction compares only one expert of each layer.
+// The present score of an expert is score(il, expert) + layer_offset(il, step). All experts of a layer have the same
+// offset, so the offset does not change their order, and an eviction compares only one expert of each layer.
 //
 // Callers hold the store's lock.
 class EvictionPolicy {
   public:
     virtual ~EvictionPolicy() = default;
 
-    // Returns true if scores decide at this step. Otherwise only recency decides.
+    // Returns true if scores decide at this step. Otherwise recency decides; in a sweep, the layer's next turn comes
+    // first.
     virtual bool orders(const LayerStep & now) const = 0;
 
-    // Receives the router's choice at layer il: expert_ids [n_tokens][n_expert_used]. Returns true if scores of this
-    // layer have changed. The order of the layer is then built again before the next eviction.
+    // Receives the router's choice at layer il: expert_ids [n_tokens][n_expert_used]. In RAM, these are the experts
+    // that were looked up there, and n_tokens is 1. Returns true if scores of this layer have changed. The order of the
+    // layer is then built again before the next eviction.
     virtual bool on_routing(int /*il*/, const int32_t * /*expert_ids*/, int /*n_expert_used*/, int /*n_tokens*/) {
         return false;
     }
@@ -57,17 +61,17 @@ class EvictionPolicy {
     // comes next. NULL: there is no forecast any more; this happens at each routing event of the layer. Returns true if
     // scores of this layer have changed.
     virtual bool on_forecast(int /*il*/, const float * /*probabilities*/) { return false; }
-    // If true, on_forecast() receives the predictor's raw probabilities; otherwise calibrated ones.
+    // Returns true if on_forecast() receives the predictor's raw probabilities instead of calibrated ones.
     virtual bool takes_as_predicted() const { return false; }
 
     // The next functions are called when an expert was used, got a slot, or lost its slot. A use is a routing event
-    // that chose the expert, or, in RAM, a copy of the expert to a device. For a missing expert, on_load is called
-    // right before on_use. The functions may change the score of only this expert. When a policy is set, its on_load is
-    // called for every expert that already has a slot.
+    // that pinned the expert, or, in RAM, a copy of the expert to a device. For a missing expert that an event needs,
+    // on_load is called right before on_use. The functions may change the score of only this expert. When a policy is
+    // set, its on_load is called for every expert that already has a slot.
     virtual void on_use(int /*il*/, int /*expert*/) {}
     virtual void on_load(int /*il*/, int /*expert*/) {}
     virtual void on_evict(int /*il*/, int /*expert*/) {}
-    virtual void on_prefetch(int /*il*/, int /*expert*/) {} // the expert's slot is filled by a prefetch
+    virtual void on_prefetch(int /*il*/, int /*expert*/) {} // is called when the expert gets a slot for a prefetch
 
     virtual float score(int il, int expert) const = 0; // never returns NaN
     virtual float layer_offset(int /*il*/, const LayerStep & /*now*/) const { return 0.0f; }
@@ -98,11 +102,11 @@ std::unique_ptr<EvictionPolicy> make_policy(const Layout & layout, const std::st
                                             const Values & values = {});
 const PolicyType * policy_at(int index); // nullptr after the last policy
 
-// Returns p as a probability; NaN becomes 0.
+// Returns p clamped to the range 0 to 1; NaN becomes 0.
 inline float probability(float p) { return p > 0.0f ? std::min(p, 1.0f) : 0.0f; }
 
 // Returns the weight that earlier tokens keep in a fading average after n_tokens more tokens. Throws Error(INVALID) if
-// the half-life is not above 0.
+// the half-life is not a finite number above 0.
 inline float kept_after(float half_life_tokens, int n_tokens) {
     if (!(half_life_tokens > 0.0f) || !std::isfinite(half_life_tokens)) {
         throw Error(MOEGGUF_INVALID,
@@ -123,7 +127,7 @@ class FadingAverage {
 
     const float * row(int il) const { return &table_[layout_.key(il, 0)]; } // [n_expert]
 
-    // Counts a routing event of n_tokens tokens. Its uses count as if they were spread evenly over the tokens.
+    // Counts a routing event of n_tokens tokens as if its uses were spread evenly over the tokens.
     void count(int il, const int32_t * expert_ids, int n_expert_used, int n_tokens) {
         float * row = table_.data() + layout_.key(il, 0);
         const int n_expert = layout_.layers[il].n_expert;
@@ -155,8 +159,8 @@ class ScoreTable final : public EvictionPolicy {
         return table;
     }
 
-    // Exchanges the present table with `scores`. Calls changed(il) for every layer whose scores differ, unless the new
-    // table is empty.
+    // Exchanges the present table with `scores`. Calls changed(il) for every layer whose scores differ, or for every
+    // layer if there was no table. Calls nothing if the new table is empty.
     template <typename Changed>
     void exchange(std::vector<float> & scores, Changed changed) {
         table_.swap(scores);

@@ -1,5 +1,5 @@
-// counts.cpp: predictors that look up earlier uses in a table. The key is the last token, a token id, the experts of
-// the layer before, or a similar request. The predictors touch only their own tables (predictor.h).
+// counts.cpp: predictors that look up earlier uses in a table. The key is the layer, a token id, the experts of the
+// previous layer, or a similar request. The predictors touch only their own tables (predictor.h).
 #include "predictors/predictor.h"
 
 #include <numeric>
@@ -7,8 +7,8 @@
 namespace moegguf {
 namespace {
 
-// Predicts that a layer uses the experts that its last token used: probability 1 for these experts, and 0 for all
-// others. In a pass of many tokens only the last token counts. Needs no training.
+// Predicts for each layer the experts that the sequence's last token used there: probability 1 for these experts, and 0
+// for all others. After a pass of many tokens only the last token counts. Needs no training.
 class PreviousToken final : public Predictor {
   public:
     PreviousToken(const Layout & layout, const Arrays &)
@@ -35,8 +35,8 @@ class PreviousToken final : public Predictor {
 };
 
 // ProMoE's token-based prediction (section 4.2): predicts the experts that the token's id used most often, for all
-// layers at once. A probability is the share of the id's occurrences that used the expert. One occurrence of an average
-// token is added, so an id without an entry gets the average.
+// layers at once. A probability is the share of the id's occurrences that used the expert. Each count includes one
+// occurrence of an average token, so an id without an entry gets the average.
 class TokenTable final : public Predictor {
   public:
     TokenTable(const Layout & layout, const Arrays & arrays)
@@ -88,8 +88,8 @@ class TokenTable final : public Predictor {
 };
 
 // DuoServe-MoE's affinity between layers (section 4.1). The probabilities are the mean of the chosen experts' rows in
-// the affinity matrix, times the number of experts that a token uses. Each row adds up to 1. Predicts one layer ahead,
-// and only for a sequence that decodes.
+// the affinity matrix, times the number of experts that a token uses, and at most 1. Predicts one layer ahead, and only
+// if the sequence has one token in this pass.
 class Affinity final : public Predictor {
   public:
     Affinity(const Layout & layout, const Arrays & arrays) : layout_(layout), affinity_(affinity_of(layout, arrays)) {}
@@ -120,7 +120,7 @@ class Affinity final : public Predictor {
 // Two squared cosines count as equal if the smaller one is more than this share of the larger one. Rounding alone can
 // make such a difference.
 constexpr float nearly = 1.0f - 2e-6f;
-// The start value of a squared norm, which avoids 0 / 0. Also the smallest score with which an entry matches.
+// The initial value of a squared norm, which avoids 0 / 0. Also the smallest score with which an entry matches.
 constexpr float least_norm2 = 1e-30f;
 constexpr int most_matches = 64;
 
@@ -139,7 +139,8 @@ bool before(const Found & a, const Found & b) {
 
 // MoE-Infinity's prediction (section 4.5): predicts the experts that similar past requests used. The routing of the
 // pass so far is compared with a collection of past requests, which the controller fills. The counts of the best
-// matches are added up. Each layer's counts are scaled so that their sum is the number of experts that a token uses.
+// matches are added up. Each layer's counts are scaled so that their sum is the number of experts that a token uses. No
+// probability exceeds 1.
 class Eamc final : public Predictor {
   public:
     Eamc(const Layout & layout, const Arrays & arrays)

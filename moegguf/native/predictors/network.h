@@ -11,7 +11,8 @@
 
 namespace moegguf {
 
-// A weight matrix W [n_rows][n_cols] of int8 with one scale for each row. bias [n_rows] may be NULL.
+// A weight matrix W [n_rows][n_cols] of int8 with one scale for each row: a weight is its int8 value times the row's
+// scale. bias [n_rows] may be NULL.
 struct ByteMatrix {
     const int8_t * weights = nullptr;
     const float * scale = nullptr;
@@ -23,7 +24,7 @@ struct ByteMatrix {
 // A vector that is rounded to 16-bit integers. A value is integer * step().
 class RoundedVector {
   public:
-    // Rounds n values. If a number in x is not finite, stores zeros and returns false.
+    // Rounds n values. Returns false and stores zeros if a value in x is not finite.
     bool round(const float * x, int n);
 
     int size() const { return (int)values_.size(); }
@@ -82,7 +83,8 @@ class Positions {
     std::vector<float> scores_, mixed_; // scratch
 };
 
-// A network: a list of steps. Steps are added once. Their matrices and positions are not copied, and must stay valid.
+// A network: a list of steps, which are added once. Steps refer to the caller's weights and positions, which must stay
+// valid.
 class Network {
   public:
     Network & dense(const ByteMatrix & w, bool relu = false); // x = W x + bias; relu: negative results become 0

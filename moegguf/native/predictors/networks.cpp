@@ -1,6 +1,6 @@
-// networks.cpp: predictors that multiply with matrices. Skip prediction and ProMoE's learned networks (mlp) start from
-// the input of a layer's router. DuoServe-MoE's ExpertMLP starts from the experts that routers chose. The predictors
-// touch only their own tables (predictor.h).
+// networks.cpp: predictors that multiply with matrices. Skip prediction and ProMoE's learned networks (mlp) take the
+// input of a layer's router as their input. DuoServe-MoE's ExpertMLP takes the experts that routers chose. The
+// predictors touch only their own tables (predictor.h).
 #include "predictors/predictor.h"
 
 #include <numeric>
@@ -8,8 +8,8 @@
 namespace moegguf {
 namespace {
 
-// The base of predictors that compute with a router's input. If a sequence decodes, it keeps the sequence's last input,
-// rounded. Inputs of prompts are not kept, because prompts use most experts anyway.
+// The base of predictors that compute with a router's input. Keeps, rounded, the last router input of a sequence with
+// one token in this pass. Inputs of prompts are not kept, because prompts use most experts anyway.
 class InputPredictor : public Predictor {
   public:
     void on_token(int) override { source_ = -1; }
@@ -26,7 +26,7 @@ class InputPredictor : public Predictor {
         }
     }
 
-    int source() const { return source_; } // layer of the input that was kept; -1: none
+    int source() const { return source_; } // layer of the kept input; -1: no input is kept
     const RoundedVector & input() const { return input_; }
 
     const Layout & layout_;
@@ -78,7 +78,7 @@ Skip::Skip(const Layout & layout, const Arrays & arrays)
     for (int il : layout.moe_layers) {
         const std::string name = std::to_string(il);
         if (arrays.size(name + ".weights") == 0) {
-            continue; // the layer has no router: the token's id alone chooses the experts
+            continue; // no router is known for this layer, for example because token ids choose its experts
         }
         const int n_expert = layout.layers[il].n_expert;
         if (n_expert % n_group_ != 0) { throw Error(MOEGGUF_INVALID, "groups of experts have the same size"); }
@@ -179,7 +179,7 @@ class Mlp final : public InputPredictor {
 
 // DuoServe-MoE's ExpertMLP (section 4.2): one network for all layers. Its input is all choices of the pass so far, the
 // popularity of the next layer's experts, and the affinity rows of the experts that were chosen last. It predicts one
-// layer ahead, if the pass has one token and every layer so far was observed.
+// layer ahead, if the sequence has one token in this pass and every layer so far was observed.
 class ExpertMlp final : public Predictor {
   public:
     ExpertMlp(const Layout & layout, const Arrays & arrays)
@@ -201,8 +201,8 @@ class ExpertMlp final : public Predictor {
 
     void on_token(int) override { n_seen_ = 0; }
 
-    // Stops predictions until the next pass if a layer was missed, has several tokens, or uses another number of
-    // experts.
+    // Stops predictions until the next pass if a layer was missed, had several tokens, or used another number of
+    // experts than the network expects.
     void on_routing(const Observation & seen) override {
         if (seen.n_tokens != 1 || seen.n_expert_used != n_used_ || layout_.row_of[seen.il] != n_seen_) {
             n_seen_ = -1;

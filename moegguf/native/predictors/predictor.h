@@ -1,5 +1,5 @@
-// predictor.h: the interface of a predictor. From the layers of a pass that were observed so far, it computes how
-// probable the experts of later layers are. Arithmetic only: no threads, no locks.
+// predictor.h: the interface of a predictor. A predictor estimates how probable the experts of later layers are, from
+// the pass's tokens and from the layers that were observed so far. Arithmetic only: no threads, no locks.
 //
 // A new predictor is a class in this folder, with a `const PredictorType NAME_predictor`, which is declared below and
 // listed in predictors.cpp.
@@ -21,7 +21,8 @@ struct Observation {
     int n_tokens = 0;
     const int32_t * expert_ids = nullptr; // [n_expert_used] experts that the sequence's last token uses
     int n_expert_used = 0;
-    // [n_embd] input of the router; NULL: there are several tokens, or needs_inputs is false.
+    // [n_embd] the router's input for the sequence's token; NULL: the sequence has several tokens in this pass, or no
+    // input is available.
     const float * input = nullptr;
     int n_embd = 0;
 };
@@ -34,10 +35,11 @@ class Predictor {
 
     virtual void on_sequence() {} // is called when the next passes belong to another sequence
 
-    // Is called when a pass begins. `tokens`: the last n tokens of the pass; n = 0: the tokens are not known.
+    // Is called when a pass begins. `tokens`: the sequence's last n tokens of the pass; n = 0: the tokens are not
+    // known.
     virtual void on_tokens(const int32_t * tokens, int n) { on_token(n == 1 ? tokens[0] : -1); }
-    // Is called when a pass begins. `token`: the pass's only token; -1: the pass has several tokens, or its token is
-    // not known.
+    // Is called when a pass begins. `token`: the sequence's only token of the pass; -1: the sequence has several
+    // tokens, or its token is not known.
     virtual void on_token(int token) { (void)token; }
 
     // Receives an observation. Its arrays stay valid until the next call of on_tokens or on_routing.
@@ -55,8 +57,8 @@ class Arrays {
   public:
     explicit Arrays(const moegguf_predictor & given); // Throws Error(INVALID).
 
-    // The next functions throw Error(INVALID) if there is no such array, or if it has another type or size. n: number
-    // of elements; 0: any number.
+    // The next functions throw Error(INVALID) if there is no such array, or if the array is empty or has another type
+    // or size. n: number of elements; 0: any number.
     const float * floats(const std::string & name, size_t n) const {
         return (const float *)find(name, MOEGGUF_FLOAT32, n);
     }
@@ -70,7 +72,7 @@ class Arrays {
         return (const int32_t *)find(name, MOEGGUF_INT32, n);
     }
     int integer(const std::string & name) const { return *integers(name, 1); }
-    const float * optional_floats(const std::string & name, size_t n) const { // nullptr: no such array
+    const float * optional_floats(const std::string & name, size_t n) const { // nullptr: the array is missing or empty
         return size(name) ? floats(name, n) : nullptr;
     }
     // Returns the matrix of the arrays NAME.weights, NAME.scale and, if there is one, NAME.bias.

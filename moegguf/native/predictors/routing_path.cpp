@@ -4,9 +4,9 @@
 // The network is a small T5: an encoder over the `window` tokens before a chunk, a decoder over the chunk, token by
 // token, and a linear head for each layer. moegguf/controller/predictors/routing_path.py defines the network.
 //
-// A token costs one step of the decoder, which keeps its keys and values. The encoder runs once per chunk. It runs when
-// the last layer of the previous chunk's last token has been routed, so that the next token does not wait for the
-// encoder. This file writes only its own memory.
+// A token costs one step of the decoder, which keeps its keys and values. The encoder runs once per chunk. It normally
+// runs when the last layer of the previous chunk's last token has been routed, so that the next token does not wait for
+// the encoder. This file writes only its own memory.
 #include "predictors/predictor.h"
 
 #include <list>
