@@ -22,7 +22,7 @@ LEAST_DRIVER = {12: 525, 13: 580}
 """{major version of the CUDA runtime: major version of the oldest NVIDIA driver that supports it}"""
 BACKENDS = {"NVIDIA": ("CUDA", "Vulkan"), "AMD": ("ROCm", "Vulkan"), "Intel": ("SYCL", "Vulkan")}
 AMD, INTEL, NVIDIA = "0x1002", "0x8086", "0x10de"  # PCI vendor ids, as sysfs writes them
-LEAST_CARD_BYTES = 2 << 30  # GPUs inside AMD's processors report less memory than this
+LEAST_CARD_BYTES = 2 << 30  # AMD GPUs that report less memory count as part of a processor
 UNKNOWN = "unknown"
 
 
@@ -31,8 +31,8 @@ class Card:
     """A graphics card or accelerator that the operating system lists."""
 
     vendor: str  # "NVIDIA", "AMD" or "Intel"
-    driver: str = UNKNOWN  # version of NVIDIA's driver; "": the driver is not loaded
-    is_reachable: bool = True  # False in a container that cannot access the device
+    driver: str = UNKNOWN  # version of NVIDIA's driver; "": not loaded; UNKNOWN: not found, or another vendor
+    is_reachable: bool = True  # False: there is no device node, as in a container without access
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Build:
 
 
 def find_cards(root: Path = ROOT) -> list[Card]:
-    """Returns one card per vendor. GPUs that are built into Intel's and AMD's processors are left out."""
+    """Returns at most one card of each vendor. GPUs that are built into Intel's and AMD's processors are left out."""
     found = list(_pci_vendors(root))
     nodes = root / "dev"
     is_reachable = any(nodes.glob("dri/renderD*"))
@@ -94,9 +94,10 @@ def read_build() -> Build:
 
 
 def describe_cards(cards: Sequence[Card], build: Build) -> str:
-    """Returns a sentence about a card that is not used, or about a GPU whose backend was never tried with moegguf.
+    """Returns a sentence about a card, GPU or backend plug-in that is not used, or about a GPU whose backend was never
+    tried with moegguf.
 
-    Returns "" if there is nothing to report.
+    Returns "" if there is nothing to report, for example if ggml has found a GPU of another backend.
     """
     own = [device for device in build.devices if device.backend not in ("CPU", "RPC")]
     for device in own:
@@ -178,8 +179,8 @@ def _describe_integrated(device: BackendDevice) -> str:
 
 
 def card_note(placement: str | None = None) -> str:
-    """Returns the sentence of `describe_cards` for this machine. Returns "" if the user has chosen the CPU, or has
-    hidden all CUDA devices.
+    """Returns the sentence of `describe_cards` for this machine. Returns "" if the placement (the argument, or
+    MOEGGUF_PLACEMENT) is "cpu", or if CUDA_VISIBLE_DEVICES hides all devices.
 
     Raises LibraryError.
     """

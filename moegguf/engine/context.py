@@ -1,8 +1,8 @@
 """The llama.cpp context of a loaded model: evaluates tokens and images, one call at a time.
 
 A context may have several sequences. Sequence 0 belongs to the `Llama` itself; its tokens are in `input_ids`, and
-`n_tokens` is their number. Before each evaluation the tokens are announced to the expert store, and the number of
-threads is chosen. Does not know prompts, sampling, or how a model is loaded.
+`n_tokens` is their number. Before each pass its tokens are announced to the expert store, if the store needs them, and
+the number of threads may change. This module knows nothing about prompts, sampling, or how a model is loaded.
 """
 
 from __future__ import annotations
@@ -53,33 +53,33 @@ _ABORTED = "llama_decode returned 2"  # our abort callback ended the pass, after
 
 
 class ClosedModel:
-    """Replaces the model, its context and its tokenizer after close(): reading any attribute raises ClosedError."""
+    """Takes the place of the model, its context, its tokenizer and its vocabulary after close(). Reading an attribute
+    raises ClosedError."""
 
     def __getattr__(self, _name: str) -> Any:
         raise ClosedError("the model is closed; load it again.")
 
 
 class Requests:
-    """Runs the requests of one context one after the other, and numbers them.
+    """Numbers the requests of one context. Generating calls run one after the other (`run`).
 
-    A request is one call that generates. Its first evaluation is the prompt, and all later evaluations decode. Outside
-    of such a call, an evaluation in an empty context begins a new request, and later evaluations of single tokens
-    decode. Routing events carry the request's number and phase, because llama.cpp reports neither.
+    A generating call is one request: its first evaluation is the prompt, and all later evaluations decode. Outside of
+    such a call, an evaluation in an empty context begins a new request, and later evaluations of single tokens decode.
+    Routing events carry the request's number and phase, because llama.cpp reports neither.
     """
 
     def __init__(self) -> None:
         self.sequence = -1
         self._changed = threading.Condition()
-        self._owner: tuple[int, object] | None = None  # id of the thread, and an object unique to the request
+        self._owner: tuple[int, object] | None = None  # id of the thread, and an object unique to the running request
         self._at_prompt = self._generating = False
 
     def run(self, steps: Generator[Step, Any, None]) -> Generator[Step, Any, None]:
         """Runs `steps` as one request, until the last step or until the generator is closed.
 
-        Waits while a request of another thread runs. If the calling thread itself has left an earlier request
-        unfinished, the earlier request ends.
+        Waits while a request of another thread runs, but not for an unfinished request of the calling thread.
 
-        If the thread begins another request before this one has ended, the next step of this one raises
+        If the thread begins another request before this request has ended, the next step of this request raises
         GenerationCancelled.
         """
         request = threading.get_ident(), object()
@@ -129,14 +129,14 @@ class Context:
 
     mmproj: path of the file with the model's projector.
 
-    Evaluations raise ExpertIOError, GenerationCancelled, ForkError, ClosedError, and CallbackError from a policy,
-    predictor or listener of this model.
+    Evaluations raise typed errors, such as ExpertIOError, GenerationCancelled, ForkError and ClosedError. They raise
+    CallbackError if a policy, predictor or listener of this model has raised an exception, or is the caller.
     """
 
     def __init__(self, llm: UpstreamLlama, loader: Loader, mmproj: str | os.PathLike[str] | None = None) -> None:
         self._llm: UpstreamLlama = weakref.proxy(llm)  # type: ignore[assignment]  # which holds this object
         self._session, self._threads, self._mmproj = loader.session, loader.threads, mmproj
-        self.controller = loader.controller  # decides which experts to keep and fetch; None: the store decides
+        self.controller = loader.controller  # decides which experts to keep and fetch; None: there is no expert store
         self._bindings = library.llama_cpp()
         self.run_hits = loader.run_hits
         self._row_tables = RowTables(loader.load_plan.layout)
@@ -150,26 +150,31 @@ class Context:
         if llm._is_stateful:
             llm._ctx.kv_cache_seq_rm = self._remove  # the base class calls this to remove tokens
         self._batch = PassBatch(llm.n_batch)
-        self.n_logits = min(llm.n_batch, int(llm.context_params.n_outputs_max) or llm.n_batch)  # most logits of a pass
-        self._chunk_rows: list[int] = []  # indices of the tokens of the last pass that have logits
+        # Maximum number of tokens with logits in a pass.
+        self.n_logits = min(llm.n_batch, int(llm.context_params.n_outputs_max) or llm.n_batch)
+        self._chunk_rows: list[int] = []  # indices of those tokens of the last pass that have logits
         self._requests = Requests()
         self._projector: Projector | None = None
         self._projector_lock = threading.Lock()
         self._closed = False
         self.lock = threading.RLock()  # held during each evaluation
         self.images = ContextImages()  # images of sequence 0
-        self.lora_scale: float = llm.lora_scale if llm._lora_adapter else 0.0  # LoRA scale of the next evaluation
+        # Scale of the LoRA adapter for the next evaluation; 0.0: none.
+        self.lora_scale: float = llm.lora_scale if llm._lora_adapter else 0.0
         self.eval_s = 0.0  # seconds that all evaluations took
         self.drafted = Counter[str]()  # counters of drafts, by their names in `Stats`
-        self.after_pass: Callable[[Any], object] | None = None  # called with the llama_batch of each pass
-        # called after each batch of `eval` with: sequence 0, its tokens, the number of new tokens
+        # Called with each pass's llama_batch, but not for images.
+        self.after_pass: Callable[[Any], object] | None = None
+        # called after each batch of `eval` with three arguments: 0 (the sequence), its tokens, and the number of new
+        # tokens
         self.after_eval: Callable[[int, Tokens, int], object] | None = None
 
     def check_open(self) -> None:
-        """Raises ClosedError if the model is closed, and ForkError in a child process made by fork() after the load."""
+        """Raises ClosedError if the model is closed. Raises ForkError in a child process that was forked after a model
+        with an expert store was loaded."""
         if self._closed:
             raise ClosedError("the model is closed; load it again.")
-        if self._session is not None and self._session.forked:  # fork() copies no reader threads
+        if self._session is not None and self._session.forked:  # fork() does not copy the store's threads
             raise ForkError("the model was loaded before fork(); load it in this process, or start it with spawn.")
 
     def stats(self) -> Stats:
@@ -190,7 +195,7 @@ class Context:
             )
 
     def pause_fill(self, on: bool) -> None:
-        """Pauses (`on`) or resumes the filling of free slots in the background (`Store.pause_fill`)."""
+        """Pauses (True) or resumes (False) the filling of free slots in the background (`Store.pause_fill`)."""
         if self._session is not None:
             self._session.store.pause_fill(on)
 
@@ -223,11 +228,12 @@ class Context:
         return self._requests.begin()
 
     def as_request(self, steps: Generator[Step, Any, None], keeps_logits: bool = False) -> Generator[Step, Any, None]:
-        """Runs `steps`, which evaluate tokens, as one request. Requests of other threads wait until this one ends.
+        """Returns a generator that runs `steps`, which evaluate tokens, as one request. Requests of other threads wait
+        until this request ends.
 
         keeps_logits: the request may begin with the logits that the previous request has left.
 
-        Raises ClosedError, ForkError.
+        Raises CallbackError, ClosedError, ForkError.
         """
 
         self.check_caller()
@@ -260,10 +266,11 @@ class Context:
                     self.after_eval(0, llm.input_ids[: llm.n_tokens], len(batch))
 
     def eval_sequences(self, chunks: Sequence[SequenceTokens]) -> list[int] | None:
-        """Evaluates up to `n_batch` tokens of several sequences together. Returns the index of each chunk's row of
-        logits, or None if the KV cache has no room for the tokens. After an exception the caller must truncate the
-        sequences, because some of the tokens may be in the context. After a pass with drafts the caller must truncate
-        the sequences, too, because rejected draft tokens stay in the context."""
+        """Evaluates up to `n_batch` tokens of several sequences together. Returns the index of the logits row of each
+        chunk's last token, or None if the KV cache has no room for the tokens. The rows of a chunk's draft tokens
+        follow directly. After an exception the caller must truncate the sequences, because some of the tokens may be in
+        the context. After a pass with drafts the caller must truncate the sequences, too, because rejected draft tokens
+        stay in the context."""
         with self._guarded():
             try:
                 return self._evaluate(chunks)
@@ -273,7 +280,8 @@ class Context:
         return None
 
     def _evaluate(self, chunks: Sequence[SequenceTokens]) -> list[int]:
-        """Evaluates the chunks in one call of llama_decode. Returns the index of each chunk's row of logits."""
+        """Evaluates the chunks in one call of llama_decode. Returns the index of the logits row of each chunk's last
+        token."""
         llm = self._llm
         own = chunks[-1] if chunks[-1].sequence == 0 else None
         llm._requires_eval = True
@@ -303,7 +311,8 @@ class Context:
         return rows
 
     def _announce(self, chunks: Sequence[SequenceTokens]) -> None:
-        """Announces the tokens of the next pass to the controller and to the store, with their requests and phases."""
+        """Announces the next pass to the controller, and its tokens with their requests and phases to the store. The
+        tokens are left out if the store does not need them."""
         first, session = chunks[0], self._session
         if session is None:
             return
@@ -340,7 +349,7 @@ class Context:
 
     def open_projector(self) -> Projector | None:
         """Returns the projector, which the first call loads; None without `mmproj`. Raises ModelFormatError."""
-        with self._projector_lock:  # a server may count tokens while an answer is generated
+        with self._projector_lock:  # another thread may count a prompt's tokens at the same time
             if self._projector is None and self._mmproj:
                 self.check_open()
                 self._projector = Projector(self._mmproj, self._llm)
@@ -371,15 +380,15 @@ class Context:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Holds the lock while the `with` block evaluates. After a failure sequence 0 has its earlier tokens again;
-        with a recurrent state the sequences of the failed pass are empty instead. Known failures of llama.cpp become
-        typed errors; other errors are raised unchanged."""
+        """Holds the lock while the `with` block evaluates. After a failure sequence 0 has its earlier tokens again.
+        With a recurrent state, the sequence of the failed pass is empty instead; all sequences are empty if the pass
+        had several. Known failures of llama.cpp become typed errors; other errors are raised unchanged."""
         self.check_caller()
         with self.lock:
             self.check_weights()
             session, llm, before, start_s = self._session, self._llm, self._llm.n_tokens, time.perf_counter()
             if session is not None:
-                session.raise_failure()  # an error that a callback has raised since the last call
+                session.raise_failure()  # an exception that a callback has raised since the last call
             self._chunk_rows = []
             try:
                 yield
@@ -411,8 +420,9 @@ class Context:
     def scale_adapter(self, scale: float | None) -> None:
         """Sets the scale of the model's LoRA adapter for tokens that are evaluated from now on.
 
-        None restores the scale that was set at the load, and 0 switches the adapter off. Tokens that are already in
-        the context keep their scale, and the caller has to remember that.
+        None restores the scale that was set at the load, and 0 switches the adapter off. Tokens that are already in the
+        context were computed with their earlier scale, which this class does not record. Does nothing for a model
+        without an adapter.
         """
         llm, bindings = self._llm, self._bindings
         if llm._lora_adapter is None:
@@ -447,8 +457,8 @@ class Context:
 
     def keeps(self, n_tokens: int, sequence: int = 0) -> bool:
         """Returns True if a sequence can be cut to its first `n_tokens`. A recurrent state can only go back by as many
-        tokens as it has snapshots. With a sliding window, the cells that the next token needs must not be reused yet.
-        """
+        tokens as there are valid snapshots. With a sliding window, cells that the next token needs must not have been
+        reused."""
         position = self.images.position(n_tokens) if sequence == 0 else n_tokens
         if position == 0:
             return True
@@ -460,8 +470,8 @@ class Context:
         return bool(first <= max(0, position - self._n_swa + 1))
 
     def most_lost(self, sequences: Sequence[int]) -> int:
-        """Returns how many of its last tokens each of these sequences can lose after a pass (`Rollback.most_lost`).
-        Only models with a recurrent state have this limit."""
+        """Returns how many of its most recent tokens each of these sequences can lose after a pass
+        (`Rollback.most_lost`). Call this only for a model with a recurrent state; other models have no such limit."""
         return self._rollback.most_lost(sequences)
 
     def _end(self, sequence: int) -> int:
@@ -513,7 +523,8 @@ class Context:
         self._rollback.forget(sequence)
 
     def note_state(self, sequence: int) -> None:
-        """Forgets the snapshots of a sequence into which a saved state was written: they belong to other tokens."""
+        """Forgets the snapshots of a sequence into which a saved state was written, because they belong to other
+        tokens."""
         self._rollback.forget(sequence)
 
     def _drop_failed(self) -> None:
@@ -534,7 +545,8 @@ class Context:
     def copy(self, source: int, target: int, n_tokens: int) -> bool:
         """Copies the first `n_tokens` of `source` into `target`, and drops the earlier tokens of `target`. Returns
         False, and changes nothing, if some of the tokens to copy have left a sliding window. With a recurrent state,
-        also returns False if `source` does not end after these tokens, or was rolled back."""
+        returns False instead if `source` does not end after these tokens, or was rolled back and not evaluated since.
+        """
         memory, first, last = self._llm._ctx.memory, 0, n_tokens
         if self._llm._is_stateful:
             if self._end(source) != n_tokens or not self._rollback.can_copy(source):
@@ -561,7 +573,7 @@ class Context:
 
     def write_state(self, sequence: int, tokens: Sequence[int], state: bytes) -> bool:
         """Writes a saved state of `tokens` into an empty sequence. Returns False, and leaves the sequence empty, if
-        llama.cpp cannot place the state."""
+        llama.cpp cannot place the state, or if the state does not end after `tokens`."""
         llm, bindings = self._llm, self._bindings
         with self.lock:
             data = np.frombuffer(state, np.uint8).ctypes.data_as(c.POINTER(c.c_uint8))
@@ -581,7 +593,7 @@ class Context:
         """Evaluates a pass of `n_tokens`, so that backends allocate the memory that they keep. Empties the context
         afterwards.
 
-        All tokens of the pass are the same token, so that they use the experts of one token only.
+        All tokens of the pass are the same token, so that the pass uses few experts.
         """
         self.eval([0] * n_tokens)
         self.clear()
@@ -596,7 +608,8 @@ class Context:
     def can_shift(self) -> bool:
         """True if tokens can be dropped from the middle of the context.
 
-        This is impossible with a recurrent state, and if a position consists of several numbers (M-RoPE).
+        This is impossible without a KV cache, with a recurrent state, and for cells that llama.cpp cannot shift, for
+        example if a position consists of several numbers (M-RoPE).
         """
         memory = self._llm._ctx.memory
         return memory is not None and not self._llm._is_stateful and bool(self._bindings.llama_memory_can_shift(memory))
@@ -614,8 +627,8 @@ class Context:
             llm.n_tokens -= n_discard
 
     def close(self, forked: bool = False) -> None:
-        """Makes every later use raise ClosedError, and frees the projector when no evaluation is in progress. forked:
-        True in a child process, where nothing is freed."""
+        """Makes later evaluations raise ClosedError. Waits until no evaluation is in progress, and frees the projector.
+        forked: True in a child process, where nothing is freed."""
         self._closed = True
         if forked:
             return

@@ -1,32 +1,32 @@
 """The cost model: predicts the time of a token for each placement of a model's experts.
 
-Every placement and every estimate is predicted from measured speeds. The prediction assumes an exact cache: each expert
-is multiplied where its layer is computed, and an expert that misses on the device is copied to the device first. A is
-the bytes of a token's experts in all L layers. D is the bytes of everything else that a token reads. The times of a
-token are:
+Predictions use measured speeds, or assumed ones for a device that was not measured. They assume an exact cache: an
+expert that misses on the device is copied to the device before it is multiplied there. A is the bytes of a token's
+experts in all L layers. D is the bytes of everything else that a token reads. The times of a token are:
 
     slots          (D + A) / device + (1 - h) A / copies + L * (stop + (1 - h^k) * copy)   h: hit rate, k: experts used
     whole layers   (D + f A) / device + (1 - f) (A / CPU + L * way)               f: share of the layers on the device
     CPU            (D + A) / CPU
 
-`device`, `CPU` and `copies` are speeds in bytes per second. `stop` is the time in which the host reads the router's
-choice at a layer. `copy` is the latency of copying a layer's misses, in addition to the time for their bytes. `way` is
-the time to move activations from the device to the CPU and back. If every expert is on the device, h is 1 and nothing
-stops. The time of graph nodes that read few or no weights is added, and experts that are not in memory are read from
-the disk.
+`device`, `CPU` and `copies` are speeds in bytes per second. `stop` is the time of a stop at a layer, where the host
+waits for the router's choice. `copy` is the latency of copying a layer's misses, in addition to the time for their
+bytes. `way` is the time to move activations from the device to the CPU and back. If every expert is on the device, h is
+1 and nothing stops. The time of graph nodes that read few or no weights is added, and experts that are not in memory
+are read from the disk.
 
-Speeds are measured with kernels and copies. A device that this machine does not have is assumed to reach 0.65 of its
-memory's bandwidth. Its times are the constants in this file, which agree with published measurements.
+Speeds are measured with kernels and copies. A device that was not measured is assumed to reach 0.65 of its memory's
+bandwidth. Its times are the constants in this file, which agree with published measurements.
 
-A pass of a prompt reads the weights of each expert that its tokens use once. The pass multiplies DEVICE_GAIN or
-CPU_GAIN times as fast as single tokens do. During this time experts of later layers are read from the disk. If prompts
-are staged, experts without a slot are copied to the device during this time, too. The best placement takes the least
-time for a typical request: a prompt of PROMPT_TOKENS and an answer of ANSWER_TOKENS.
+A pass of a prompt takes at least the time to read the weights of each used expert once. It also takes at least the time
+of as many single tokens, divided by DEVICE_GAIN or CPU_GAIN. Reads from the disk overlap with all computing, and copies
+to the device overlap with the device's computing. The best placement takes the least time for a typical request: a
+prompt of PROMPT_TOKENS and an answer of ANSWER_TOKENS.
 
 Hit rates to expect are ranges. If the model's own routing was measured (`Measured`), 49 in 50 of its requests lie in
-the range. Otherwise the range contains all published hit rates for models of this shape, or for all models. Placements
-are compared by one curve of hit rates. Within one placement, more slots mean shorter passes. The best combination is
-chosen before any speed is known, by the bytes that a request moves (`request_cost`).
+the range. Otherwise the range contains all published hit rates for models of this shape, or for all models if there are
+none. Placements are compared by one curve of hit rates. Within one placement, more slots leave less memory for the
+buffers of passes. The best combination of slots and tokens of a pass is chosen before any speed is known, by the bytes
+that a request moves (`request_cost`).
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ PROMPT_TOKENS, ANSWER_TOKENS = 512, 256  # a typical request
 LONG_PROMPT_TOKENS = 4096  # longest prompt that is considered, such as a document or a long conversation
 # speed per token of large passes, relative to single tokens: 9 to 12 on H100 and H200, 5 on 16 Xeon cores
 DEVICE_GAIN, CPU_GAIN = 10, 5
-SPEED_SPREAD = 0.7  # real speeds are at least this share of the predicted speed, because reading slows computing down
-MEMORY_PER_DISK = 16  # bytes that are read from memory while one byte is read from a disk or copied over a link
+SPEED_SPREAD = 0.7  # low end of an expected speed, as a share of the prediction: reading slows computing down
+MEMORY_PER_DISK = 16  # assumed bytes read from memory while one byte is read from a disk or copied over a link
 
 Kind = Literal["resident", "layers", "slots", "cpu"]
 
@@ -84,7 +84,7 @@ class ModelBytes:
 
     @property
     def n_nodes(self) -> int:
-        """Nodes of a token's graph that read few or no weights."""
+        """Estimated number of nodes of a token's graph that read few or no weights."""
         return self.n_layer_all * LAYER_NODES + self.n_layer * self.n_expert_used * PICK_NODES
 
     @classmethod
@@ -120,8 +120,8 @@ class Speeds:
     def supposed(
         cls, memory_bytes_per_s: float, link: Link, cpu_bytes_per_s: float, source: str = "of the device as supposed"
     ) -> Speeds:
-        """Returns the speeds of a device if only its memory bandwidth is known. The link's latency, if it has one,
-        becomes the time of a stop at a layer (`stop_s`)."""
+        """Returns assumed speeds of a device that was not measured, from its memory bandwidth, its link and the CPU's
+        speed. The link's latency, if it has one, becomes the time of a stop at a layer (`stop_s`)."""
         copies, stop_s = Link(link.bytes_per_s), link.latency_s or STOP_S
         return cls(KERNEL_SHARE * memory_bytes_per_s, copies, cpu_bytes_per_s, stop_s, source=source)
 
@@ -147,7 +147,7 @@ class Placement:
 
     @property
     def request_s(self) -> float:
-        """Seconds that a typical request takes."""
+        """Predicted seconds of a typical request: PROMPT_TOKENS tokens, answered with ANSWER_TOKENS tokens."""
         return PROMPT_TOKENS / self.prompt_tokens_per_s + ANSWER_TOKENS / self.tokens_per_s
 
     @property
@@ -223,7 +223,8 @@ def prompt_tokens_per_s(
 
 
 def touched_bytes(layout: ExpertLayout, n_tokens: int) -> float:
-    """Returns the average bytes of all experts that a pass uses if its tokens choose experts independently."""
+    """Returns the expected total size, in bytes, of the experts that a pass of `n_tokens` tokens uses, if tokens choose
+    experts evenly and independently."""
     found = 0.0
     for layer in layout.layers:
         unused = (1 - layer.n_expert_used / layer.n_expert) ** n_tokens
@@ -244,11 +245,12 @@ def format_speed(number: float) -> str:
 def request_cost(
     layout: ExpertLayout, n_slots: int, n_ubatch: int, n_ctx: int = PROMPT_TOKENS, prompts_take_slots: bool = False
 ) -> float:
-    """Returns the cost of requests as a number of bytes that are read from the disk or copied to a device.
+    """Returns the cost of one or two requests as a number of bytes that are read from the disk or copied to a device.
 
-    One request is typical. A second one has the longest prompt in `n_ctx` tokens, up to LONG_PROMPT_TOKENS. Prompts are
-    read in passes of `n_ubatch` tokens, and answers token by token. A byte that a prompt reads from memory counts as 1
-    / MEMORY_PER_DISK of a byte. Computing a prompt counts as the bytes that the disk could read in that time.
+    One request is typical. If `n_ctx` allows a longer prompt, a second request has a prompt of `n_ctx` tokens, but at
+    most LONG_PROMPT_TOKENS. Prompts are read in passes of `n_ubatch` tokens, and answers token by token. A byte that a
+    prompt reads from memory counts as 1 / MEMORY_PER_DISK of a byte. Computing a prompt counts as the bytes that the
+    disk could read in that time.
 
     prompts_take_slots: prompts have the hit rate of answers. Otherwise their hit rate is the share of experts with
     slots.
@@ -285,7 +287,7 @@ class HitRates:
     """The known hit rates of a model."""
 
     layout: ExpertLayout
-    measured: Measured | None = None  # None: the model's routing was not recorded
+    measured: Measured | None = None  # None: there is no measurement of this model
     # hit rates that answers have reached on this machine, by the share of experts that had slots
     of_answers: Mapping[float, float] = field(default_factory=dict)
 
@@ -302,8 +304,9 @@ class HitRates:
         return cls(layout, None, of_answers)
 
     def curve(self) -> HitCurve:
-        """Returns the curve of hit rates for the policy that was measured to be best. Without a measurement, returns
-        the published curve for models of this shape. Hit rates that answers have reached here correct the curve."""
+        """Returns the curve of hit rates for the policy that was measured to be best with slots for half of the
+        experts. Without a measurement, returns the published curve for models of this shape. Hit rates that answers
+        have reached here correct the curve."""
         found = published_curve(self.layout.n_expert, self.layout.n_expert_used)
         if self.measured and self.measured.hit_rates:
             policy, n = self.measured.choose(0.5).policy, self.measured.about.get("requests", "some")

@@ -18,13 +18,14 @@ NO_GPU = (
     "a budget of a GPU, and any placement but 'auto' and 'cpu', need a GPU, and this build of moegguf sees none"
     " (`moegguf doctor` lists devices); leave them out, or install a backend for your GPU (docs/install.md)."
 )
-QUERY_S = 60  # seconds; a driver may take long to start
+QUERY_S = 60  # limit in seconds for the process of `query_gpus`; a driver may take long to start
 
 KINDS = ("CPU", "GPU", "integrated GPU", "accelerator", "meta")  # names of the values of enum ggml_backend_dev_type
 
 
 class BackendDevice(NamedTuple):
-    """A device of a ggml backend. handle: address of the ggml_backend_dev. kind: one of KINDS."""
+    """A device of a ggml backend. handle: address of the ggml_backend_dev. kind: one of KINDS, or "type N" for a number
+    that KINDS lacks."""
 
     handle: int
     name: str
@@ -78,7 +79,8 @@ def gpus() -> list[Device]:
 
 
 def has_gpu() -> bool:
-    """Returns True if this build can use a GPU. Unlike `gpus`, the call reserves no memory on the GPU."""
+    """Returns True if ggml has found a GPU; integrated GPUs do not count. Unlike `gpus`, the call reserves no memory on
+    the GPU."""
     return any(device.kind == "GPU" for device in all_devices())
 
 
@@ -105,7 +107,7 @@ def find_device(there: Sequence[Device], name: str) -> Device:
 def query_gpus() -> list[Device]:
     """Returns `gpus()` as a separate process finds them, so that drivers reserve no device memory for this process.
 
-    Raises BudgetError if that process ends without an answer.
+    Raises BudgetError if that process ends without an answer, or takes longer than QUERY_S.
     """
     command = child_command("moegguf.engine.devices")
     try:

@@ -47,8 +47,8 @@ Facts = dict[str, Any]
 
 
 def diagnose(model: str | None = None) -> dict[str, Facts]:
-    """Returns {section: facts} for this process and machine. The disk section measures the disk with `model`, or with
-    the largest model.
+    """Returns {section: facts} for this process and machine. The disk section measures the disk that has `model`;
+    without `model`, the disk of the file that `_disk` chooses.
 
     Raises nothing.
     """
@@ -159,8 +159,8 @@ def _device(device: BackendDevice) -> Facts:
 
 
 def _cards() -> Facts:
-    """Returns the graphics cards that the system lists, the installed backends, their problems, and a sentence if no
-    card is used."""
+    """Returns the graphics cards that the system lists, the installed backend plug-ins, and the problems of backends.
+    `note` is the sentence of `card_note`, or None."""
     problems = library.backend_problems()
     return {
         "found": [" ".join(filter(None, (card.vendor, card.driver))) for card in find_cards()],
@@ -200,7 +200,7 @@ def _disk(model: str | None) -> Facts:
 
 
 def _folders() -> Facts:
-    """Returns the path and size of every folder that moegguf uses.
+    """Returns the path and size of the folders that moegguf uses.
 
     The models folder is inside the data folder, unless MOEGGUF_MODELS names another. Other programs also use the
     downloads folder.
@@ -221,7 +221,8 @@ def _folder(find: Callable[[], Path]) -> Facts:
 
 
 def folder_size(folder: Path) -> int:
-    """Returns the bytes of all files below a folder that this user may list; 0 if the folder does not exist.
+    """Returns the total size, in bytes, of the files below a folder. Skips subfolders that this user may not list.
+    Returns 0 if the folder does not exist.
 
     A file with several hard links counts once. A symbolic link counts as itself, so its target is not counted.
     """
@@ -235,8 +236,8 @@ def folder_size(folder: Path) -> int:
 
 
 def _environment() -> Facts:
-    """Returns the environment variables of moegguf and its libraries. Adds the reason as "error" if a variable of
-    moegguf has an invalid value."""
+    """Returns the environment variables of moegguf and its libraries, without secrets. If a variable of moegguf has an
+    invalid value, adds the reason as "error"."""
     prefixes = ("MOEGGUF_", "LLAMA_", "GGML_", "OMP_", "CUDA_VISIBLE", "HIP_VISIBLE")
     secrets = ("KEY", "TOKEN", "SECRET", "PASSWORD")
     facts: Facts = {

@@ -29,8 +29,8 @@ from moegguf.models.catalog import find_model
 from moegguf.native import library
 from moegguf.options import DRAFTS
 
-N_MAX = 24  # most tokens of a draft
-NGRAM_KEYS = (8, 3)  # last tokens that the long and the short n-gram must find again in earlier text
+N_MAX = 24  # maximum number of tokens in a draft
+NGRAM_KEYS = (8, 3)  # number of most recent tokens that the long and the short n-gram must find again in earlier text
 
 
 class Source(IntEnum):
@@ -86,11 +86,11 @@ def _check(reason: bytes | None, *_: object) -> None:
 class Drafts:
     """Makes drafts of up to `n_max` tokens for the sequences of a context.
 
-    keys: how many last tokens the long and the short n-gram must find again. target, draft: addresses of
-    llama_contexts, which must outlive this object; 0: there is none. heads: True if `draft` computes the heads of the
-    target's model. `least_key`: the fewest last tokens that must occur earlier in the text, so that a draft is
-    possible; 0: a draft context needs no repetition. Raises MoeggufError, for example if the vocabularies differ; all
-    methods raise it, too.
+    keys: number of most recent tokens that the long and the short n-gram must find again in earlier text. target,
+    draft: addresses of llama_contexts, which must outlive this object; 0: there is none. heads: True if `draft`
+    computes the heads of the target's model. `least_key`: a draft is possible only if at least this number of most
+    recent tokens occur earlier in the text; 0: a draft context needs no repetition. The constructor and all methods
+    except `close` raise MoeggufError, for example if the vocabularies differ.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class Drafts:
         self._library.drafts_set_tokens(self._handle, sequence, n_kept, new.ctypes, len(new))
 
     def draft(self, wanted: Sequence[tuple[int, Sequence[int]]]) -> list[Draft]:
-        """Returns a draft for each wanted sequence. `wanted` has a pair for each sequence: its id, and the most tokens
-        that each source except NONE may draft."""
+        """Returns a draft for each wanted sequence. `wanted` has a pair for each sequence: its id, and the maximum
+        number of tokens to draft for each source except NONE."""
         for row, (request, (sequence, n_most)) in enumerate(zip(self._requests, wanted, strict=False)):
             request.sequence, request.n_max[:] = sequence, n_most
             request.tokens = self._tokens[row].ctypes.data
@@ -137,9 +137,9 @@ class Drafts:
 
 
 def drafted(layout: ExpertLayout, draft: str | os.PathLike[str] | None, flash_attn: bool | None) -> ExpertLayout:
-    """Returns the layout to load for this `draft` option. The layout includes the model's heads (MTP) if the heads will
-    draft. With "auto", the heads draft only if flash_attn is not False: without flash attention, the bits of a token
-    depend on the other tokens of its pass. Raises OptionError if `draft` is "mtp" and the model has no heads."""
+    """Returns the layout to load for this `draft` option. The layout includes the model's heads (MTP) if the heads may
+    draft. With "auto", the heads may draft only if flash_attn is not False: without flash attention, the bits of a
+    token depend on the other tokens of its pass. Raises OptionError if `draft` is "mtp" and the model has no heads."""
     if draft == "mtp" and not layout.n_layer_nextn:
         raise OptionError(
             f"draft='mtp': {layout.shards[0].path.name} has no heads for it that are supported (of"
@@ -152,9 +152,9 @@ def drafted(layout: ExpertLayout, draft: str | os.PathLike[str] | None, flash_at
 class ModelDrafts:
     """Decides how one model drafts. `in_use` is "ngram", "mtp" or "off", or the name or path of the draft model.
 
-    draft: one of DRAFTS, or a model with the same vocabulary. "auto" drafts only if every answer stays the same, bit
-    for bit, as without drafts. A draft model is loaded on the CPU before the main model's plan is made, so that the
-    plan counts only the memory that is left.
+    draft: one of DRAFTS, or the name or path of a model with the same vocabulary. "auto" drafts only if every answer
+    stays the same, bit for bit, as without drafts. A draft model is loaded on the CPU before the main model's plan is
+    made, so that the plan counts only the memory that is left.
 
     Raises OptionError if there is no such model, and ModelFormatError if llama.cpp cannot load it.
     """
@@ -181,9 +181,9 @@ class ModelDrafts:
             raise ModelFormatError(f"draft: llama.cpp cannot load {Path(path).name}; verbose=True shows why.")
 
     def open(self, llm: Any, n_seq: int, batch_invariant: bool) -> None:
-        """Starts drafting after the model is loaded. Does nothing if nothing may be drafted for this model, or if
-        `draft` is "auto" and the model is not batch-invariant. Raises AllocationError, and MoeggufError if the
-        vocabularies differ."""
+        """Starts drafting after the model is loaded. Does nothing if `draft` is "off", if the model has no KV cache, or
+        if `draft` is "auto" and the model is not batch-invariant. Also drafts nothing if the model's state cannot go
+        back; warns unless `draft` is "auto". Raises AllocationError, and MoeggufError if the vocabularies differ."""
         if self._chosen == "off" or llm._ctx.memory is None or (self._chosen == "auto" and not batch_invariant):
             return
         n_max = min(N_MAX, llm.plan.n_rs_seq) if llm._is_stateful else N_MAX

@@ -39,7 +39,7 @@ class ErrorLog:
         self._errors.clear()
 
     def reason(self) -> str:
-        """Returns the last errors as one text."""
+        """Returns the last errors, joined with "; ". Without errors, returns a text that states this."""
         return "; ".join(self._errors) or f"{self._library} gives no reason"
 
 

@@ -1,4 +1,4 @@
-"""Logs which experts were evicted, and which experts took their slots, at most once a second."""
+"""Logs which experts were evicted, and which experts got slots meanwhile, at most once a second."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from moegguf.native.events import RoutingEvent
 from moegguf.native.store import ListenOptions
 
 PERIOD_S = 1.0
-MAX_NAMED = 8  # most experts that a log record names
+MAX_NAMED = 8  # maximum number of experts in each list of a log record
 
 
 class EvictionLog(RoutingListener):
-    """Compares which experts have slots at two successive routing events."""
+    """Logs evictions, which it finds by comparing which experts have slots at successive routing events."""
 
     listen_options = ListenOptions(lazy=True)
 
@@ -28,8 +28,8 @@ class EvictionLog(RoutingListener):
         self._logged_s = -PERIOD_S
 
     def observe(self, event: RoutingEvent) -> None:
-        """Compares which experts have slots with the previous event, and logs evictions. Does nothing within PERIOD_S
-        (one second) after the last log record."""
+        """Compares which experts have slots now and at the previous event, and logs evictions. Does nothing within
+        PERIOD_S (one second) after the last log record."""
         if time.monotonic() - self._logged_s < PERIOD_S:
             return
         now = self._store.residency() > 0

@@ -20,8 +20,8 @@ Fact = TypeVar("Fact")
 
 
 class KnownFact:
-    """One kind of fact about a model, in a file of the cache folder. The fact is valid for the model's headers, the
-    build of the native library, the processor and `about`.
+    """One kind of fact about a model, in a file of the cache folder. The fact is valid only for the same headers of the
+    model, build of the native library, processor and `about`.
 
     The fact depends on the processor, because several machines may share a home folder.
 

@@ -1,11 +1,12 @@
-"""A folder of blocks, which are parts of computed contexts. Each block is a file, named by a hash of all that its bytes
-depend on.
+"""A folder of blocks, which are parts of computed contexts. Each block is a file. The caller names it by a hash of
+everything that its bytes depend on.
 
 A block is written under a temporary name and renamed, and has a checksum of its name and bytes. A block that is
-damaged, truncated, not a regular file or under a wrong name is deleted and counts as missing. Therefore blocks need not
-be flushed to disk. Several processes may share a folder; a file that another process has deleted also counts as
-missing. An error of the folder turns the store off, with one warning. States of sequences are read from their files
-into a KV cache (`native/kv_blocks.cpp`). Does not know models, or the contents of blocks.
+damaged, truncated, not a regular file or under a wrong name counts as missing; `read` deletes it. Therefore blocks need
+not be flushed to disk. Several processes may share a folder; a file that another process has deleted also counts as
+missing. An error while the folder is opened or a block is written turns the store off, with one warning. States of
+sequences are read from their files into a KV cache (`native/kv_blocks.cpp`). This module knows nothing about models, or
+about the contents of blocks.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ from moegguf.settings import cache_folder
 
 MAGIC = b"moegguf\x03"
 DIGEST_BYTES = 16
-MOST_AUTO_BYTES, AUTO_SHARE = 16 * GIB, 10  # the automatic limit: one tenth of the free disk space, at most 16 GiB
-KEPT_PARTS = (9, 10)  # blocks are deleted until they take 9/10 of the limit
-UNCOUNTED_PARTS = 20  # blocks are counted again after 1/20 of the limit was written, because other processes write, too
+# The automatic limit: a tenth of the disk space that is free or taken by blocks, at most 16 GiB.
+MOST_AUTO_BYTES, AUTO_SHARE = 16 * GIB, 10
+KEPT_PARTS = (9, 10)  # blocks are deleted, if room is needed, until they take at most 9/10 of the limit
+# Blocks are counted again after at most 1/20 of the limit was written, because other processes write, too.
+UNCOUNTED_PARTS = 20
 MOST_HEADER_BYTES = 4096
 _HEADER = struct.Struct(f"<8s{DIGEST_BYTES}sI")  # magic, checksum, length of the JSON in bytes
 
@@ -43,27 +46,27 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True)
 class About:
-    """The header of a block: the model's name for people, and two numbers of tokens."""
+    """The header of a block: the model's name for display, and two numbers of tokens."""
 
     model: str
-    n_tokens: int  # tokens from the beginning of the context to the end of the block
-    # number of tokens that listings of contexts count for this block, so that no token counts twice. 0: the block has
-    # cells of a sliding window, or a recurrent state whose tokens are also in blocks of cells.
+    n_tokens: int  # number of tokens from the beginning of the context to the end of the block
+    # number of tokens that listings of contexts count for this block. 0: other blocks count its tokens (it has cells of
+    # a sliding window, or a state beside blocks of cells), or it has none.
     n_own_tokens: int
 
 
 @dataclass(frozen=True)
 class StoredBlock:
-    """The file of a block, opened but not verified: nothing has compared the digest yet."""
+    """A block's file whose header was read. The block is not verified: the digest was not compared with the bytes."""
 
     path: Path
     about: About
-    n_bytes: int  # bytes of the whole file
+    n_bytes: int  # size of the whole file in bytes
     used_s: float  # time of the last use, in seconds since 1970
     begin: int  # offset of the state in the file
     head: bytes  # first bytes of the state
     prefix: bytes  # bytes that the digest covers before the state: the file's name and the JSON header
-    digest: bytes  # digest of `prefix` and the whole state
+    digest: bytes  # digest in the header, of `prefix` and the whole state
 
 
 def default_folder() -> Path:
@@ -72,7 +75,8 @@ def default_folder() -> Path:
 
 
 def stored_blocks(folder: Path) -> Iterator[StoredBlock]:
-    """Returns all blocks in a folder, without verifying their bytes; none if the folder does not exist."""
+    """Returns an iterator over the blocks in a folder that have valid headers, without verifying their bytes. There are
+    none if the folder does not exist."""
     return filter(None, (_opened(path) for path, _ in _files(folder)))
 
 
@@ -105,7 +109,7 @@ def _digest(prefix: bytes, parts: Sequence[Buffer]) -> bytes:
 
 
 class KVBlocks:
-    """States of blocks, which are added one after the other and then read from their files together."""
+    """A list of blocks, which are added one after the other. Their states are then read from their files together."""
 
     def __init__(self) -> None:
         self._library = library.load()
@@ -127,15 +131,17 @@ class KVBlocks:
         return state.value or 0
 
     def fill(self) -> int:
-        """Reads the added blocks. Returns how many of them, from the first one on, match their digests."""
+        """Reads the states of the added blocks from their files. Returns the number of blocks before the first one with
+        a wrong digest."""
         n_right = c.c_int32()
         self._library.moegguf_kv_blocks_fill(self._handle, c.byref(n_right))
         return n_right.value
 
 
 class KvBlockStore:
-    """Stores blocks in `folder`. All blocks together have at most `limit_bytes` bytes. None: a tenth of the disk space
-    that is free or taken by this store, at most MOST_AUTO_BYTES. Any thread may use the object."""
+    """Stores blocks in `folder`. Old blocks are deleted so that all blocks together take about `limit_bytes` bytes at
+    most. None: a tenth of the disk space that is free or taken by this store, at most MOST_AUTO_BYTES. Any thread may
+    use the object."""
 
     def __init__(self, folder: Path, limit_bytes: int | None = None) -> None:
         self.folder = folder
@@ -159,18 +165,19 @@ class KvBlockStore:
             self._turn_off(error)
 
     def holds(self, name: str) -> bool:
-        """Returns True if there is a file with this name."""
+        """Returns True if there is a file with this name and the store is not off."""
         return not self.is_off and os.path.exists(self._path(name))
 
     def open(self, name: str, n_head: int = 0) -> StoredBlock | None:
-        """Returns a block without verifying its bytes; None if the block is missing, or the file has a wrong header.
+        """Returns a block without verifying its bytes; None if the block is missing, the file has a wrong header, or
+        the store is off.
 
         The block's `head` has at least `n_head` bytes of the state, or all bytes of a shorter state.
         """
         return None if self.is_off else _opened(self._path(name), n_head)
 
     def read(self, name: str) -> bytes | None:
-        """Returns the state of a block. If the block is missing or its digest differs, deletes it and returns None."""
+        """Returns a block's state. If the block cannot be read or its digest differs, deletes it and returns None."""
         with suppress(OSError):
             if (block := self.open(name)) is not None:
                 data = read_regular(block.path, own=True)[block.begin :]

@@ -13,10 +13,11 @@ SHOWN = ("tokens", "requests", "right")
 
 
 def learnt_facts(layout: ExpertLayout) -> list[dict[str, Any]]:
-    """Returns for each file of learnt data its predictor, the strategy that uses it, and its path.
+    """Returns a dictionary for each predictor that has a file of learnt data: the predictor, the strategy that uses it,
+    and the file's path. If there are several files, the first one in the search order of `Artifacts` counts.
 
     tokens and requests: the size of the training data. right: the share of held-out choices that the predictor guessed
-    right. Each is None if the file does not contain it.
+    right. Each of these is None if the file does not contain it as a number.
     """
     artifacts = Artifacts(layout)
     found = []

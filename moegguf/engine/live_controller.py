@@ -2,7 +2,7 @@
 to the store.
 
 If a pool holds every expert, there is nothing to decide: then the controller does not listen, and costs nothing. The
-controller influences slots only through scores, forecasts and requests to prefetch.
+controller influences slots only through policies, scores, forecasts and requests to prefetch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from moegguf.native.events import Announcement, Phase, RoutingEvent
 from moegguf.native.store import ListenOptions, Tier
 
 CHECKPOINT_REQUESTS = 8
-MOST_INPUT_TOKENS = 16  # largest pass that is predicted from router inputs; larger passes use most experts anyway
+MOST_INPUT_TOKENS = 16  # larger passes are not predicted from router inputs; they use most experts anyway
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ControllerOptions:
     for a single sequence predicted experts are then prefetched, too, while that saves time. `predictor` None chooses
     the predictor that the policy was measured with. If there is none and prefetching is on, None chooses the best
     predictor that is available. `prefetch` None prefetches only with the policy "auto": if prefetching was measured to
-    save time, or, for a single sequence, if nothing was measured.
+    save time, or, for a single sequence without a given predictor, if nothing was measured.
     """
 
     policy: str | Policy = AUTO
@@ -71,12 +71,13 @@ class ControllerOptions:
 
     @property
     def is_plain(self) -> bool:
-        """True for LRU without predictions, which the store does alone, without a controller."""
+        """True for LRU without predictions and prefetching, for which the store needs no controller."""
         return self.policy == LRU.name and self.predictor in (None, "none") and not self.prefetch
 
 
 class LiveController:
-    """The controller of one model. `controller` is None if the store decides alone, by the policy `native_policy`.
+    """The controller of one model. `controller` is None if the store decides alone, by the policy `native_policy`, and
+    after close().
 
     `policy_below` is the policy of slots in RAM below a device's slots.
 
@@ -101,7 +102,7 @@ class LiveController:
             if self.choice == self._choose(plain=True):
                 raise
             self._build(plain=True)
-            # There is no warning if nothing was measured and only llama.cpp can read the routers.
+            # There is no warning if nothing was measured and moegguf cannot read the routers.
             if self._measured or not isinstance(error, ModelFormatError):
                 warnings.warn(
                     f"what was chosen for this model is not available: {error} Going on with {_titled(self.choice)}.",
@@ -111,7 +112,8 @@ class LiveController:
             self.update()
 
     def _build(self, plain: bool = False) -> None:
-        """Makes the controller that the options choose. Every failure is raised as a MoeggufError."""
+        """Makes the controller that the options choose. plain: as in `_choose`. Every failure is raised as a
+        MoeggufError."""
         policy: str | AnyPolicy = self.options.policy
         predictor, prefetch = self.options.predictor, self.options.prefetch
         lockstep, store, plan, link_ns = self.options.lockstep, self.session.store, self.session.plan, None
@@ -146,8 +148,8 @@ class LiveController:
         )  # fmt: skip
 
     def _choose_tiers(self) -> None:
-        """Sets the policy of slots in RAM below a device. Afterwards `options` has the policy of the tier that
-        computes."""
+        """Sets the policy of slots in RAM below a device, if there are such slots. Afterwards `options` has the policy
+        of the tier that computes. Does nothing if the policy is an object."""
         text = self.options.policy
         if not isinstance(text, str):
             return
@@ -161,9 +163,11 @@ class LiveController:
         self.options = replace(self.options, policy=device_policy(text, tiers[0]))
 
     def _choose(self, plain: bool = False) -> ControllerChoice:
-        """Returns the names of policy and predictor to use. A name is ignored if the user has passed an object instead.
+        """Returns the names of the policy and the predictor to use, and whether to prefetch. A name is ignored if the
+        user has passed an object instead.
 
-        plain: LRU replaces a measured policy, and nothing predicts, unless the user has named a policy or a predictor.
+        plain: measurements are not used. The policy "auto" is then LRU if the model was measured, else next-use.
+        Nothing predicts unless the options name a predictor or switch prefetching on.
         """
         options, auto = self.options, self.options.policy == AUTO
         measured = self._measured = self._measured if plain else self.artifacts.measured()
@@ -192,8 +196,8 @@ class LiveController:
         self.controller.announce(announcement)
 
     def observe(self, event: RoutingEvent) -> None:
-        """Passes a layer's routing event to the controller. After every CHECKPOINT_REQUESTS requests, also saves what
-        was learned. Runs on the event thread."""
+        """Passes a layer's routing event to the controller. With the predictor `eamc`, also saves its collection after
+        every CHECKPOINT_REQUESTS requests. Runs on the event thread."""
         controller = self.controller
         assert controller is not None
         controller.observe(event)
@@ -212,8 +216,8 @@ class LiveController:
         return layout is None or self.session.layout.layers == layout.layers
 
     def before_tokens(self, phase: Phase, n_sequences: int = 1) -> None:
-        """Counts the tokens of the next pass. The phase DECODE means that the pass has `n_sequences` generated tokens,
-        and no tokens of a prompt."""
+        """Reports the next pass to the controller, unless every expert has a slot. The phase DECODE means that the pass
+        has `n_sequences` tokens of answers, and no tokens of a prompt."""
         if self.controller is not None and self._tight:
             self.controller.count_token(phase, time.perf_counter_ns(), n_sequences)
 
@@ -227,7 +231,8 @@ class LiveController:
         self._listening = needed
 
     def figures(self) -> dict[str, Any]:
-        """Returns the names of policy and predictor, the state of prefetching, and the time that decisions take.
+        """Returns the names of policy and predictor, and the state of prefetching. With a controller, also returns the
+        time that decisions take.
 
         Prefetching is "off" (also if every expert is in memory), "on", "measuring" (on and off in turns) or "paused"
         (it did not pay, or a device's link was not busy).
@@ -262,8 +267,8 @@ class LiveController:
         return figures
 
     def close(self) -> None:
-        """Stops deciding, and saves what was learned. Call this before the store is closed. A second call does
-        nothing."""
+        """Stops deciding. With the predictor `eamc`, saves its collection. Call this before the store is closed. A
+        second call does nothing."""
         if self.controller is None:
             return
         # events that still arrive are not needed, so listening stops first

@@ -1,7 +1,7 @@
 """`Llama`: llama-cpp-python's `Llama` with a memory budget for experts.
 
 This class only connects other objects: the loader makes them, the context evaluates tokens, and the session has the
-experts. All keywords of llama-cpp-python's class still work. No Python code is patched, and two models share nothing.
+experts. All keywords of llama-cpp-python's class are still accepted.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ class Llama(UpstreamLlama):
     vocabulary: Vocabulary
     """The text of each token, and the special tokens."""
     session: Session | None = None
-    """The expert store behind this model; None for a model without experts and with MOEGGUF_HOOKS=0."""
+    """The expert store behind this model; None for a model without experts, or with MOEGGUF_HOOKS=0."""
     drafts: Drafts | None = None
     """The object that guesses tokens ahead; None if nothing is drafted."""
     recording: Recording | None = None
     """The recording of a trace; None without the option `trace`."""
     prefix_cache: PrefixCache | None = None
     """The cache on disk of this model's computed contexts; None if no contexts are kept."""
-    _closed = True  # False once there is a loader, which has something to free
+    _closed = True  # False while there is a loader with something to free
     _loader: Loader
 
     def __init__(
@@ -100,7 +100,7 @@ class Llama(UpstreamLlama):
         Args:
             model_path: the GGUF file, the first one of a split model, or a name: "demo", "hf.co/user/repo:Q4_K_M".
             expert_cache: memory for experts: "auto" (what is free after everything else), "4GiB", "50%" of all experts,
-                or bytes. Ignored for a model without experts.
+                or a number of bytes. None: MOEGGUF_EXPERT_CACHE, else "auto". Ignored for a model without experts.
             vram_cache: memory of a GPU for experts, in the same forms. expert_cache is then the RAM from which missed
                 experts are copied. Several GPUs share the memory by tensor_split, split_mode and main_gpu; "8GiB,4GiB"
                 is a budget for each. Layers that n_gpu_layers leaves to the CPU have slots in RAM. None:
@@ -130,8 +130,8 @@ class Llama(UpstreamLlama):
             context_store: disk space for computed contexts: "8GiB", "auto" (a tenth of the free disk, at most 16 GiB)
                 or 0. If a prompt begins like an earlier one, the computed beginning is read from disk, also in another
                 process (engine/prefix_cache.py). This class uses it for batch-invariant models, and never with `trace`,
-                `lockstep`, `logits_all` and `embedding`. None: MOEGGUF_CONTEXT_STORE, else "auto".
-            trace: a file to record routing in, or a `TraceOptions`.
+                `lockstep`, `logits_all` or `embedding`. None: MOEGGUF_CONTEXT_STORE, else "auto".
+            trace: a path of a file to record routing in, or a `TraceOptions`.
             n_seq_max: sequences of `n_ctx` tokens each that the context holds, for `moegguf.Engine`; this class itself
                 uses one. The property `n_seq_max` is 1 for models that can only have one.
             kv_tokens: tokens of all sequences together for which the context has memory, at least n_ctx. None:
@@ -146,14 +146,15 @@ class Llama(UpstreamLlama):
                 repeats, tokens of the extra heads in the model's file. "auto": "mtp" if the file has these heads, else
                 "ngram", but only if the model is `batch_invariant`, so that every answer is the same as without drafts.
                 "off": none. Otherwise a second, smaller model with the same vocabulary. None: MOEGGUF_DRAFT, else
-                "auto"; "off" with `trace` and `lockstep`. This class's own methods draft nothing.
+                "auto"; "off" with `trace` or `lockstep`. This class's own methods draft nothing.
             mirror: a copy of the model's file on another drive, or several copies. Experts are read from all copies:
                 each expert from the copy that is expected to deliver it first. A mirror is the path of a copy (of a
                 split model of its first file), or the folder of copies with the model's own file names. A copy that
                 differs raises OptionError. A copy that cannot be read, or fails later, is left out with a warning. A
                 model without experts has no use for mirrors.
             plan: a plan that a server has made for this load (engine/solver.py). None: the plan is made here.
-            progress: called with 0.0 to 1.0 while the weights are read; returning False cancels the load.
+            progress: called with 0.0 to 1.0 while the weights are read. The load ends with GenerationCancelled if it
+                returns False, and with CallbackError if it raises.
             options: the other keywords of `llama_cpp.Llama` (engine/upstream.py). Without `n_threads` and
                 `n_threads_batch` one thread computes for each processor that this process may use, and fewer threads
                 compute while other processes use processors. `use_mmap` has no effect on a model with experts. With
@@ -164,7 +165,7 @@ class Llama(UpstreamLlama):
                 (engine/trial.py).
             CapabilityError: a kind of model that moegguf does not run.
             BudgetError: the budget cannot be read or is too small; the message states the minimum.
-            OptionError: an unknown keyword, naming the nearest known one.
+            OptionError: an unknown keyword (the message names the nearest known one), or an invalid value.
             AllocationError, ExpertIOError, LibraryError.
         """
         given: dict[str, Any] = dict(options)
@@ -220,7 +221,7 @@ class Llama(UpstreamLlama):
             self.prefix_cache = open_prefix_cache(self, self.context, load_plan, store, kept, recent) if kept else None
         except BaseException:  # also KeyboardInterrupt: nothing of a failed load stays
             if not self._closed:
-                self._loader.end_parts(discard=True)  # an older trace file stays
+                self._loader.end_parts(discard=True)  # deletes the unfinished trace; an older file stays
             self.close()
             raise
 
@@ -235,7 +236,7 @@ class Llama(UpstreamLlama):
     ) -> Plan:
         """Returns the plan for loading the model with these keywords, without loading it.
 
-        Raises what loading would raise.
+        Raises what planning a load raises, such as BudgetError and OptionError.
 
         Example:
             >>> plan = moegguf.Llama.estimate("demo", expert_cache="50%")
@@ -251,7 +252,7 @@ class Llama(UpstreamLlama):
         self._loader.attach_model(params)
 
     def _attach_context(self) -> None:
-        if not self._closed:  # false if close() replaces the model; otherwise the base class makes the context next
+        if not self._closed:  # close() also sets `_model`; otherwise the base class makes the context next
             self._loader.attach_context(self.context_params)
 
     @property
@@ -282,7 +283,8 @@ class Llama(UpstreamLlama):
         """Evaluates tokens, `n_batch` at a time.
 
         After a failure the context has its earlier tokens again, so that the call can be repeated; a context with a
-        recurrent state is empty instead. Raises ExpertIOError, GenerationCancelled, ForkError, ClosedError.
+        recurrent state is empty instead. Raises MoeggufError, such as ExpertIOError, GenerationCancelled, ForkError and
+        ClosedError.
 
         Example:
             >>> llm.reset()
@@ -295,7 +297,8 @@ class Llama(UpstreamLlama):
     def reset(self) -> None:
         """Empties the context of this class, which is sequence 0.
 
-        Images that a chat handler evaluates into the context afterwards never match the beginning of a later prompt.
+        Also clears `input_ids`, so that images which a chat handler evaluates afterwards never match the beginning of a
+        later prompt.
 
         Example:
             >>> llm.reset()
@@ -362,7 +365,7 @@ class Llama(UpstreamLlama):
         """Yields tokens as in llama-cpp-python.
 
         Only one request is computed at a time: other threads wait until this one has ended. Raises OptionError if there
-        is no token to begin with, and CapabilityError.
+        is no token to begin with, and CapabilityError for a model that cannot generate.
 
         Example:
             >>> import itertools
@@ -378,8 +381,9 @@ class Llama(UpstreamLlama):
     def _with_kept(
         self, steps: Generator[int, Sequence[int] | None, None], arguments: Sequence[Any], options: dict[str, Any]
     ) -> Generator[int, Sequence[int] | None, None]:
-        """Yields the tokens of `steps`. First restores the part of the prompt's context that is kept on disk.
-        Afterwards writes the context of all tokens to disk."""
+        """Yields the tokens of `steps`. If contexts are kept for this model and the option `reset` is True, first
+        restores the part of the prompt's context that is on disk. New parts are written to disk after each evaluation
+        and at the end."""
         cache = self.prefix_cache
         if cache is None or not self.batch_invariant or not options.get("reset", True):
             return (yield from steps)
@@ -410,7 +414,8 @@ class Llama(UpstreamLlama):
         return self.context.stats()
 
     def decisions(self) -> dict[str, Any]:
-        """Returns the policy, the predictor, whether prefetching is on, and the time that decisions took.
+        """Returns the policy, the predictor, the state of prefetching, and the time that decisions took; {} for a model
+        without an expert store.
 
         Example:
             >>> llm.decisions()["policy"]
@@ -428,15 +433,16 @@ class Llama(UpstreamLlama):
         self.set_budget(expert_cache=expert_cache)
 
     def set_budget(self, *, expert_cache: Budget | None = None, vram_cache: Budget | None = None) -> None:
-        """Changes the budget for experts in RAM, on the GPU, or both. No budget can be larger than at the load.
+        """Changes the budget for experts in RAM, on the GPU, or both. A budget for more slots than at the load restores
+        the slots of the load.
 
         None leaves a budget unchanged. Freed memory returns to the system and to the device. Generated tokens do not
-        change. The change happens at once while the model is idle, and between two passes while another thread
-        evaluates tokens.
+        change. The change happens at once while the model is idle. If another thread evaluates tokens, the change
+        happens after that evaluation.
 
         vram_cache also holds the buffers in which prompts are staged. These buffers stay, and so do experts of whole
-        layers, which belong to no budget. If a device had a slot for every expert, prompts are read in shorter passes
-        from then on, with a warning.
+        layers, which belong to no budget. If a device had a slot for every expert, prompts may be read in shorter
+        passes from then on, with a warning.
 
         A model without experts has no budget. Raises BudgetError for a budget below the minimum, and for a tier that
         the model does not have; nothing is changed then. Raises AllocationError if a device has no memory for more
@@ -450,9 +456,10 @@ class Llama(UpstreamLlama):
         set_budget(self, self.context, self.session, expert_cache, vram_cache)
 
     def cancel(self) -> None:
-        """Ends the evaluation that another thread is running: that evaluation raises GenerationCancelled at once.
+        """Ends the evaluation that another thread is running: that evaluation soon raises GenerationCancelled.
 
-        Later evaluations raise GenerationCancelled, too, until `resume` is called.
+        Later evaluations raise GenerationCancelled, too, until `resume` is called. Does nothing for a model without an
+        expert store.
 
         Example:
             >>> llm.cancel()
@@ -475,7 +482,8 @@ class Llama(UpstreamLlama):
             self.session.store.cancel(False)
 
     def close(self) -> None:
-        """Frees the context, the model, the pool and the threads. A second call does nothing.
+        """Frees the context, the model, the pool and the threads; in a child process, frees nothing. A second call does
+        nothing.
 
         Example:
             >>> llm = moegguf.Llama("demo", verbose=False)

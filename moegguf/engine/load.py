@@ -32,7 +32,8 @@ from moegguf.settings import read_environment
 
 # Known wrappers (LangChain) pass these keywords for old llama.cpp versions. They have no effect here.
 LEGACY_OPTIONS = frozenset({"device", "f16_kv", "n_parts", "low_vram", "mul_mat_q", "n_gqa", "rms_norm_eps"})
-DIFFUSION = frozenset({"dream", "llada", "llada-moe", "rnd1"})  # architectures with llm_arch_is_diffusion()
+# Architectures for which llm_arch_is_diffusion() of llama.cpp is true.
+DIFFUSION = frozenset({"dream", "llada", "llada-moe", "rnd1"})
 READ_ERROR = "read error"  # llama.cpp's error text for a read that failed
 
 MeasureSpeeds = Callable[[Device], Speeds]
@@ -70,7 +71,8 @@ class LoadPlan:
 def prepare(
     model: str | os.PathLike[str], own: Mapping[str, Any], options: Mapping[str, Any], plan: Plan | None = None
 ) -> LoadPlan:
-    """Reads the model's header and checks the options. Makes a plan if `plan` is None.
+    """Reads the model's header, checks the options, and returns the load with its plan. Makes the plan if `plan` is
+    None.
 
     own: keywords that only `Llama` has. options: keywords that llama_cpp.Llama also has, as the user passed them.
 
@@ -112,8 +114,8 @@ def _keywords(layout: ExpertLayout, spec: LoadSpec, plan: Plan) -> dict[str, Any
     """Returns the keywords of llama_cpp.Llama that follow from the plan and the checked options.
 
     llama_cpp.Llama allocates an array for the logits of `n_batch` tokens, which moegguf does not use. To keep this
-    array small, `n_batch` is at most DEFAULT_UBATCH_TOKENS here. The loader sets the `n_batch` of the plan for the
-    context afterwards.
+    array small, `n_batch` is at most DEFAULT_UBATCH_TOKENS here, except for embeddings. The loader sets the `n_batch`
+    of the plan for the context afterwards.
     """
     embedding = is_embedding(layout.metadata) if spec.embedding is None else spec.embedding
     found: dict[str, Any] = {
@@ -151,13 +153,13 @@ def check_options(options: dict[str, Any], init: Callable[..., None]) -> None:
 
 
 def read_model(path: str | os.PathLike[str], spec: LoadSpec, *, vocab_only: bool = False) -> ExpertLayout:
-    """Reads the layout of the parts of a model that are loaded. The heads that draft are included only if they are
+    """Reads the layout of the parts of a model that are loaded. The heads that draft are included only if they may be
     used. Raises what `read_layout` raises, and OptionError if heads are required that the model does not have."""
     return drafted(read_layout(path, vocab_only=vocab_only), spec.draft, spec.flash_attn)
 
 
 def choose_gpus(layout: ExpertLayout, spec: LoadSpec) -> tuple[Device, ...] | None:
-    """Returns the GPUs of this machine that `LoadSpec.choose_gpus` chooses; None for a model without slots."""
+    """Returns what `LoadSpec.choose_gpus` returns for the GPUs of this machine; None if no expert store is used."""
     uses_slots = layout.is_moe and read_environment().hooks
     return spec.choose_gpus(gpus) if uses_slots else None
 
@@ -168,7 +170,8 @@ def known_speeds(layout: ExpertLayout, spec: LoadSpec) -> KnownSpeeds:
 
 
 def plan_load(layout: ExpertLayout, spec: LoadSpec, machine: Machine, measure: MeasureSpeeds) -> Plan:
-    """Makes the plan of a load on a machine. Speeds and hit rates are used only if they decide between placements.
+    """Makes the plan of a load on a machine. Speeds and hit rates are looked up only if the machine has one device and
+    the layers are not divided.
 
     measure: returns the speeds of a device with the model. Raises BudgetError, OptionError. Also raises OptionError if
     a device that must be used has no kernel for the model's experts.

@@ -1,6 +1,6 @@
 """`LoadSpec`: the options of one load, each checked once.
 
-Commands, servers and `Llama` make a LoadSpec from one table (`moegguf.options`), and plans read nothing else.
+Commands, servers and `Llama` make a LoadSpec from one table (`moegguf.options`), and plans read no other options.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moegguf.settings import parse_option, read_load_keywords
 
 F16 = 1
 EVERY_LAYER = 999  # n_gpu_layers for every layer of any model
-NO_SPLIT, BY_LAYERS = 0, 1  # enum llama_split_mode
+NO_SPLIT, BY_LAYERS = 0, 1  # values of enum llama_split_mode
 AUTO = ExpertCache("auto")
 
 Budget = str | int | float | ExpertCache
@@ -34,11 +34,11 @@ class LoadSpec:
     """Options of one load. The defaults are the defaults of `Llama`."""
 
     n_ctx: int | None = 512  # None: chosen to fit the memory; 0: the model's own length
-    # None: the size of a pass, at least 512; for an embedding model, the context, at most 2048
+    # None: the tokens of a pass, but at least 512; for an embedding model, the tokens of the context, but at most 2048
     n_batch: int | None = None
     n_ubatch: int | None = None  # None: chosen together with the slots
     n_seq_max: int = 1
-    kv_tokens: int | None = None  # tokens of all sequences together; None: chosen
+    kv_tokens: int | None = None  # tokens of all sequences together; None: chosen to fit the memory
     type_k: int = F16  # types of the KV cache, as ggml's numbers
     type_v: int = F16
     flash_attn: bool | None = False  # None: used if the computing devices support it
@@ -57,7 +57,8 @@ class LoadSpec:
     main_gpu: int = 0
     tensor_split: tuple[float, ...] | None = None
     store: StoreOptions = field(default_factory=StoreOptions)
-    # True: a GPU is required by vram_cache, or by a placement that was passed and not read from MOEGGUF_PLACEMENT
+    # True: a GPU is required by a vram_cache (also by MOEGGUF_VRAM_CACHE), or by a placement "layers" or "slots" that
+    # was passed (not by MOEGGUF_PLACEMENT)
     needs_gpu: bool = False
     leaves_layers: bool = False  # True: llama.cpp's own options decide which layers GPUs compute, and no GPU has slots
 
@@ -67,8 +68,8 @@ class LoadSpec:
         environment, and the environment overrides the defaults.
 
         commands: True for a command or a server, which has more defaults and environment variables (`moegguf.options`).
-        If there is no `store`, `strategy` chooses the options of the store. None counts as not given. Raises
-        BudgetError, OptionError, and what `read_projector` raises.
+        If there is no `store`, `strategy` chooses the options of the store. None counts as not given, except for
+        options in COMMAND_DEFAULTS. Raises BudgetError, OptionError, and what `read_projector` raises.
         """
         chosen = COMMAND_DEFAULTS if commands else {}
         options = {**chosen, **read_load_keywords(commands=commands)}
@@ -113,12 +114,14 @@ class LoadSpec:
 
     @property
     def refuses_cpu(self) -> bool:
-        """True if some layer has to be computed on a GPU."""
+        """True if a plan for the CPU alone is not allowed, because n_gpu_layers was given and the placement is not
+        "cpu"."""
         return self.n_gpu_layers is not None and self.placement != "cpu"
 
     def is_divided(self, devices: Sequence[Device]) -> bool:
-        """Returns True if layers are divided among these devices, or between one device and the CPU. Then the only
-        possible placement on GPUs is "slots".
+        """Returns True if layers are divided among devices, or between devices and the CPU: there are several devices
+        or budgets, a tensor_split, or an n_gpu_layers below EVERY_LAYER (and not -1). Then the only possible placement
+        on GPUs is "slots". Returns False if the placement is "cpu".
 
         Raises OptionError if layers are divided and the placement is "layers".
         """
@@ -140,8 +143,8 @@ class LoadSpec:
         divides layers by its own options.
 
         list_gpus: called only if GPUs may be used, because drivers reserve memory for a process that lists them. It
-        returns None if the listing failed. Raises BudgetError if a GPU is required and there is none. Raises
-        OptionError for a GPU that does not exist, and for options that divide matrices among GPUs.
+        returns None if the listing failed; then no GPU is used. Raises BudgetError if a GPU is required and there is
+        none. Raises OptionError for a GPU that does not exist, and for options that divide matrices among GPUs.
         """
         if self.placement == "cpu":
             return ()
@@ -167,7 +170,8 @@ class LoadSpec:
 
 
 def default_store(strategy: str = "") -> StoreOptions:
-    """Returns the options of the expert store with which a strategy moves experts. Raises OptionError."""
+    """Returns a strategy's options for the expert store; "": moegguf's own strategy. Raises OptionError for an unknown
+    name."""
     return find_strategy(strategy).store
 
 

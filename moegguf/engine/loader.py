@@ -71,7 +71,7 @@ class Loader:
         self._repack, plan = store.repack, load_plan.plan
         try_first(load_plan.layout, options, self._report_waiting, load_plan.spec.projector)
         if load_plan.no_device or plan.layers_on:
-            store = replace(store, device=None)  # `device` is the device for the experts, but these slots are in RAM
+            store = replace(store, device=None)  # `device` names the device of the slots; here they are in RAM
         if load_plan.hooks:
             mirrors = [mirror_paths(path, load_plan.layout.shards) for path in load_plan.spec.mirror]
             self.session = Session(plan.slots_layout(load_plan.layout), plan, store, mirrors)
@@ -94,13 +94,13 @@ class Loader:
         return self._ended_by is None
 
     def _report_waiting(self) -> None:
-        """Calls the progress callback with 0.0 while nothing is read yet. Raises if the callback has ended the load."""
+        """Calls the progress callback with 0.0 during the trial load. Raises if the callback has ended the load."""
         self._report(0.0)
         if self._ended_by is not None:
             raise self._ended_by
 
     def attach_model(self, params: c.Structure) -> None:
-        """Sets the experts' buffer type and the progress callback in struct llama_model_params."""
+        """Sets the experts' buffer type, the progress callback and other fields in struct llama_model_params."""
         params.load_mtp = self.load_plan.layout.loads_heads
         if self.load_plan.layout.row_tables:
             params.lazy_mode = self._bindings.LLAMA_LAZY_MODE_ON
@@ -112,7 +112,7 @@ class Loader:
             params.devices = c.addressof(self._no_devices)
 
     def attach_context(self, params: c.Structure) -> None:
-        """Sets the expert hook, the sequences and flash attention in struct llama_context_params."""
+        """Sets the expert hook, sequences, sizes of passes and flash attention in struct llama_context_params."""
         params.n_rs_seq = self.load_plan.plan.n_rs_seq
         if self.n_seq_max > 1:
             n_kv = self.load_plan.plan.kv_tokens
@@ -130,8 +130,8 @@ class Loader:
             self.session.attach_context(params)
 
     def read(self, construct: Callable[[], None], unload: Callable[[], None], options: ControllerOptions) -> None:
-        """Calls `construct`, which makes llama.cpp's model and context. Makes the controller in another thread, while
-        llama.cpp reads the headers and the vocabulary."""
+        """Calls `construct`, which makes llama.cpp's model and context. If there is an expert store, makes the
+        controller in another thread, while llama.cpp reads the headers and the vocabulary."""
         session = self.session
         if session is None:
             self._construct(construct, unload)
@@ -168,12 +168,12 @@ class Loader:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Surrounds the `with` block in which llama.cpp reads the weights. During the block another thread reads the
-        weights ahead into the page cache.
+        """Surrounds the `with` block in which llama.cpp reads the weights. If there is an expert store, another thread
+        meanwhile makes the system read the weights ahead into the page cache.
 
-        Otherwise the disk would be idle while llama.cpp converts a tensor, and while the vocabulary is built. If a
-        memory limit counts cached pages, these pages are dropped afterwards. Without a limit they stay, and the next
-        load of the model is faster.
+        Without that thread the disk would be idle while llama.cpp converts a tensor or builds the vocabulary. If a
+        cgroup limits the memory, these pages are dropped afterwards, because the cgroup counts them. Otherwise they
+        stay, and the next load of the model is faster.
         """
         if self.session is None:
             yield
@@ -191,8 +191,8 @@ class Loader:
             self.session.store.pause_fill(False)
 
     def start_threads(self, context: int) -> None:
-        """Starts the compute threads of this context, and an object that adapts their number to the load of the
-        machine."""
+        """Starts the compute threads of this context. If `govern_threads` is set, also makes the object that adapts
+        their number to the processors that other processes use. Does nothing if one thread computes."""
         options, governed = self.load_plan.options, self.load_plan.govern_threads
         n_threads, n_threads_batch = options["n_threads"], options["n_threads_batch"]
         if max(n_threads, n_threads_batch) == 1:
@@ -206,8 +206,8 @@ class Loader:
             )
 
     def start_parts(self, warm_start: bool, trace: str | os.PathLike[str] | TraceOptions | None) -> None:
-        """Fetches the experts that earlier runs used most if `warm_start` is True. Starts the recording if `trace` is
-        set."""
+        """Fetches the experts that earlier runs used most if `warm_start` is True and no device holds whole layers.
+        Starts the recording if `trace` is set. Raises OptionError for `trace` without an expert store."""
         session = self.session
         if trace and session is None:
             raise OptionError(
@@ -245,8 +245,9 @@ class Loader:
 
 
 def _advise(layout: ExpertLayout, advice: str, stop: threading.Event) -> None:
-    """Gives the system this advice (posix_fadvise) for the bytes of a model's files, part by part, until `stop` is set.
-    Experts and tables that are read by row are left out; headers are included."""
+    """Passes this advice to posix_fadvise() for the bytes of a model's files, part by part, until `stop` is set.
+    Experts and tables that are read by row are left out; headers are included. Does nothing on a system without this
+    advice."""
     if not hasattr(os, advice):
         return
     for index, shard in enumerate(layout.shards):

@@ -1,7 +1,8 @@
-"""Reads the memory that this process may still take, the CPUs that it may use, and the read speed of the disk.
+"""Reads the memory that this process may still take, the CPUs that it may use, and the read speeds of the disk and of
+memory.
 
 Free memory is the least that the machine or any level of a memory cgroup allows (v1 and v2, nested, mixed). Files of
-cgroups are read below `root`, so that tests can use a machine made of files.
+cgroups are read below `root`, so that tests can use files of their own.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from moegguf.errors import ModelNotFoundError
 
 ROOT = Path("/")
 MACHINE = "the machine"
-MARGIN_BYTES = 256 << 20  # least bytes of RAM that a budget "auto" leaves free
+MARGIN_BYTES = 256 << 20  # minimum number of bytes of RAM that a budget "auto" leaves free
 VRAM_MARGIN_BYTES = 1 << 30  # bytes to leave free on a shared device: displays and other programs may take them
 # bytes to leave free on a device that only this process uses: libraries' workspaces, captured graphs
 OWN_MARGIN_BYTES = 384 << 20
 # a device with at most this many bytes in use counts as used by this process only: its driver and context take them
 IDLE_BYTES = 768 << 20
-_NO_LIMIT = 1 << 62  # cgroup v1 writes a number near 2^63 for "no limit"
+_NO_LIMIT = 1 << 62  # limits from this number on mean "no limit"; cgroup v1 writes a number near 2^63
 # if the load average of the last minute, divided by the CPUs, is above this, a warning says that speeds are too low
 BUSY_SHARE = 0.25
 _BUSY = ("user", "nice", "system", "irq", "softirq", "steal")  # fields of psutil's cpu_times that count busy time
@@ -118,19 +119,20 @@ def file_text(path: Path) -> str:
 
 
 def _number(path: Path) -> int | None:
-    """Returns the whole number in a cgroup file; None if the file is absent or contains "max"."""
+    """Returns the whole number in a cgroup file; None if the file is absent or has another text, such as "max"."""
     text = file_text(path).strip()
     return int(text) if text.isascii() and text.isdigit() else None
 
 
 def _table(path: Path) -> dict[str, int]:
-    """Returns lines such as "inactive_file 4096" as {name: bytes}."""
+    """Reads lines such as "inactive_file 4096", and returns {name: bytes}."""
     pairs = (line.partition(" ")[::2] for line in file_text(path).splitlines())
     return {name: int(value) for name, value in pairs if value.isascii() and value.isdigit()}
 
 
 def cgroup_levels(controller: str, root: Path = ROOT) -> Iterator[tuple[int, Path]]:
-    """Yields (1 or 2, folder) for every cgroup that can limit `controller` for this process, innermost first."""
+    """Yields (1 or 2, folder) for every cgroup that can limit `controller` for this process. In each hierarchy, the
+    innermost comes first."""
     paths: dict[int, str] = {}
     for line in file_text(root / "proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
@@ -189,8 +191,8 @@ def load_warning() -> str:
 
 
 def count_cpus(root: Path = ROOT) -> int:
-    """Returns the logical CPUs that this process may keep busy: its affinity, limited by each cgroup's quota; at least
-    1."""
+    """Returns the number of logical CPUs that this process may keep busy: its affinity, limited by each cgroup's quota;
+    at least 1."""
     n_cpu = len(_affinity())
     for version, folder in cgroup_levels("cpu", root):
         files = (
@@ -234,8 +236,8 @@ class ProcessorUse:
 
 
 def _measure(path: Path, flags: int, block_bytes: int, seconds: float, n_threads: int) -> float:
-    """Returns the bytes per second that `n_threads` threads read with these open() flags; 0 if nothing could
-    be read."""
+    """Returns the bytes per second that `n_threads` threads together read from random blocks with these open() flags; 0
+    if nothing could be read. Raises OSError if the file cannot be opened."""
     begin = time.perf_counter()
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     n_blocks = max(1, os.fstat(fd).st_size // block_bytes)
@@ -266,8 +268,8 @@ def disk_read_speed(
     n_threads: int = _DISK_THREADS,
     direct: bool = True,
 ) -> DiskSpeed:
-    """Returns the speed at which `n_threads` threads read blocks of `path`. direct: the reads bypass the page cache if
-    the file system allows it.
+    """Returns the speed at which `n_threads` threads together read random blocks of `path`. direct: the reads bypass
+    the page cache if the file system allows it.
 
     Raises ModelNotFoundError if the file cannot be opened.
     """

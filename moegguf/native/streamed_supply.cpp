@@ -1,9 +1,10 @@
-// streamed_supply.cpp: streams the experts of a prompt's layer through a few slots, matrix by matrix, if they do not
-// fit into the slots. Each matrix is read once, while the CPU multiplies with earlier matrices. This is the prefill
-// pipeline of DuoServe-MoE (section 5.2).
+// streamed_supply.cpp: streams a layer's absent experts through a few slots of the CPU's tier, matrix by matrix. This
+// happens at a routing event of several tokens, if its experts outnumber the slots or if MOEGGUF_STREAM is set. While
+// the CPU multiplies with one matrix, readers read the next ones. This is the prefill pipeline of DuoServe-MoE (section
+// 5.2).
 //
-// This supply may pin and assign slots of the CPU's tier. It chooses the matrix that readers read next and the matrix
-// that kernels take next. The experts that are in the streaming slots when the layer ends stay there.
+// This supply may pin and assign slots of the CPU's tier. It chooses the streamed matrix that readers read next, and
+// the one that kernels multiply with next. When a stream has ended, its last experts keep their slots.
 #include "arrivals.h"
 #include "supply.h"
 
@@ -12,12 +13,13 @@
 namespace moegguf {
 namespace {
 
-// Largest number of slots through which a layer is streamed. Kernels multiply with one of these slots while readers
-// fill the others.
+// The maximum number of slots through which a layer is streamed. Readers fill some of these slots while kernels
+// multiply with others.
 constexpr int most_streaming_slots = 8;
 
-// Streams one layer at a time. All compute threads take the experts in the same order. The expert with index i passes
-// through slot i % n_slots. Its matrix is overwritten only after every thread has multiplied with it.
+// Streams one layer at a time. All compute threads take the streamed experts in the same order. Expert experts_[i] uses
+// slot slots_[i % slots_.size()]. Each of its matrices is overwritten only after every thread has multiplied with that
+// matrix.
 class StreamedSupply final : public Supply, private StreamedReads, private ExpertStream {
   public:
     StreamedSupply(const Layout & layout, Shared & shared, Transfers & transfers, Tier * tier)
@@ -36,17 +38,18 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
 
     bool computes_on_arrival(int il) const override { return arrivals_.covers(il); }
 
-    // Returns true if the event's experts are streamed. The event must be a prompt's on the CPU. Its experts do not fit
-    // into the slots, or MOEGGUF_STREAM is set. The kernels must take the matrices one by one, so the result is false
-    // if the caller itself waits for matrices (wait_kinds).
+    // Returns true if this supply can serve the event. The event has several tokens and is computed on the CPU, in a
+    // tier that has fewer slots than experts and is filled directly from the file. Either the event's experts outnumber
+    // the usable slots, or MOEGGUF_STREAM is set. Kernels must be able to choose the order of matrices
+    // (Arrivals::possible).
     bool can_stream(const Context & context) const override {
         const Event & event = context.event;
         const Tier & tier = *context.pinned.tier;
         if (!arrivals_.possible() || &tier != tier_ || tier.ram() || tier.numbering.resident() || event.n_tokens == 1) {
             return false;
         }
-        // The kernels must take the matrices one by one, and read the router's ids from this memory. A simulation has
-        // no kernels.
+        // Kernels themselves must wait for matrices, and must read the ids in place, because has() compares the address
+        // of the ids. In a simulation no kernel runs.
         const bool asked = !kernels_take() || (event.wait_kinds == 0 && event.ids_in_place);
         return asked && ((int)event.experts.size() > tier.residency.n_usable() || shared_.has(MOEGGUF_STREAM));
     }
@@ -71,8 +74,8 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
         Supply::release(context);
     }
 
-    // Waits for the experts that have their own slots. Kernels themselves wait for streamed experts. In a simulation,
-    // which has no kernels, this function also waits for the end of the stream.
+    // Waits for these matrices of the experts that have slots of their own. Kernels themselves wait for streamed
+    // experts. In a simulation, which has no kernels, this function first waits until the stream has ended.
     void wait(Context & context, uint8_t kinds) override {
         if (!kernels_take()) {
             Lock lock(shared_.mutex);
@@ -86,27 +89,27 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
     }
 
   private:
-    // The progress of the stream for one kind of matrix. Slot i % n_slots has the matrix of the expert with index i,
-    // and later the matrix of the expert with index i + n_slots.
+    // The progress of the stream for one kind of matrix.
     struct Kind {
-        std::unique_ptr<std::atomic<int>[]> held; // [n_slots] index of the expert whose matrix is there; -1: none
-        // [n experts] number of threads that have multiplied with each expert's matrix.
+        // [slots_.size()] index in experts_ of the expert whose matrix was last read into the slot; -1: none.
+        std::unique_ptr<std::atomic<int>[]> held;
+        // [experts_.size()] number of threads that have multiplied with each expert's matrix.
         std::unique_ptr<std::atomic<int>[]> n_past;
         int n_asked = 0; // number of matrices whose reads have begun
-        int n_free = 0;  // number of matrices, counted from the first, with which all threads have multiplied
+        int n_free = 0;  // number of matrices that all threads have multiplied with
     };
     bool kernels_take() const { return tier_->pool(); } // false in a simulation, which has no memory and no kernels
     Kind & of(uint8_t kind) { return kinds_[__builtin_ctz(kind)]; }
 
-    // Returns the largest number of slots for the stream. In a small pool it is half of the slots. Experts of the layer
-    // that are in the other half are then not read again.
+    // Returns the maximum number of slots for the stream: most_streaming_slots, or about half of a small pool. The
+    // remaining slots can keep experts of the layer that are already there.
     int most_slots(const Context & context) const {
         const int n_usable = tier_->residency.n_usable(), half = std::max(2, n_usable / 2);
         return std::min({most_streaming_slots, half, n_usable, (int)context.event.experts.size()});
     }
 
-    // Assigns slots to the stream. Waits for the first slot, and takes more slots only if they are free or may be
-    // evicted. Returns false if there is no slot; the pass has then failed.
+    // Assigns slots to the stream. Waits for the first slot, and takes further slots only while they are available at
+    // once. If no slot becomes available, fails the pass and returns false.
     bool take_slots(Context & context, size_t n_absent, Lock & lock) {
         const Event & event = context.event;
         const auto assign = [&] { return tier_->assign(event.il, no_expert, event.step); };
@@ -145,8 +148,8 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
         shared_.done.notify_all();
     }
 
-    // Implements StreamedReads, which reader threads call. Writes the read of the next matrix for which a slot is free
-    // to `job`. Returns false if there is none.
+    // Implements StreamedReads, which reader threads call. Writes to `job` the read of the next streamed matrix whose
+    // slot may be overwritten. Returns false if there is none.
     bool next_read(Job & job) override {
         if (!context_) { return false; }
         for (const uint8_t kinds : order_of_use) {
@@ -173,7 +176,7 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
         }
     }
 
-    // Implements ExpertStream, which kernels call. Returns true if these are the ids of the streamed layer.
+    // Implements ExpertStream, which kernels call. Returns true if `ids` is the address of the streamed layer's ids.
     bool has(const void * ids) const override { return ids_.load(std::memory_order_acquire) == ids; }
     int own_slot(int expert) const override { return slot_of_[expert]; }
     int n_experts() const override { return (int)experts_.size(); }
@@ -184,7 +187,7 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
         if (i > n) { return -1; }
         order.i += 1;
         if (i > 0 && kind.n_past[i - 1].fetch_add(1, std::memory_order_acq_rel) + 1 == order.n_threads) {
-            Lock lock(shared_.mutex); // only the last thread that has multiplied with the matrix frees the slot
+            Lock lock(shared_.mutex); // the last thread that has multiplied with the matrix lets readers overwrite it
             give_free(kind);
         }
         if (i == n || !wait_for_index(kind, i, is_first_thread)) { return -1; }
@@ -192,7 +195,8 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
         return experts_[i];
     }
 
-    // Waits until the matrix of the expert with index i is there. Returns false if the matrix will not come.
+    // Waits until this kind of matrix of expert experts_[i] has been read into its slot. Returns false if the read
+    // failed, or if this thread or another one stopped waiting.
     bool wait_for_index(Kind & kind, int i, bool is_first_thread) {
         const size_t r = i % slots_.size();
         const std::atomic<int> & held = kind.held[r];
@@ -202,8 +206,8 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
                        [&] { return held >= i || given_up_ || tier_->residency.failed(slots_[r]); });
         if (!lock) { return false; }
         if (held == i) { return true; }
-        // Counts the first thread that stops waiting. A failed read does not count, because the slot records this
-        // failure.
+        // Counts only the first thread of the stream that stops waiting. A failed read is not counted, because the slot
+        // records that failure.
         shared_.given_up += !given_up_ && !tier_->residency.failed(slots_[r]);
         given_up_ = true;
         shared_.done.notify_all();
@@ -221,28 +225,28 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
         if (all) { end(); }
     }
 
-    // Ends the stream. The last experts keep the streaming slots, like any loaded expert.
+    // Ends the stream. The expert that was streamed last through each slot keeps this slot.
     void end() {
         const int n = (int)experts_.size(), n_slots = (int)slots_.size();
         for (int i = std::max(0, n - n_slots); i < n; i++) {
-            if (tier_->residency.find(il_, experts_[i]) < 0) { // an expert may have got its own slot from a prefetch
+            if (tier_->residency.find(il_, experts_[i]) < 0) { // a prefetch may have given the expert another slot
                 tier_->residency.end_stream(slots_[i % n_slots], experts_[i]);
             }
         }
         stop();
     }
 
-    Tier * const tier_; // the tier in the CPU's memory; nullptr: none
+    Tier * const tier_; // the tier of the layers that the CPU computes; nullptr: none
     Arrivals arrivals_;
     Kind kinds_[MOEGGUF_MAX_KINDS];
-    bool given_up_ = false;             // true: a thread has stopped waiting, so no slot becomes free any more
+    bool given_up_ = false;             // true: a thread has stopped waiting, so the other threads stop, too
     const Context * context_ = nullptr; // context whose layer is streamed; nullptr: nothing is streamed
     std::atomic<const void *> ids_{nullptr};
     int il_ = -1;
     uint32_t number_ = 0;      // number of this stream; late reads of an earlier stream have a lower number
-    std::vector<int> slots_;   // slots that the experts pass through
-    std::vector<int> experts_; // experts that pass through the slots, in this order
-    // [n_expert_max] slot of an expert that has its own; negative: the expert is streamed or not chosen.
+    std::vector<int> slots_;   // slots through which the experts are streamed
+    std::vector<int> experts_; // streamed experts, in this order
+    // [n_expert_max] slot of each expert that has a slot of its own; negative: the expert is streamed or not chosen.
     std::vector<int> slot_of_;
 };
 

@@ -34,8 +34,8 @@ bool Supply::place(Context & context, Lock & lock) {
     transfers_.demand(*pinned.tier, pinned.slots, submits);
     if (submits) { tier.copies->submit_own(lock); }
     if (pinned.stream && !pinned.awaits_file(all_kinds)) {
-        // The stream itself waits for the copies. So the caller waits for all matrices at once, and the layer does not
-        // stop a second time.
+        // Nothing has to come from the file, and the stream itself waits for copies. So this stop covers all matrices,
+        // and the layer does not stop a second time.
         event.wait_kinds = all_kinds;
     }
     return true;
@@ -84,8 +84,8 @@ void Supply::wait(Context & context, uint8_t kinds) {
     if (!pinned.available(kinds) || shared_.cancelled) {
         Lock lock(shared_.mutex);
         const uint64_t start = shared_.clock->now_ns();
-        // The time when the last awaited matrix had come from the file into RAM. Until then the stall also counts in
-        // RAM.
+        // The time at which the last awaited matrix had come from the file. Until then the stall also counts in the
+        // tier in RAM.
         uint64_t file_done = start;
         bool from_file = false;
         stall(shared_, *pinned.tier, lock, [&] {
@@ -98,7 +98,8 @@ void Supply::wait(Context & context, uint8_t kinds) {
         context.note_failures(shared_);
     }
     const bool orders = !is_on(Remedy::late_notes) || pinned.pending(kinds);
-    if (pinned.stream && kinds && orders && !context.failed()) { // makes the stream wait for copies under way
+    // Makes the stream wait for the copies that have been submitted.
+    if (pinned.stream && kinds && orders && !context.failed()) {
         pinned.tier->copies->order(pinned.stream);
         pinned.ordered |= kinds;
     }
@@ -205,7 +206,8 @@ void Context::fail(moegguf_status status, const std::string & why) {
 void Context::note_failures(const Shared & shared) {
     failure.read_errors = get(shared.counters.read_errors);
     const uint64_t given_up = shared.given_up;
-    // A kernel has left matrices out after a cancellation. The pass fails even if the cancellation has been revoked.
+    // A kernel has stopped waiting after a cancellation, and left matrices out. So the pass fails, even if the
+    // cancellation has been revoked since then.
     if (failure.given_up != given_up && !pinned.slots.empty()) { fail(MOEGGUF_CANCELLED, "cancelled"); }
     failure.given_up = given_up;
     for (const Pinned * layer : {&late, &pinned}) {
@@ -240,9 +242,9 @@ void Context::set_aside(Shared & shared, Lock & lock) {
     note_failures(shared);
 }
 
-// Collects the sequence and the phase of each token of the event. The last layer may be computed only for those tokens
-// of the pass whose logits are needed. Returns false if all tokens belong to one sequence, or if their sequences are
-// not known.
+// Collects the sequence and the phase of each token of the event. A layer may be computed for only those tokens of the
+// pass whose logits are needed. Returns false if no sequence was announced for each token, or if the number of tokens
+// found is not n_event_tokens.
 bool Context::gather_tokens(int n_event_tokens) {
     if (pass.first_token < 0 || announced.sequences.empty()) { return false; }
     event.sequences.clear();

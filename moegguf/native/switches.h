@@ -1,9 +1,9 @@
-// switches.h: "remedies": optimisations for layers with slots on a device. Each can be switched off, so that one
-// library can measure the effect of each remedy (docs/gpu.md, "The short run"). They change only the speed, never a bit
-// of a result.
+// switches.h: the remedies. A remedy is an optimisation that can be switched on or off, so that its effect can be
+// measured with one build of the library (docs/gpu.md, "The short run"). Remedies change only the speed, never a bit of
+// a result.
 //
-// The environment variable MOEGGUF_SWITCHES holds the sum of the bits of the remedies that are on. It is read when the
-// library is loaded.
+// The environment variable MOEGGUF_SWITCHES is the decimal sum of the bits of the remedies that are on. It is read when
+// the library is loaded. If it is unset or empty, default_remedies are on.
 #pragma once
 
 #include <cstdint>
@@ -12,18 +12,22 @@
 namespace moegguf {
 
 enum class Remedy : uint32_t {
-    quiet_copies = 1, // the copy thread wakes up only when something is queued for it
-    pinned_ids = 2,   // ids of a device are copied through pinned memory, which the device reads and writes by itself
-    own_copies = 4,   // the compute thread submits its layer's copies; the copy thread only records their end
-    // The compute thread waits for the recorded end of copies only when it needs slots, or when the pass ends.
+    quiet_copies = 1, // a layer's demands wake the copy thread only if a copy is queued
+    pinned_ids = 2,   // expert ids are copied to and from a device through pinned host memory
+    // The compute thread submits the copies that its layer demands; the copy thread only records their end.
+    own_copies = 4,
+    // The compute thread does not wait at each layer until the copy thread has recorded the end of the layer's copies.
+    // It waits when it needs slots, when a second layer has unrecorded copies, or when the pass ends.
     late_notes = 8,
-    large_batches = 16, // up to 96 matrices for a prompt's next layer are copied in one batch, instead of 8
-    shared_ids = 32,    // layers whose experts are all in their own slots use the router's ids without a copy
+    large_batches = 16, // up to 96 matrices for a prompt's next layer are copied in one batch; off: up to 8
+    // Layers multiply by the router's own ids, without a copy of the ids, if every expert of their tier is in its own
+    // slot and nothing observes routing events.
+    shared_ids = 32,
 };
 
 constexpr uint32_t all_remedies = 1 | 2 | 4 | 8 | 16 | 32;
-// All remedies except own_copies are on by default. No test on a GPU has shown that two threads may use one backend's
-// stream.
+// All remedies except own_copies are on by default. With own_copies, two threads use one backend's stream, and no test
+// on a GPU has shown that this is safe.
 constexpr uint32_t default_remedies = all_remedies & ~(uint32_t)Remedy::own_copies;
 
 inline uint32_t read_switches() {

@@ -26,7 +26,7 @@ void ask_for_short_slices() {
         uint64_t period_ns;
     } attributes = {};
     static_assert(sizeof(attributes) == 48, "SCHED_ATTR_SIZE_VER0");
-    // SCHED_FLAG_KEEP_POLICY: the thread keeps its policy, even SCHED_BATCH or SCHED_IDLE.
+    // SCHED_FLAG_KEEP_POLICY: the thread keeps its scheduling policy, even SCHED_BATCH or SCHED_IDLE.
     constexpr uint64_t keep_policy = 0x08;
     attributes.size = sizeof(attributes);
     attributes.flags = keep_policy;
@@ -36,8 +36,8 @@ void ask_for_short_slices() {
 #endif
 }
 
-// An OpenMP team of two threads that does nothing. If every processor has a compute thread, OpenMP then has more
-// threads than processors. So it lets waiting threads spin only briefly.
+// An idle OpenMP team of two threads. While the team exists and every processor has a compute thread, OpenMP has more
+// threads than processors. OpenMP then lets waiting threads spin only briefly.
 class ShortSpins::Team {
   public:
 #ifdef _OPENMP

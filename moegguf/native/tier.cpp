@@ -10,7 +10,8 @@ namespace moegguf {
 namespace {
 
 constexpr int most_devices = 64;
-// The result of most_slot_tokens() for a simulated CUDA card: the smallest result of all real cards.
+// The result of most_slot_tokens() for a CUDA card that ggml does not know, as in a simulation. It is the smallest
+// result for any real card.
 constexpr int least_of_cuda = 4;
 
 [[noreturn]] void invalid(const std::string & what) { throw Error(MOEGGUF_INVALID, what); }
@@ -32,9 +33,9 @@ std::vector<int> devices_of_layers(const Layout & layout, const moegguf_config &
 
 } // namespace
 
-// CUDA has kernels that multiply each token on its own. It uses them up to a number of tokens that depends on the card
-// and on the type. The backend returns this number (patches/vector-tokens.patch). Types that are floats are left out,
-// because the choice of their kernels does not depend on the number of experts.
+// The CUDA backend has kernels that multiply each token on its own. It uses them up to a number of tokens that depends
+// on the card and on the type of the weights. The patched backend returns this number (patches/vector-tokens.patch).
+// Float types are left out, because the choice of their kernels does not depend on the number of experts.
 int most_slot_tokens(const char * name) {
     ggml_backend_dev_t device = name ? ggml_backend_dev_by_name(name) : nullptr;
     if (!device) { return name && strncmp(name, "CUDA", 4) == 0 ? least_of_cuda : 1; }
@@ -90,7 +91,7 @@ Tiers::Tiers(const Layout & layout, const moegguf_config & config)
         const bool is_cpu = memory && ggml_backend_dev_type(memory->device) == GGML_BACKEND_DEVICE_TYPE_CPU;
         if (is_cpu || !device.name) { on_cpu = &tier; }
         add_staging(layout, device, tier, memory);
-        // The number of slots that a pass needs at once if it is not staged.
+        // The number of slots that a pass may need at once if it is not staged.
         tier.pass_slots = std::min(std::max(device.n_pass_slots, layers.n_used_max), tier.residency.n_slots());
     }
     if (ram) { all.push_back(ram.get()); }
@@ -99,7 +100,8 @@ Tiers::Tiers(const Layout & layout, const moegguf_config & config)
     }
 }
 
-// Adds staging tensors to a device whose slots are filled from RAM, unless it has a slot for each expert.
+// Adds the device's staging tensors. Does nothing if the config has none for the device, if its slots are not filled
+// from RAM, or if it has a slot for each expert. Throws Error(INVALID) for a number of tensors out of range.
 void Tiers::add_staging(const Layout & layout, const moegguf_device & device, Tier & slots, const Memory & memory) {
     if (device.n_staging_tensors < 0 || device.n_staging_tensors > most_staging_tensors) {
         invalid("a device has at most " + std::to_string(most_staging_tensors) + " staging tensors, not " +
@@ -231,7 +233,7 @@ int Tier::reallocate(int n_slots) {
                                         " as before");
     }
     // There is no memory for the old and the new pool at the same time. So all slots are emptied, and their experts are
-    // read again later.
+    // read again when they are needed.
     for (int s = 0; s < residency.n_slots(); s++) { evict(s); }
     for (int n = n_slots; n > 0; n /= 2) {
         if (pool_->reallocate(n, false)) { return n; }

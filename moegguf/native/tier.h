@@ -1,9 +1,10 @@
 // tier.h: a tier is a set of slots in one kind of memory, for some layers. It knows the memory of its slots, their
-// numbering, their experts, and the slots of other tiers from which they are filled. A store has tiers for
-// devices that compute layers, one tier in RAM that fills the tiers of devices, and staging tensors for prompts.
+// numbering, their experts, and the slots of other tiers from which they are filled. A store has a tier for each device
+// that computes layers. It may also have a tier in RAM that fills the tiers of devices, and staging tensors for
+// prompts.
 //
 // A tier changes its own slots. It pins slots of other tiers while its own slots are filled from them. Look-ups are
-// counted only here. A tier queues nothing itself, and has no thread that moves experts.
+// counted only here. A tier queues no transfers, and has no thread that moves experts.
 #pragma once
 
 #include "pool.h"
@@ -30,26 +31,29 @@ struct SlotRef {
     uint32_t generation = 0;
 };
 
-// A transfer into a slot. It moves one matrix of an expert, or all matrices of a prefetch if chunking is off.
+// A transfer into a slot. It moves one matrix of an expert, or, without MOEGGUF_CHUNKED, several matrices of an expert
+// that is prefetched from the file.
 struct Job {
     SlotRef source;
     SlotRef destination;
     int il = -1;
     int expert = -1;
-    uint8_t kinds = 0;     // bits of the matrices to move: one bit, or all bits of a prefetch if chunking is off
-    bool demand = false;   // true: a routing event needs the expert; false: a prefetch
-    uint32_t requests = 0; // value of Slot::requests of the destination when the job was queued
+    uint8_t kinds = 0;   // bits of the matrices to move
+    bool demand = false; // true: a compute thread waits for the transfer; false: a prefetch
+    // Value of Slot::requests of the destination when the job was queued. Streamed: the number of the stream.
+    uint32_t requests = 0;
     uint64_t bytes = 0;    // size of these matrices together in bytes; set when the transfer begins
     uint64_t begun_ns = 0; // time at which the transfer began
     int streamed = -1;     // index of the expert in the stream; -1: the expert is not streamed
 };
 
-// The largest number of staging tensors of a device (staged_supply.cpp).
+// The maximum number of staging tensors of one device (staged_supply.cpp).
 constexpr int most_staging_tensors = 2;
 
-// Returns the largest number of tokens in a pass for which a device's kernels round as if every expert were resident.
-// The number is valid for any number of slots and any type of experts. The ggml backend reports it; for other backends
-// it is 1. `name`: ggml's name of the device.
+// Returns the largest number of tokens in a pass for which a device's results have the same bits as if every expert
+// were resident. The number is valid for any number of slots and any type of weights. It is 1 for NULL, and if the ggml
+// backend does not report it. For a CUDA card that ggml does not know, it is least_of_cuda. `name`: ggml's name of the
+// device.
 int most_slot_tokens(const char * name);
 
 using Memory = std::optional<PoolMemory>; // empty in a simulation
@@ -58,13 +62,14 @@ using Memory = std::optional<PoolMemory>; // empty in a simulation
 class Tier {
   public:
     // ram: the tier from which slots of this tier may be filled; nullptr: they are filled only from the file.
-    // n_tensors: number of staging tensors; 0: this is no staging tier.
+    // n_tensors: number of staging tensors; 0: this is not a staging tier.
     Tier(TierId id, const Layout & layout, const LayerSet & layers, int n_slots, const Memory & memory,
          Tier * ram = nullptr, int n_tensors = 0);
 
     const TierId id;
     const LayerSet layers; // layers whose experts may be in this tier
-    // This tier's look-ups, used slots, evictions and stalls, and the bytes that it received from any source.
+    // This tier's look-ups, used slots, evictions, stalls and other counts, and the number of bytes transferred into
+    // its slots.
     TierCounters counters;
     Numbering numbering;
     Residency residency;
@@ -72,8 +77,8 @@ class Tier {
     Pool * pool() const { return pool_.get(); } // nullptr in a simulation, which has no memory
     SlotRef ref(int s) const { return {id, s, residency.slot(s).generation}; }
     bool holds(const SlotRef & ref) const { return residency.slot(ref.slot).generation == ref.generation; }
-    // Returns the bits of a transfer's matrices that are still needed. A matrix is needed while its slot still has the
-    // same expert, and no other transfer has brought it or is bringing it.
+    // Returns the bits of a transfer's matrices that are still needed. They are needed while they are queued, the slot
+    // has not changed its owner or failed, and no other transfer has brought them or is bringing them.
     uint8_t still_wanted(const Job & job) const {
         const int s = job.destination.slot;
         const Slot & slot = residency.slot(s);
@@ -86,7 +91,7 @@ class Tier {
     Copies * copies = nullptr;   // link that copies into this tier's slots; nullptr: none
     Tier * staged_for = nullptr; // if this is a staging tier: the tier with slots on the same device; else nullptr
     Tier * staging = nullptr;    // if this is a tier with slots: the staging tier of the same device; nullptr: none
-    int slot_tokens = 0;         // passes with more tokens use the staging tier, if there is one
+    int slot_tokens = 0;         // events with more tokens use the staging tier, if there is one
     int pass_slots = 0;          // slots that a pass may need at once; Store::resize() refuses fewer slots
 
     // The verbs that change a slot. A slot is free, or has an expert, or experts of a layer are streamed through it.
@@ -96,11 +101,12 @@ class Tier {
     // - pin protects a slot from eviction. Each layer that computes with the slot has a pin, and so has each slot that
     //   is filled from it.
     // - unpin drops one pin, and settles the slot.
-    // - settle unpins the source of a complete slot. It vacates a slot without pins that is not complete and for which
-    //   no transfer is queued or under way.
-    // - vacate frees a slot. If a transfer into the slot is under way, the slot is settled at the end of the transfer.
+    // - settle unpins the source of a complete slot. It vacates an unpinned, incomplete slot if no transfer into the
+    //   slot is under way, and if none is queued or the slot failed.
+    // - vacate frees a slot. It does nothing while a transfer into the slot is under way; the slot is settled at the
+    //   end of the transfer.
     int assign(int il, int expert, const LayerStep & now, const Worth & worth = {}); // returns the slot; -1: none
-    // is_use: the source becomes its tier's most recently used slot.
+    // is_use: counts as a use of the source, which becomes its tier's most recently used slot.
     void borrow(int s, Tier & from, int source, bool is_use);
     void pin(int s) { residency.pin(s); }
     void unpin(int s);
@@ -111,17 +117,20 @@ class Tier {
     Tier & source_tier(int s) const { return *source_[s].tier; }               // only for a slot with a source
     const std::vector<int> & borrowers() const { return borrowers_; }          // slots with a source
 
-    // Verifies that the source of each slot is pinned and holds the same expert as the slot. Throws Error(BROKEN).
+    // Verifies that the source of each slot is pinned and holds the same expert as the slot. Throws Error(BROKEN)
+    // otherwise.
     void check_sources() const;
 
-    // Sets the number of usable slots, and evicts the experts from all slots above it. Nothing may be read, copied or
-    // computed meanwhile. If memory can be returned page by page, the memory of these slots goes back to the system.
+    // Sets the number of usable slots, and evicts the experts from slot n_slots and all later slots. Nothing may be
+    // read, copied or computed meanwhile. If the memory of these slots can be returned page by page, it goes back to
+    // the system.
     void resize(int n_slots);
-    // Allocates new memory for n_slots slots. Does nothing if memory can be returned page by page. Returns the number
-    // of slots for which there is memory, which may be smaller than n_slots. Throws Error(MEMORY) if a larger size is
-    // refused (the tier is then unchanged), or if no memory at all is left.
+    // Allocates new memory for n_slots slots. Does nothing if memory can be returned page by page, or in a simulation.
+    // Returns the number of slots for which there is memory. If a smaller size is refused, this may be fewer than
+    // n_slots. Throws Error(MEMORY) if a larger size is refused (the tier is then unchanged), or if no memory at all is
+    // left.
     int reallocate(int n_slots);
-    bool busy() const; // true: a transfer into a slot is under way or queued
+    bool busy() const; // true: a transfer is under way, or is queued for a slot that has not failed
 
   private:
     struct Source {
@@ -129,14 +138,14 @@ class Tier {
         int slot = -1; // slot in `tier`; -1: there is no source
     };
 
-    // Vacates a slot for another expert, or because the tier shrinks. Counts an eviction if the slot was not free.
+    // Vacates a slot. Counts an eviction if the slot was not free.
     void evict(int s);
     void give_back(int s);
     void spin_shortly();
 
     Tier * const ram_;
     std::unique_ptr<Pool> pool_;
-    std::optional<ShortSpins> short_spins_; // set if the CPU computes and may have to wait for experts
+    std::optional<ShortSpins> short_spins_; // set if the CPU computes with this tier and may have to wait for experts
     std::vector<Source> source_;            // [n_slots] source of each slot; empty if no slot is filled from RAM
     std::vector<int> borrowers_;
 };
@@ -158,7 +167,7 @@ class LookUps {
         tier_.residency.count_look_up(il, expert);
         return s;
     }
-    void add(int il, int expert, bool is_ready);    // counts a look-up; is_ready: a hit; else a miss
+    void add(int il, int expert, bool is_ready);    // counts a look-up: a hit if is_ready, else a miss
     void add_ready(int n) { n_ += n, ready_ += n; } // counts n hits in a layer whose chosen experts are not known
 
   private:
@@ -179,7 +188,8 @@ bool stall(Shared & shared, Tier & tier, Lock & lock, Done done) {
 }
 
 struct Tiers {
-    // Throws Error(INVALID) for devices, layers and slots that do not fit together.
+    // Throws Error(INVALID) for devices, layers and slots that do not fit together, and Error(MEMORY) if a device
+    // refuses memory.
     Tiers(const Layout & layout, const moegguf_config & config);
 
     Tier & of(int il) const { return *compute[device_of_layer[il]]; }
@@ -191,7 +201,7 @@ struct Tiers {
         return std::any_of(compute.begin(), compute.end(), [&](const auto & tier) { return holds(*tier); });
     }
 
-    // Returns the tier that computes layer il of a pass of n_tokens tokens.
+    // Returns the tier with which layer il computes n_tokens tokens: the device's slots, or its staging tensors.
     Tier & of(int il, int n_tokens) const;
     void check() const; // calls Residency::check() and check_sources() of every tier
     void add_staging(const Layout & layout, const moegguf_device & device, Tier & slots, const Memory & memory);
@@ -201,7 +211,7 @@ struct Tiers {
     std::vector<std::unique_ptr<Tier>> staging; // staging tensors of the devices that have some
     std::vector<Tier *> all;                    // every tier above
     std::vector<int> device_of_layer;           // [n_layer] index of the layer's device in `compute`
-    Tier * on_cpu = nullptr;                    // the tier in `compute` that lies in the CPU's memory; nullptr: none
+    Tier * on_cpu = nullptr;                    // the tier in `compute` that belongs to the CPU; nullptr: none
 };
 
 } // namespace moegguf

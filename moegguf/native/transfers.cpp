@@ -11,7 +11,7 @@ namespace moegguf {
 namespace {
 
 constexpr int max_readers = 64;
-constexpr size_t most_wants = 4096; // largest number of prefetches that wait in the queue of one cause
+constexpr size_t most_wants = 4096; // maximum number of waiting requests, and of waiting forecasts
 
 uint8_t lowest_bit(uint8_t bits) { return bits & -bits; }
 
@@ -164,7 +164,7 @@ void Transfers::queue_reads(Tier & to, int s, uint8_t kinds, bool demand) {
     }
 }
 
-// Finds sources in RAM for slots of one layer that have no source. Experts that are in RAM are pinned before any other
+// Finds or assigns sources for slots of one layer that need one. Experts that are in RAM are pinned before any other
 // expert gets a slot there, so that they are not evicted for it.
 void Transfers::find_sources(Tier & to, const std::vector<int> & slots) {
     LookUps in_ram(*to.ram());
@@ -182,8 +182,8 @@ void Transfers::find_sources(Tier & to, const std::vector<int> & slots) {
 }
 
 // Looks for a slot on the same device or in RAM from which the expert of slot s can be copied. Returns true if the
-// expert was looked up in RAM. Returns false if no look-up was needed: slot s has the expert, a source or a transfer,
-// or another slot on the device has the expert.
+// expert was looked up in RAM, found or not. Returns false if no look-up was needed. Then slot s is complete, belongs
+// to a stream, or has a source or a transfer, or another slot on the device has the expert.
 bool Transfers::look_up_source(Tier & to, int s, LookUps & in_ram) {
     const Slot & slot = to.residency.slot(s);
     const bool looks_up =
@@ -279,7 +279,8 @@ void Transfers::pause_fill(bool on) {
 }
 
 // Assigns a slot to a prefetch, and queues its transfers. A prefetch may evict only an expert that is worth less. This
-// is checked in each tier separately. Returns false if the expert already has a slot, or if no slot can be assigned.
+// is checked in each tier separately. Returns false if the expert already has a slot, if no slot can be assigned, or
+// while prefetches are paused.
 bool Transfers::start_prefetch(const Want & want) {
     Tier & to = tiers_.of(want.il);
     if (paused_ || to.residency.find(want.il, want.expert) >= 0) { return false; }
@@ -296,9 +297,10 @@ bool Transfers::start_prefetch(const Want & want) {
     return true;
 }
 
-// Returns the worth of a prefetch in one tier. The worth of a forecast expert is its chance of use. Its score in the
-// policy does not matter, because after a miss the expert would get a slot with any score. For a request, or a forecast
-// with an infinite value (waste_weight 0), only the score matters.
+// Returns the worth of a prefetch in one tier. For a forecast it is want.value, which is compared with the victim's
+// chance of use. The expert's score in the policy does not matter, because after a miss the expert would get a slot
+// with any score. For a request, or a forecast with an infinite value (waste_weight 0), only the score matters, if the
+// policy orders by scores.
 Worth Transfers::worth(const Want & want, const Residency & residency) const {
     if (want.cause == Cause::forecast && want.value < INFINITY) { return {INFINITY, want.value}; }
     return {residency.ordered(now_) ? residency.score(want.il, want.expert, now_) : INFINITY, INFINITY};
@@ -309,7 +311,7 @@ Worth Transfers::worth(const Want & want, const Residency & residency) const {
 bool Transfers::begin_next(Job & job) {
     // The order of transfers: streamed reads, demands, prefetches that have slots, requests, forecasts, and last the
     // experts that fill free slots. No forecast starts while a demand is being read. Without MOEGGUF_DEMAND_FIRST,
-    // demands come after forecasts.
+    // demands come after forecasts, and forecasts do not wait for demands.
     const bool demand_first = shared_.has(MOEGGUF_DEMAND_FIRST);
     const bool found = (streamed_ && streamed_->next_read(job)) || (demand_first && pop(demand_, job)) ||
                        pop(prefetch_, job) || next_wanted(Cause::request, job) ||
@@ -336,9 +338,9 @@ bool Transfers::next_wanted(Cause cause, Job & job) {
     return false;
 }
 
-// Takes the next expert for a free slot, when no other transfer is left. Experts of the warm start come first. They get
-// free slots of the tier that computes, or else of RAM. Then every expert follows, in tiers that have a slot for each
-// expert. Returns false if no expert is left.
+// Takes the next expert for a free slot. Experts of the warm start come first. They get free slots of the tier that
+// computes, or else of RAM. With MOEGGUF_FILL, every expert of each tier that has a slot for each of its experts
+// follows. Returns false if no expert is left, or while filling is paused.
 bool Transfers::next_fill(Job & job) {
     while (filling() && !paused_ && !fill_paused_) {
         if (Ring<Want> & warm = wanted(Cause::warm_start); !warm.empty()) {
@@ -357,8 +359,9 @@ bool Transfers::next_fill(Job & job) {
     return false;
 }
 
-// Assigns a free slot of a tier to an expert, and queues its transfers. An expert that is in RAM is copied from there.
-// Returns false if the tier already has the expert, or has no free slot.
+// Assigns a free slot of a tier to an expert, and queues its transfers. If the tier in RAM has a slot for the expert,
+// the expert is copied from there. Returns false if the tier already has the expert, cannot have it, or has no free
+// slot.
 bool Transfers::fill(Tier & to, int il, int expert) {
     const bool holds = layout_.has_expert(il, expert) && to.layers.has[il];
     if (!holds || to.residency.find(il, expert) >= 0 || !to.residency.has_free()) { return false; }

@@ -3,8 +3,8 @@
 //
 // A reader thread takes the next job under the store's lock. Streamed reads come first, then demands and prefetches. A
 // prefetch gets its slot only when a reader takes it, and may evict another expert. The thread reads the bytes without
-// the lock. Then it takes the lock again, marks the matrix as there, settles the slot, and queues the copy to a device
-// that waits for the matrix. This class may assign, fill and vacate slots of every tier.
+// the lock. Then it takes the lock again, marks the matrix as ready, settles the slot, and queues copies for slots on a
+// device that wait for the matrix. This class may assign, fill and vacate slots of every tier.
 #pragma once
 
 #include "copies.h"
@@ -16,13 +16,15 @@ namespace moegguf {
 // The cause of a prefetch. Causes are served in this order.
 enum class Cause : uint8_t { request, forecast, warm_start };
 
-// An expert to prefetch. A request or a forecast evicts only an expert that is worth less. The eviction policy computes
-// the worth of a requested expert. A warm start takes only free slots.
+// An expert to prefetch. A forecast evicts only an expert whose chance of use is below `value`. If the policy's scores
+// decide, a request evicts only an expert with a lower score. A warm start takes only free slots.
 struct Want {
     int il;
     int expert;
     Cause cause = Cause::request;
-    float value = 0; // worth of a forecast expert, comparable with a chance of use
+    // Forecast: the expected gain of the prefetch, compared with the victim's chance of use; INFINITY: scores decide as
+    // for a request.
+    float value = 0;
     // LayerStep::number of the layer for which the use is forecast; a prefetch at this step is too late.
     uint64_t deadline = UINT64_MAX;
 };
@@ -31,34 +33,37 @@ struct Want {
 class StreamedReads {
   public:
     virtual ~StreamedReads() = default;
-    virtual bool next_read(Job & job) = 0;     // writes the next read for which a slot is free to `job`; false: none
-    virtual void arrived(const Job & job) = 0; // is called when the bytes of a matrix are in its slot
+    virtual bool next_read(Job & job) = 0;     // writes to `job` the next read for which a slot is free; false: none
+    virtual void arrived(const Job & job) = 0; // is called when a streamed matrix has been read into its slot
 };
 
 class Transfers final : public Link {
   public:
-    // n_readers: number of reader threads for each copy of the files. Throws Error(INVALID) if it is below 1 or too
-    // large.
+    // n_readers: number of reader threads for each copy of the files. Throws Error(INVALID) unless it is between 1 and
+    // max_readers (transfers.cpp).
     Transfers(const Layout & layout, int n_readers, Shared & shared, const Tiers & tiers);
 
     // Must be called before anything is computed. `streamed` may be destroyed only after stop().
     void set_streamed(StreamedReads & streamed) { streamed_ = &streamed; }
     void stop(); // sets the stop flag of the whole store, and joins the reader threads
 
-    // Callers of the next functions hold the store's lock. Queues every matrix of these slots that is neither there nor
-    // being read, because a layer waits for it. `submits`: the caller itself will call submit_own() of
-    // the tier's copies, so the copy thread is not woken.
+    // Callers of the next functions hold the store's lock. Queues demands for every matrix of these slots that is
+    // neither there nor under way. Slots of a stream are left out. `submits`: the caller itself will call submit_own()
+    // of the tier's copies, so the copy thread is not woken.
     void demand(Tier & tier, const std::vector<int> & slots, bool submits = false);
     void copy(Tier & to, int s, bool demand); // queues transfers of all matrices of slot s from its source
-    // Adds an expert to prefetch. Causes are served in the order of enum Cause. Experts of one cause are served in the
-    // order in which they were added. Call wake_readers() after the last expert.
+    // Adds an expert to prefetch. Drops a request or forecast if the expert has a slot or does not exist, or if
+    // most_wants wait. Causes are served in the order of enum Cause. Experts of one cause are served in the order in
+    // which they were added. Call wake_readers() after the last expert.
     void want(const Want & want);
     void forget(Cause cause); // drops prefetches of this cause that have no slot yet
     void wake_readers() { shared_.work.notify_all(); }
-    void wake_idle_reader();      // wakes a reader thread if forecasts wait and no demand is being read
-    void drop_prefetches(int il); // drops prefetches of this layer, except those into pinned slots
-    void pause_prefetch(bool on); // while on, prefetches take no slots, because a context waits for slots
-    void pause_fill(bool on);     // while on, free slots are not filled in the background
+    void wake_idle_reader(); // wakes a reader thread if forecasts wait and no demand is being read
+    // Drops the layer's requests and its queued prefetches, except those into pinned slots. Waiting forecasts stay.
+    void drop_prefetches(int il);
+    // While on, prefetches get no slots, and a prefetch that a reader would begin is dropped.
+    void pause_prefetch(bool on);
+    void pause_fill(bool on); // while on, free slots are not filled in the background
     bool reading() const { return get(shared_.counters.chunks_reading) > 0; }
     bool idle() const; // true: nothing is queued or under way, and no slot is left to fill
     // Number of waiting requests and forecasts; any thread.
@@ -67,7 +72,7 @@ class Transfers final : public Link {
     void set_step(const LayerStep & now);
     uint64_t step() const { return now_.number; } // LayerStep::number of the last routing event
     // Returns the share (0 to 1) of an expert's transfer that can end before the layer `distance` layers ahead is
-    // routed. Returns 1 until both times have been measured.
+    // routed. Returns 1 until the time of a transfer and the time of a layer have been measured.
     float share_in_time(int distance) const;
 
     // Overridden functions of Link.
@@ -75,10 +80,11 @@ class Transfers final : public Link {
     bool begin_next(Job & job) override;
     void finish(const Job & job, const std::string & why) override;
 
-    // Any thread may call the next functions. direct() returns true if all files are read with O_DIRECT; false in a
-    // simulation, which reads no files.
+    // Any thread may call the next functions. direct() returns true if all copies in use are read with O_DIRECT; false
+    // in a simulation, which reads no files.
     bool direct() const { return drives_ && drives_->direct(); }
-    void drive_info(int index, moegguf_drive_info & info) const; // throws Error(INVALID) if there is no such drive
+    // Throws Error(INVALID) if there is no such copy of the files.
+    void drive_info(int index, moegguf_drive_info & info) const;
     uint64_t buffer_bytes() const { return buffers_.empty() ? 0 : buffers_.size() * buffers_[0]->size(); }
 
   private:
@@ -104,7 +110,7 @@ class Transfers final : public Link {
     void read(const Job & job, const ReadBuffer & buffer);
 
     const int n_readers_;
-    int n_at_once_ = 1; // largest number of transfers at the same time
+    int n_at_once_ = 1; // maximum number of reads at the same time
     StreamedReads * streamed_ = nullptr;
     Ring<Want> wants_[n_causes]; // [cause] prefetches that have no slot yet
     int n_demand_reading_ = 0;
