@@ -27,8 +27,8 @@ class RunHits:
             self._answers[share] = before + answer if before else answer
 
     def save(self) -> None:
-        """Saves the hit rates. They replace the hit rates of earlier loads with the same shares of slots. Ignores
-        errors of the disk."""
+        """Saves the hit rates. They replace the hit rates of earlier loads with the same shares of slots. Saves nothing
+        if the model's files can no longer be read."""
         if self._answers:
             rates = {share: answers.hit_rate for share, answers in self._answers.items()}
             with suppress(ExpertIOError):

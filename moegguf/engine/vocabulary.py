@@ -19,7 +19,7 @@ class Vocabulary:
 
     def __init__(self, llm: UpstreamLlama) -> None:
         self._bindings = library.llama_cpp()
-        self._model, self._tokenizer = llm._model, llm.tokenizer_  # not `llm` itself: it refers to this object
+        self._model, self._tokenizer = llm._model, llm.tokenizer_  # `llm` is not kept, because it refers to this object
         self._vocab = llm._model.vocab
         self.n_tokens = int(llm.n_vocab())
         self._end_tokens: list[int] | None = None
@@ -71,7 +71,7 @@ class Vocabulary:
 
     @property
     def bos_tokens(self) -> list[int]:
-        """The tokens with which every text begins: BOS, if the model adds it."""
+        """The tokens that the model adds at the beginning of every text: BOS, or none."""
         bos = self._model.token_bos()
         return [bos] if bos != -1 and self._model.add_bos_token() else []
 

@@ -28,9 +28,10 @@ def start_warm(session: Session, artifacts: Artifacts) -> None:
 
 
 def save_uses(session: Session, artifacts: Artifacts) -> None:
-    """Adds the uses of experts since the load to the uses in earlier runs, and saves them.
+    """Adds the uses of experts since the load to the uses in earlier runs, which count less with each pass, and saves
+    the sums.
 
-    Uses are not known if every expert has a slot.
+    Does nothing without a pass, or if every expert has a slot, because uses are then not known.
     """
     store, shape = session.store, MoeShape.of(session.layout)
     passes = store.counters()["passes"]
