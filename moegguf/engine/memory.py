@@ -176,8 +176,8 @@ def fixed_bytes(layout: ExpertLayout) -> int:
 
 
 def slot_work_bytes(layout: ExpertLayout, n_ubatch: int) -> int:
-    """Returns the bytes of the row lists that the CPU's kernels keep for one slot: 8 bytes for each chosen expert of
-    each token of a pass."""
+    """Returns the size in bytes of the row lists that the CPU's kernels keep for one slot: 8 bytes for each chosen
+    expert of each token of a pass."""
     return 8 * layout.n_expert_used * n_ubatch
 
 
@@ -192,7 +192,7 @@ class Sizes:
     # None: the tokens of a pass, at least DEFAULT_UBATCH_TOKENS; with `pools`, the context, at most POOLED_BATCH_TOKENS
     n_batch: int | None = None
     n_seq_max: int = 1
-    # snapshots of each sequence's recurrent state; before `choose_snapshots`, the most that drafts can use
+    # snapshots of each sequence's recurrent state; before `choose_snapshots`, the largest number that drafts can use
     n_rs_seq: int = 0
     kv_tokens: int | None = None  # tokens of all sequences together for which the KV cache has room; None: chosen
     type_k: int = F16  # types of the KV cache, as ggml's numbers

@@ -200,8 +200,8 @@ def layer_slots(layout: ExpertLayout, n_ubatch: int, streams: bool = False) -> i
 
 
 def slot_bytes(layout: ExpertLayout, devices: Sequence[str] = ()) -> int:
-    """Returns the bytes of one slot in all arenas together, as the native store lays them out, with the padding for
-    these devices. Returns 0 for a model without experts."""
+    """Returns the size in bytes of one slot in all arenas together, as the native store lays them out, with the padding
+    for these devices. Returns 0 for a model without experts."""
     return slot_sizes(padded(layout, devices) if devices else layout).slot_bytes
 
 
@@ -221,7 +221,7 @@ def allowed_ubatch(layout: ExpertLayout, n_slots: int, streams: bool = False, sl
 
 
 def staging_bytes(layout: ExpertLayout, n_tensors: int) -> int:
-    """Returns the bytes of `n_tensors` staging tensors, each with the full shape of a layer's matrices."""
+    """Returns the size in bytes of `n_tensors` staging tensors, each with the full shape of a layer's matrices."""
     return slot_sizes(layout, n_tensors * layout.n_expert).pool_bytes if n_tensors else 0
 
 

@@ -24,7 +24,7 @@ _STATM = Path("/proc/self/statm")
 
 
 def row_pages_bytes(layout: ExpertLayout) -> int:
-    """Returns the bytes of memory that a plan counts for the pages of a model's row tables."""
+    """Returns how many bytes of memory a plan counts for the pages of a model's row tables."""
     return min(ROW_PAGES_BYTES, sum(table.n_bytes for table in layout.row_tables))
 
 
@@ -55,7 +55,7 @@ class RowTables:
 
 
 def _mapped_bytes() -> int:
-    """Returns the bytes of mapped files that are in this process's memory at present."""
+    """Returns how many bytes of mapped files are in this process's memory now."""
     return int(_STATM.read_text().split()[2]) * mmap.PAGESIZE
 
 

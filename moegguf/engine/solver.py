@@ -794,8 +794,8 @@ class _SlotsPlanner:
         return ExpertCache("bytes", n_bytes=sum(given))
 
     def _bytes_by_layer(self) -> list[int]:
-        """Returns the bytes of each layer: its own weights except experts, its part of the KV cache, and an equal part
-        of the weights that belong to no layer. The output does not count."""
+        """Returns the size in bytes of each layer. This is its own weights except experts, its part of the KV cache,
+        and an equal part of the weights that belong to no layer. The output does not count."""
         layout, needs, n_layer = self._layout, self._needs, self._n_layer
         own = [layout.layer_dense_bytes.get(il, 0) for il in range(n_layer)]
         heads = [*layout.hparams.n_head_kv[:n_layer], *([0] * n_layer)][:n_layer]
@@ -863,7 +863,7 @@ class _SlotsPlanner:
         return split, on
 
     def _slots_bytes(self, d: int, free_bytes: int) -> int:
-        """Returns the bytes that device `d` has for slots: its own budget without staging tensors, or `free_bytes` if
+        """Returns how many bytes device `d` has for slots: its own budget without staging tensors, or `free_bytes` if
         the budget is shared or "auto"."""
         cache = self._vram[0] if len(self._vram) == 1 else self._vram[d]
         if self._is_shared:
@@ -880,7 +880,7 @@ class _SlotsPlanner:
         return sum(self._layer_bytes[il] for il in layers)
 
     def _beside_bytes(self, layers: Sequence[int]) -> int:
-        """Returns the bytes that a device with these layers holds in addition to its slots."""
+        """Returns how many bytes a device with these layers holds in addition to its slots."""
         output = self._output_bytes if self._n_layer - 1 in layers else 0
         staged = self._staging_bytes if self._experts_of(layers) else 0
         return self._bytes_of(layers) + output + self._needs.compute_bytes + staged
@@ -899,8 +899,8 @@ class _SlotsPlanner:
         return share_out(total, most, held if sum(held) >= total else most, least)
 
     def _allowed(self, slots: Sequence[int], counts: Sequence[int]) -> Iterator[int]:
-        """Yields the most tokens of a pass that each memory allows, with its slots and the experts (`counts`) of its
-        layers.
+        """Yields the largest number of tokens in a pass for each memory, given its slots and the experts (`counts`) of
+        its layers.
 
         A memory with a slot for each expert of its layers yields nothing, because it sets no limit. Raises BudgetError
         for fewer slots than a token needs.

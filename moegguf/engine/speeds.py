@@ -33,7 +33,7 @@ from moegguf.native.slot_sizes import matrices_of, pad, slot_sizes
 from moegguf.native.store import StoreOptions
 from moegguf.quantities import MIB, Link, parse_size
 
-SECONDS = 0.06  # seconds to measure each figure, in all turns together
+SECONDS = 0.06  # total seconds for measuring one figure, over all turns
 TURNS = 3  # measurements of each figure, spread over time: other programs work in bursts, and only make figures worse
 DENSE_BYTES = 4 * MIB  # about the bytes of the matrix that stands for the weights of one type outside of experts
 LEAST_SHARE = 0.05  # types with a smaller share of the weights outside of experts are not measured
@@ -64,7 +64,7 @@ class KnownSpeeds:
         self._layout, self._n_threads, self._repack = layout, n_threads, repack
 
     def speeds(self, device: Device) -> Speeds:
-        """Returns the speeds that were measured before, or measures them now; returns supposed speeds if that fails.
+        """Returns the speeds that were measured before, or measures them now. Returns assumed speeds if that fails.
 
         Raises OptionError if the device has no kernel for the model's experts.
         """
@@ -210,8 +210,8 @@ def measure_speeds(layout: ExpertLayout, device: str, n_threads: int, repack: bo
 
 
 def cpu_pool_bytes(usable_bytes: int) -> int:
-    """Returns the bytes of the slots with which the CPU is measured: POOL_BYTES, or CACHES times its last-level cache
-    if that is more. The limit is a quarter of the usable bytes."""
+    """Returns the size in bytes of the slots with which the CPU is measured: POOL_BYTES, or CACHES times its last-level
+    cache if that is more. The limit is a quarter of the usable bytes."""
     wanted = POOL_BYTES
     with suppress(OSError, ValueError):
         wanted = max(wanted, CACHES * parse_size(LAST_CACHE.read_text()))

@@ -33,7 +33,7 @@ class Lookups:
         evictions: experts that left their slots for other experts.
         bytes_missed: bytes that came into the slots for misses; in `Stats`, bytes that were read from the file.
         bytes_prefetched: bytes that came into the slots for prefetches; in `Stats`, bytes that were read from the file.
-        stall_s: seconds that computing waited for experts.
+        stall_s: seconds that compute threads spent waiting for experts.
         slots_used: slots that hold an expert now.
         n_slots: slots that can be used now.
         pool_bytes: memory of these slots.
@@ -68,7 +68,7 @@ class TierStats(Lookups):
 
     "CPU" has the slots from which the CPU computes the layers that a device leaves to it. `device` is ggml's name for
     the device that computes from the slots, or copies from them. The tier "RAM" below "VRAM" counts only the look-ups
-    that missed in VRAM. Its `stall_s` is the time in which a needed matrix was still being read from the file.
+    that missed in VRAM. Its `stall_s` is the time spent waiting for reads from the file.
     """
 
     name: str
@@ -102,7 +102,7 @@ class DriveStats:
 class Stats(Lookups):
     """Figures of one model since its load, in seconds and bytes.
 
-    If layers compute on a device, lookups and slots are the figures of the device's tier.
+    Lookups and slots are the figures of the tier from which layers compute.
 
     Attributes:
         tokens: evaluated tokens.
