@@ -1,9 +1,9 @@
-"""The sizes of a load, and the memory that llama.cpp takes for them in addition to experts: dense weights, KV cache,
-compute buffers.
+"""The sizes of a load, and estimates of the memory that the load takes in addition to its experts: dense weights, KV
+cache and compute buffers.
 
-`Sizes.of` is the one place where options become sizes. Bytes are upper bounds from the model's metadata, computed
-before anything is loaded, so that a budget and a context length can be planned; llama.cpp states the true figures after
-loading.
+`Sizes.of` takes the sizes from the load's options. The estimates use only file headers, so that a context length and a
+budget can be planned before anything is loaded. They are meant as upper bounds; llama.cpp prints the actual sizes while
+it loads.
 """
 
 from __future__ import annotations
@@ -38,61 +38,66 @@ from moegguf.quantities import MIB, ExpertCache, format_bytes
 from moegguf.settings import read_environment
 
 ROUTER_COPIES = (
-    # copies of all routers' weights, in signed bytes, for the predictor `skip`: one in the store, and one to switch it
-    # on again
+    # copies of all routers' weights, in signed bytes, for the predictor `skip`: one in the store, and one from which
+    # the controller can switch the predictor on again
     2
 )
-FIXED_BYTES = 48 * MIB  # bytes of libraries, threads, graphs, and of the threads that read the model's own file
-READ_BYTES = 4 * MIB  # largest buffer of a reading thread (piece_bytes in native/pool.cpp)
-# bytes per token of the vocabulary, for the maps from text to token and back, and for the merges
+# estimated bytes of RAM for libraries, threads, graphs, and buffers for reading the model's own file
+FIXED_BYTES = 48 * MIB
+READ_BYTES = 4 * MIB  # bytes counted for the read buffer of a reader thread (piece_bytes in native/pool.cpp)
+# estimated bytes of RAM per token of the vocabulary, for the maps between tokens and text, and for the merges
 VOCAB_TOKEN_BYTES = 320
 KV_PAD_TOKENS = 256
 MAX_CTX_TOKENS = (1 << 31) - KV_PAD_TOKENS
 DEFAULT_UBATCH_TOKENS = 512
-MOST_UBATCH_TOKENS = 4096  # largest pass that a plan chooses
-LOGITS_BYTES = 64 * MIB  # most bytes for the logits of a pass; logits of more tokens take several passes
+MOST_UBATCH_TOKENS = 4096  # limit for the tokens of a pass that a plan chooses; options and images may require more
+LOGITS_BYTES = 64 * MIB  # room for the logits of a pass; more if LEAST_LOGITS tokens, or one per sequence, need more
 LEAST_LOGITS = 64
-POOLED_BATCH_TOKENS = 2048  # largest default batch and pass of an embedding model, where each text must be in one pass
-HEADS_UBATCH_TOKENS = 32  # tokens of a pass of the heads that draft
-# a default context of up to this length may take more than its usual share of memory; also the length if the model's
-# own is unknown
+# limit for the default batch and pass of a load for embeddings, where each input must be in one pass
+POOLED_BATCH_TOKENS = 2048
+HEADS_UBATCH_TOKENS = 32  # most tokens in a pass of the multi-token-prediction heads
+# a default context of at most this length may exceed its usual share of memory; also the length that is assumed if the
+# model's header has none
 SMALL_CTX_TOKENS = 4096
 LEAST_CTX_TOKENS = 512
-KV_PARTS = 16  # number of sizes of the KV cache to choose from
-DRAFT_TOKENS = (8, 4)  # longest drafts to choose from, if a snapshot of the state is needed for each drafted token
-SNAPSHOT_SHARE = 16  # all snapshots together take at most one part in 16 of the free memory
+KV_PARTS = 16  # number of equal steps in which a shared KV cache can shrink to the tokens of one sequence
+DRAFT_TOKENS = (8, 4)  # numbers of drafted tokens to choose from, if each drafted token needs a snapshot of the state
+SNAPSHOT_SHARE = 16  # all snapshots together take at most 1/16 of the free memory
 NEVER_FUSED = ("grok",)  # architectures whose attention llama.cpp computes without flash attention
 
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """Bytes that a model takes in addition to its slots, for a given context and pass."""
+    """Estimated bytes that a model needs in addition to its slots, with a given context and number of tokens in a
+    pass."""
 
-    dense_bytes: int = 0  # weights that every token uses
+    dense_bytes: int = 0  # weights outside the slots; in RAM also the counted pages of row tables
     kv_bytes: int = 0
     compute_bytes: int = 0
     slot_work_bytes: int = 0  # scratch bytes per slot
-    projector_bytes: int = 0  # bytes of the projector and of reading an image
+    projector_bytes: int = 0  # bytes of the projector's weights and of its work on one image
 
     def total_bytes(self, n_slots: int) -> int:
-        """Returns the sum of all bytes, with the scratch memory of `n_slots` slots."""
+        """Returns the total size in bytes, including scratch memory for `n_slots` slots, but not the slots
+        themselves."""
         lasting = self.dense_bytes + self.projector_bytes + self.kv_bytes
         return lasting + self.compute_bytes + n_slots * self.slot_work_bytes
 
     def with_slots(self, n_slots: int) -> MemoryNeeds:
-        """Returns the same needs, but with the scratch memory of `n_slots` slots as a part of `compute_bytes`."""
+        """Returns these needs with the scratch memory of `n_slots` slots added to `compute_bytes`, and
+        `slot_work_bytes` 0."""
         return replace(self, compute_bytes=self.compute_bytes + n_slots * self.slot_work_bytes, slot_work_bytes=0)
 
 
 def kv_bytes(
     layout: ExpertLayout, n_ctx: int, type_k: int = F16, type_v: int = F16, n_seq_max: int = 1, n_rs_seq: int = 0
 ) -> int:
-    """Returns the bytes of a KV cache for `n_ctx` tokens of all sequences, in which every layer has full length, and
-    the bytes of the recurrent states.
+    """Returns the size in bytes of a KV cache for `n_ctx` tokens (all sequences together), plus the recurrent states.
+    Each of `n_seq_max` sequences has one state and `n_rs_seq` snapshots.
 
-    Each of `n_seq_max` sequences has a state and `n_rs_seq` snapshots. Multi-head latent attention stores one K row per
-    token and no V if the file has the split matrices; older files store full heads. Layers with a sliding window count
-    with the full length, the largest size that they can have.
+    Layers with a sliding window count with the full length, the largest size that they can have. Multi-head latent
+    attention stores one K row per token and no V if the file has the split matrices; older files store full heads.
+    DeepSeek V4 stores compressed keys (`compressed_kv_bytes`).
     """
     hp, whole = layout.hparams, partial(number, layout)
     states = n_seq_max * (1 + n_rs_seq) * state_bytes(layout)
@@ -110,10 +115,10 @@ def kv_bytes(
 
 
 def logits_tokens(layout: ExpertLayout, n_seq_max: int) -> int:
-    """Returns the most tokens of a pass that may have logits, for models where not every token needs logits.
+    """Returns how many tokens of one pass may have logits, for loads where not every token needs logits.
 
-    Each of `n_seq_max` sequences needs one, drafts need some more, and prompts whose log probabilities are returned
-    take several passes. Logits of a whole pass would be its largest buffer: 600 kB a token for Qwen3's vocabulary.
+    Each of `n_seq_max` sequences needs logits for one token, and drafts need logits for more. Logits for every token
+    would be the largest buffer of a pass: 600 kB per token with Qwen3's vocabulary.
     """
     return max(LEAST_LOGITS, n_seq_max, LOGITS_BYTES // (4 * max(1, layout.n_vocab)))
 
@@ -126,12 +131,13 @@ def pass_bytes(
     on_device: bool = False,
     n_logits: int | None = None,
 ) -> int:
-    """Returns the bytes of the buffers of one pass of `n_ubatch` tokens: its largest stage, and what lasts through all
-    stages.
+    """Returns the total size in bytes of the buffers for one pass of `n_ubatch` tokens. If multi-token-prediction heads
+    are loaded, includes the buffers of their passes.
 
-    Stages reuse each other's memory, so the largest of output logits, attention scores and expert activations counts. A
-    device also converts attention scores to 16 bits, in a pool that its backend never frees. `n_logits`: how many
-    tokens of a pass may have logits; None: all of them.
+    Stages of a pass reuse each other's memory, so that only the largest counts: attention, experts, dense feed-forward
+    or output logits. Without fused attention, a device also converts attention scores to 16 bits, in a pool that its
+    backend never frees. `n_ctx`: tokens in the KV cache. `n_logits`: how many tokens of a pass may have logits; None:
+    all of them.
     """
     hp = layout.hparams
     n_tokens = -(-n_ctx // KV_PAD_TOKENS) * KV_PAD_TOKENS
@@ -141,18 +147,19 @@ def pass_bytes(
     scores = 0 if flash_attn else max(hp.n_head) * n_tokens
     sparse = 6 * n_tokens if number(layout, "attention.indexer.head_count") else 0
     masks = 2 if number(layout, "attention.sliding_window") else 1
-    # A token's attention has Q, K and V before and after their rotation, and scores. Its experts have gate and up, with
-    # and without biases; later they have the input of down, its output and the weighted output.
+    # Attention keeps a token's Q, K and V before and after their rotation, and its scores. Experts keep gate and up
+    # with and without biases; later they keep the input of down, its output and the weighted output.
     attention = 8 * n_wide + scores + sparse
     experts = k * max(4 * n_ff_exp, n_ff_exp + 2 * hp.n_embd) + 2 * layout.n_expert
     dense = 3 * max(hp.n_ff)
-    mask = masks * n_tokens // 2 if flash_attn else (masks + 1) * n_tokens  # a mask has 16 bits with fused attention
+    # the mask's size in units of 4 bytes; with fused attention, its values have 2 bytes
+    mask = masks * n_tokens // 2 if flash_attn else (masks + 1) * n_tokens
     # the quantised operand of a multiplication, in units of 4 bytes
     quantized = max(n_wide, k * n_ff_exp, *hp.n_ff) // 3
     lasting = 6 * hp.n_embd + mask + quantized
 
     def buffers(n: int, n_rows: int) -> int:
-        """Returns the bytes of buffers for a pass of `n` tokens if `n_rows` of them have logits."""
+        """Returns the total size in bytes of the buffers for a pass of `n` tokens if `n_rows` tokens have logits."""
         values = max(n * max(attention, experts, dense), n_rows * layout.n_vocab) + n * lasting
         return 4 * values + on_device * n * row_bytes(F16, scores)
 
@@ -162,37 +169,38 @@ def pass_bytes(
 
 
 def fixed_bytes(layout: ExpertLayout) -> int:
-    """Returns the bytes of RAM that a model takes wherever it is computed: the vocabulary, routers and libraries."""
+    """Returns the estimated bytes of RAM that a load takes with or without devices: vocabulary, copies of the routers,
+    libraries and threads."""
     routers = ROUTER_COPIES * layout.hparams.n_embd * layout.n_expert_total
     return layout.n_vocab * VOCAB_TOKEN_BYTES + routers + FIXED_BYTES
 
 
 def slot_work_bytes(layout: ExpertLayout, n_ubatch: int) -> int:
-    """Returns the bytes of the row lists that the CPU's kernels keep for each slot: 8 bytes for each chosen expert of
-    each token."""
+    """Returns the size in bytes of the row lists that the CPU's kernels keep for one slot: 8 bytes for each chosen
+    expert of each token of a pass."""
     return 8 * layout.n_expert_used * n_ubatch
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The context and the passes for which a load is planned."""
+    """The sizes for which the memory of a load is planned: context, passes, sequences, cache types and optional
+    parts."""
 
-    n_ctx: int | None = None  # 0: the model's own length; None: the largest that leaves most memory to experts
-    # a given number is kept unless there are too few slots for it; None: chosen together with the slots
+    n_ctx: int | None = None  # 0: the model's own length; None: chosen by `choose_context`
+    # requested tokens of a pass, which a plan lowers if the slots allow fewer; None: chosen together with the slots
     n_ubatch: int | None = None
-    # None: the size of a pass, at least DEFAULT_UBATCH_TOKENS; for an embedding model, the context, at most
-    # POOLED_BATCH_TOKENS
+    # None: the tokens of a pass, at least DEFAULT_UBATCH_TOKENS; with `pools`, the context, at most POOLED_BATCH_TOKENS
     n_batch: int | None = None
     n_seq_max: int = 1
-    # snapshots of each sequence's recurrent state; before `choose_snapshots`, the most that drafts can use
+    # snapshots of each sequence's recurrent state; before `choose_snapshots`, the largest number that drafts can use
     n_rs_seq: int = 0
-    kv_tokens: int | None = None  # tokens of all sequences that the context holds; None: chosen
+    kv_tokens: int | None = None  # tokens of all sequences together for which the KV cache has room; None: chosen
     type_k: int = F16  # types of the KV cache, as ggml's numbers
     type_v: int = F16
-    flash_attn: bool | None = False  # None: used if possible
-    projector: ProjectorHeader | None = None  # projector of a model that reads images
-    adapter_bytes: int = 0  # bytes of a LoRA adapter
-    reader_bytes: int = 0  # bytes of the buffers of threads that read mirrors
+    flash_attn: bool | None = False  # None: used if the computing devices support it
+    projector: ProjectorHeader | None = None  # header of the projector file; None: no images are read
+    adapter_bytes: int = 0  # bytes of the LoRA adapter; 0 without one
+    reader_bytes: int = 0  # bytes of the read buffers of the threads that read mirrors
     pools: bool = False  # True: each text is pooled to one embedding, and must be in one pass
     logits_all: bool = False  # True: every token of a pass has logits
     on_device: bool = False  # True: the sizes are for devices, so memory that is always in RAM is not counted
@@ -200,8 +208,8 @@ class Sizes:
 
     @classmethod
     def of(cls, layout: ExpertLayout, spec: LoadSpec) -> Sizes:
-        """Returns the sizes that the options of a load request for a model. Raises OptionError, and ModelFormatError
-        for an adapter that does not fit the model."""
+        """Returns the sizes that the options in `spec` specify for this model. Raises OptionError for an impossible
+        context length, and what `read_adapter` raises."""
         pools = is_embedding(layout.metadata) if spec.embedding is None else spec.embedding
         return cls(
             n_ctx=None if spec.n_ctx is None else pad_context(spec.n_ctx),
@@ -222,18 +230,20 @@ class Sizes:
 
     @property
     def one_pass_tokens(self) -> int:
-        """Tokens that must fit into one pass because of an image; 1 if images may be read in several passes."""
+        """Number of image tokens that must be in the same pass; 1 without a projector, or if an image may be read in
+        several passes."""
         return max(1, self.projector.one_pass_tokens if self.projector else 1)
 
     @property
     def usual_ubatch(self) -> int:
-        """Tokens of a pass as given or by default. A plan may choose another number to save reading or memory."""
+        """Number of tokens of a pass as given or by default, raised to `one_pass_tokens` if necessary. A plan may
+        choose another number to save reading or memory."""
         usual = min(DEFAULT_UBATCH_TOKENS, self.n_batch or DEFAULT_UBATCH_TOKENS)
         return max(self.one_pass_tokens, self.n_ubatch or usual)
 
     def most_ubatch(self, layout: ExpertLayout) -> int:
-        """Returns the most tokens that a pass may have. If attention may not be fused, its scores grow with the pass,
-        so the usual number is the limit."""
+        """Returns the largest number of tokens that a plan may choose for a pass. This is `usual_ubatch` if the number
+        is given, or if attention may not be fused, because scores then grow with the pass."""
         if self.n_ubatch or not self.is_fused(layout):
             return self.usual_ubatch
         most = min(MOST_UBATCH_TOKENS, self.n_batch or MOST_UBATCH_TOKENS, self.n_ctx or MOST_UBATCH_TOKENS)
@@ -244,14 +254,18 @@ class Sizes:
         return None if self.pools or self.logits_all else logits_tokens(layout, self.n_seq_max)
 
     def is_fused(self, layout: ExpertLayout) -> bool:
-        """Returns True if attention is certain to be fused. A device may lack a kernel for it; the CPU has one."""
+        """Returns True if the plan counts attention as fused. If `flash_attn` is None, attention counts as fused only
+        on the CPU and outside NEVER_FUSED, because a device may lack the kernel."""
         if self.flash_attn is None:
             return not self.on_device and layout.arch not in NEVER_FUSED
         return self.flash_attn
 
     def with_context(self, layout: ExpertLayout, n_ctx: int) -> Sizes:
-        """Returns the sizes with a context of `n_ctx` tokens. The tokens of a batch and the number of sequences follow
-        from the context. Raises OptionError."""
+        """Returns the sizes with a context of `n_ctx` tokens. With `pools`, a missing batch or pass gets its size from
+        the context. The number of sequences is lowered to what the context and the batch allow.
+
+        Raises OptionError for an impossible number of sequences.
+        """
         n_batch, n_ubatch = self.n_batch, self.n_ubatch
         if self.pools:
             n_batch = n_batch or min(n_ctx, POOLED_BATCH_TOKENS)
@@ -263,10 +277,10 @@ class Sizes:
         return replace(self, n_ctx=n_ctx, n_batch=n_batch, n_ubatch=n_ubatch, n_seq_max=n_seq_max)
 
     def needs(self, layout: ExpertLayout, n_ubatch: int) -> MemoryNeeds:
-        """Returns upper bounds of the memory in addition to slots, for passes of `n_ubatch` tokens. All sizes must be
-        chosen.
+        """Returns estimates of the memory in addition to slots, for passes of `n_ubatch` tokens. The context must be
+        chosen already.
 
-        Token embeddings are in RAM even if devices compute every layer.
+        With `on_device`, token embeddings do not count, because they stay in RAM even if devices compute every layer.
         """
         n_kv = self.kv_tokens or self.n_ctx or 0
         buffers = pass_bytes(layout, n_kv, n_ubatch, self.is_fused(layout), self.on_device, self.n_logits(layout))
@@ -282,27 +296,28 @@ class Sizes:
 
 
 def is_embedding(metadata: Mapping[str, Any]) -> bool:
-    """Returns True if a model is an embedding model: its GGUF header has a pooling type."""
+    """Returns True if a model is an embedding model: its GGUF header has a pooling type other than 0."""
     return bool(metadata.get(f"{metadata.get('general.architecture')}.pooling_type"))
 
 
 def choose_context(layout: ExpertLayout, sizes: Sizes, free_bytes: int, cache: ExpertCache = AUTO) -> Sizes:
-    """Returns the sizes with a context and a KV cache, chosen for `free_bytes` of memory.
+    """Returns the sizes with a context, a KV cache and a number of snapshots, chosen for `free_bytes` of memory.
 
     `cache` is the budget for experts; "auto": experts get all memory that is left.
 
-    Without a given length, the context takes a tenth of the free memory, or up to a quarter if every expert still fits.
-    It takes at most a quarter of a given `cache`, and is never longer than the model's own. A context of up to 4,096
-    tokens may take more. But a context of more than 512 tokens never takes more memory than it leaves to experts, or
-    more than a given `cache` leaves.
+    Without a given length, the context takes at most a tenth of the free memory, or up to a quarter if every expert
+    still fits. It takes at most a quarter of a given `cache`, and is never longer than the model's own. A context of up
+    to 4,096 tokens may take more. But a context of more than 512 tokens never takes more memory than it leaves to
+    experts, or more than a given `cache` leaves.
 
-    Without a given size, the KV cache holds all tokens that its sequences can have together. The limits for the context
-    apply to the KV cache, too, but it holds at least the tokens of one sequence. Answers are rarely as long as their
-    context can be, and memory for experts makes each answer faster. A given KV cache holds at least the tokens of one
-    sequence, and at most the tokens of all sequences. A warning reports that it was made larger: otherwise the longest
-    answer could not end.
+    Without a given size, the KV cache has room for all sequences at full length, or for fewer tokens if that would
+    exceed these limits. Answers are rarely as long as their context can be, and memory for experts makes each answer
+    faster. The cache always has room for one sequence at full length. If sequences do not share cells, each has room
+    for its full length.
 
-    Raises OptionError for an impossible context.
+    A given size is raised to the tokens of one sequence, with a warning, or lowered to the tokens of all sequences.
+
+    Raises OptionError for an impossible context length or number of sequences.
     """
     given_bytes = 0 if cache.mode == "auto" else cache.n_bytes or round(cache.fraction * layout.expert_bytes)
     pool_bytes = min(given_bytes, layout.expert_bytes)
@@ -314,11 +329,12 @@ def choose_context(layout: ExpertLayout, sizes: Sizes, free_bytes: int, cache: E
     dense_bytes += row_pages_bytes(layout)
     rest = free_bytes - margin_bytes(free_bytes) - dense_bytes - buffers(KV_PAD_TOKENS, 1) - fixed_bytes(layout)
     modest_bytes = max(free_bytes // 10, min(free_bytes // 4, rest - layout.expert_bytes))
-    if pool_bytes:  # a user who names a budget does not expect a larger context
+    if pool_bytes:  # a given budget also limits the context
         modest_bytes = min(modest_bytes, pool_bytes // 4)
 
     def is_modest(n_tokens: int) -> bool:
-        """Returns True if a KV cache of `n_tokens` leaves enough memory to experts."""
+        """Returns True if a KV cache with `n_tokens` is within the limits. If sequences do not share cells, each
+        sequence has `n_tokens`."""
         n_cells = n_tokens if shares_cells(layout) else n_tokens * sizes.n_seq_max
         cached_bytes = kv_bytes(layout, n_cells, sizes.type_k, sizes.type_v, sizes.n_seq_max, sizes.n_rs_seq)
         grown = buffers(n_tokens, sizes.usual_ubatch) - buffers(KV_PAD_TOKENS, sizes.usual_ubatch)
@@ -356,10 +372,11 @@ def choose_context(layout: ExpertLayout, sizes: Sizes, free_bytes: int, cache: E
 
 
 def wanted_snapshots(layout: ExpertLayout, spec: LoadSpec) -> int:
-    """Returns the most snapshots of a recurrent state that drafts can use; 0 if nothing is drafted.
+    """Returns the largest number of snapshots of a recurrent state that drafts can use. Returns 0 if nothing is
+    drafted, or if llama.cpp cannot roll back the architecture's states.
 
-    "auto" drafts only if every answer stays the same, bit for bit, which requires this package's kernels and fused
-    attention.
+    "auto" drafts only if every answer stays the same, bit for bit. This requires this package's kernels, and attention
+    that may be fused.
     """
     may_draft = spec.draft != "off"
     if spec.draft == "auto":
@@ -368,9 +385,8 @@ def wanted_snapshots(layout: ExpertLayout, spec: LoadSpec) -> int:
 
 
 def choose_snapshots(layout: ExpertLayout, sizes: Sizes, free_bytes: int) -> Sizes:
-    """Returns the sizes with the number of snapshots of each recurrent state, which is chosen so that most of the free
-    memory is left to experts. `reasons` of the result has only the reason for this number, or nothing if no snapshots
-    are wanted."""
+    """Returns the sizes with a number of snapshots for which all snapshots together take at most 1/SNAPSHOT_SHARE of
+    `free_bytes`. `reasons` of the result explains only this number, and is empty if no snapshots are wanted."""
     if not sizes.n_rs_seq:
         return replace(sizes, reasons=())
     all_bytes = sizes.n_seq_max * state_bytes(layout)
@@ -384,10 +400,10 @@ def choose_snapshots(layout: ExpertLayout, sizes: Sizes, free_bytes: int) -> Siz
 
 
 def pad_context(n_ctx: int) -> int:
-    """Returns `n_ctx`, rounded up as llama.cpp does it. Otherwise the bindings' buffers would be too short for a
-    context.
+    """Returns `n_ctx` rounded up to a multiple of KV_PAD_TOKENS, as llama.cpp does. Otherwise the bindings' buffers
+    would be too short for the context.
 
-    Raises OptionError for a number that no context can have.
+    Raises OptionError for a negative number, and for more than MAX_CTX_TOKENS.
     """
     if not 0 <= n_ctx <= MAX_CTX_TOKENS:
         raise OptionError(f"n_ctx is a number of tokens from 1 to {MAX_CTX_TOKENS}, but is {n_ctx}.")
@@ -397,8 +413,8 @@ def pad_context(n_ctx: int) -> int:
 def sequences_of(layout: ExpertLayout, n_ctx: int, wanted: int) -> int:
     """Returns how many sequences of `n_ctx` tokens one context of the model may hold: `wanted`, or 1.
 
-    Returns 1 for embedding models, and if several contexts together would make llama.cpp choose other rotary factors
-    than one context. Raises OptionError for a number that no context can have.
+    Returns 1 for embedding models, and if llama.cpp would choose other rotary factors for `wanted` times `n_ctx` tokens
+    than for `n_ctx`. Raises OptionError if `wanted` is not from 1 to MAX_PARALLEL.
     """
     if not 1 <= wanted <= MAX_PARALLEL:
         raise OptionError(f"parallel (n_seq_max) is a number of sequences from 1 to {MAX_PARALLEL}, but is {wanted}.")
@@ -409,9 +425,9 @@ def sequences_of(layout: ExpertLayout, n_ctx: int, wanted: int) -> int:
 
 
 def check_context(layout: ExpertLayout, sizes: Sizes, memory: Memory) -> None:
-    """Raises AllocationError if the KV cache is larger than the whole memory of the machine.
+    """Raises AllocationError if the KV cache of the requested context is larger than the machine's whole memory.
 
-    Without this check llama.cpp would fail minutes later, or be killed.
+    Without this check, llama.cpp would fail minutes later, or the process would be killed.
     """
     n_ctx = max(sizes.kv_tokens or 0, sizes.n_ctx or 0)
     n_bytes = kv_bytes(layout, n_ctx, sizes.type_k, sizes.type_v, sizes.n_seq_max)

@@ -12,21 +12,21 @@ from moegguf.gguf.shards import parse_shard_name, shard_path, shards_of
 
 
 class FilePath(str):
-    """A path whose `encode` returns the bytes `read_as`, whatever its text is. llama-cpp-python encodes paths in this
-    way before llama.cpp reads them."""
+    """A path whose `encode` returns the bytes `read_as`, which may differ from the characters of the string.
+    llama-cpp-python calls `encode` on a path and passes the result to llama.cpp."""
 
     read_as: bytes
 
     def encode(self, encoding: str = "utf-8", errors: str = "strict") -> bytes:
-        """Returns the bytes of the path that llama.cpp reads."""
+        """Returns `read_as`, the path that llama.cpp opens. Ignores the arguments."""
         return self.read_as
 
 
 @contextmanager
 def readable(path: str | os.PathLike[str]) -> Iterator[FilePath]:
-    """Yields `path` in a form that llama.cpp can read. The bytes of the path may be invalid UTF-8. If the shards' names
-    are not in the lower case that llama.cpp expects, yields the path of a temporary link, and makes such links for all
-    shards."""
+    """Yields `path` as a FilePath that llama.cpp can read, even if the bytes of the path are not valid UTF-8. If the
+    names of several shards are not in the lower case that llama.cpp expects, makes a temporary link to each shard. Then
+    `read_as` is the path of the first link."""
     given = FilePath(os.fspath(path))
     given.read_as = os.fsencode(path)
     shards = shards_of(Path(path))

@@ -1,7 +1,7 @@
-"""The plan of a load: which memory has which experts, context and buffers, with the reasons as sentences.
+"""The plan of a load: the layers and slots of each memory, the sizes of context and passes, and reasons as sentences.
 
-A slot holds one expert of any layer: one place in each arena (gate, up, down; or gate_up, down). `solver.make_plan`
-makes a plan before anything is loaded; workers receive it.
+A slot holds one expert of any layer: one place in the arena of each kind of matrix (such as gate, up and down).
+`solver.make_plan` makes a plan before anything is loaded; workers receive it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ NO_NEEDS = MemoryNeeds()
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    """The comparison of the placements that fit."""
+    """A comparison of placements: the predicted speeds of each placement that fits, and the choice."""
 
     placements: tuple[Placement, ...]  # the fastest first
     chosen: Placement
     reason: str  # reason for the choice, as a sentence
     speeds: Speeds
-    hit_rates: str  # source of the hit rates
-    device_bytes: int  # bytes of the device's memory for experts
+    hit_rates: str  # words that name the source of the hit rates
+    device_bytes: int  # bytes that the device has for experts, within its budget
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class MemoryPlan:
     """The part of a plan for one memory (RAM or a device's): the layers that are computed there, slots and bytes."""
 
     name: str | None  # ggml's name for the device; None: RAM, from which the CPU computes
-    layers: tuple[int, ...]  # layers that are computed there
+    layers: tuple[int, ...]  # layers that are computed there, at least in part
     n_slots: int  # slots for experts of these layers
     total_bytes: int  # bytes that the model takes in this memory, with all slots
     available_bytes: int = 0  # bytes that this process may take in this memory
-    n_below: int = 0  # slots in RAM from which slots of devices are filled
+    n_below: int = 0  # RAM only: number of slots from which slots of devices are filled
 
 
 @dataclass(frozen=True)
@@ -49,38 +49,40 @@ class Plan:
 
     memories: tuple[MemoryPlan, ...]  # devices in llama.cpp's order, RAM last
     slot_bytes: int
-    n_experts: int  # number of experts in all layers together
+    n_experts: int  # number of experts in all layers except whole_layers
     n_ctx: int
     n_ubatch: int  # tokens of a pass
-    needs: MemoryNeeds = NO_NEEDS  # memory in addition to the slots; compute_bytes includes the slots' scratch memory
+    # memory in addition to the slots, in RAM or on devices; without a device, compute_bytes includes the slots' scratch
+    # memory
+    needs: MemoryNeeds = NO_NEEDS
     n_seq_max: int = 1
-    # snapshots of each sequence's recurrent state, and so the number of tokens that a sequence can take back
-    n_rs_seq: int = 0
+    n_rs_seq: int = 0  # snapshots of each sequence's recurrent state; this many of its last tokens can be taken back
     n_batch: int = 512
-    kv_tokens: int = 0  # tokens of all sequences together
+    kv_tokens: int = 0  # tokens of all sequences together for which the KV cache has room
     streams: bool = False  # True: a pass may use more experts of a layer than there are slots
-    # most tokens of a pass that a device computes from slots; longer prompts are staged or split
+    # most tokens of a pass that a device computes from slots if some expert has no slot; longer prompts are staged or
+    # split
     slot_tokens: int = NO_LIMIT
-    n_staging: int = 0  # staging tensors on each device; each has the full shape of a layer's matrices
+    n_staging: int = 0  # staging tensors on each device with slots; each has the full shape of a layer's matrices
     staging_bytes: int = 0  # bytes of the staging tensors on all devices
     whole_layers: tuple[int, ...] = ()  # layers whose experts all lie on a device as plain weights, without slots
-    n_gpu_layers: int = 0  # llama.cpp's n_gpu_layers: how many layers devices compute
-    # llama.cpp's tensor_split, the share of layers for each device; None: layers are not divided
+    n_gpu_layers: int = 0  # llama.cpp's n_gpu_layers: how many layers devices compute; -1: every layer
+    # llama.cpp's tensor_split, the proportions of layers for each device; None: layers are not divided
     tensor_split: tuple[float, ...] | None = None
     # True: the largest pass is evaluated at the load, so that backends allocate all their memory then
     warms_up: bool = False
-    placement: PlacementPlan | None = None  # the chosen placement and its reason; None: there was no choice
+    placement: PlacementPlan | None = None  # the comparison and the choice; None: placements were not compared
     reasons: tuple[str, ...] = ()  # sentences for the user
     warnings: tuple[str, ...] = ()
 
     @property
     def ram(self) -> MemoryPlan:
-        """The part of the plan in RAM."""
+        """The part of the plan for RAM."""
         return self.memories[-1]
 
     @property
     def on_devices(self) -> tuple[MemoryPlan, ...]:
-        """The parts of the plan on devices."""
+        """The parts of the plan for devices; empty if no device computes layers."""
         return self.memories[:-1]
 
     @property
@@ -90,25 +92,27 @@ class Plan:
 
     @property
     def device(self) -> str | None:
-        """ggml's names for the devices that have slots, with commas between them; None: no device has slots."""
+        """ggml's names for the devices of the plan, separated by commas; None if no device has slots."""
         has_slots = any(part.n_slots for part in self.on_devices)
         return ", ".join(str(part.name) for part in self.on_devices) if has_slots else None
 
     @property
     def layers_on(self) -> str | None:
-        """The device that computes everything except experts, if all slots are in RAM; else None."""
+        """ggml's name for the device, if a device computes layers and all slots are in RAM; otherwise None."""
         return self.on_devices[0].name if self.on_device and self.device is None else None
 
     @property
     def devices(self) -> tuple[MemoryPlan, ...]:
-        """The parts whose memories compute layers, if layers are divided among several memories; otherwise empty."""
+        """The parts for all devices, and RAM's part if the CPU computes layers with experts. Empty if layers are not
+        divided among several memories."""
         if self.tensor_split is None:
             return ()
         return (*self.on_devices, *([self.ram] if self.ram.n_slots else []))
 
     @property
     def n_slots(self) -> int:
-        """Number of slots from which layers compute."""
+        """Number of slots from which layers compute, on devices and in RAM. Slots in RAM that only fill slots of
+        devices do not count."""
         return sum(part.n_slots for part in self.memories)
 
     @property
@@ -123,12 +127,12 @@ class Plan:
 
     @property
     def resident(self) -> bool:
-        """True if every expert has a slot of its own."""
+        """True if every expert outside `whole_layers` has a slot of its own. True for a model without experts."""
         return self.n_slots == self.n_experts
 
     @property
     def budget_bytes(self) -> int:
-        """Bytes of the slots from which layers compute."""
+        """Total size in bytes of the slots that `n_slots` counts."""
         return self.n_slots * self.slot_bytes
 
     @property
@@ -143,12 +147,13 @@ class Plan:
 
     @property
     def available_bytes(self) -> int:
-        """Bytes that this process may take on these devices; without a device, in RAM."""
+        """Bytes that this process may take on the plan's devices; without a device, in RAM."""
         return sum(part.available_bytes for part in self.on_devices or self.memories)
 
     @property
     def vram_cache_bytes(self) -> int:
-        """Bytes of slots and staging tensors on devices: the vram_cache with which a load gets the same slots."""
+        """Bytes of slots and staging tensors, as a value for the option vram_cache; 0 if no device has slots. Slots in
+        RAM from which the CPU computes layers count, too."""
         return self.budget_bytes + self.staging_slots_bytes if self.device else 0
 
     @property
@@ -157,7 +162,8 @@ class Plan:
         return slots_for(self.staging_bytes, self.slot_bytes) * self.slot_bytes
 
     def slots_layout(self, layout: ExpertLayout) -> ExpertLayout:
-        """Returns the layout of the experts that have slots."""
+        """Returns `layout` with only the experts outside `whole_layers` as experts. The experts in `whole_layers` count
+        as dense weights."""
         return layout.only(layer.il for layer in layout.layers if layer.il not in self.whole_layers)
 
     def pass_slots(self, layout: ExpertLayout, on_device: bool) -> int:
@@ -168,7 +174,8 @@ class Plan:
         return layer_slots(layout, self.n_ubatch, self.streams and not on_device)
 
     def facts(self) -> dict[str, Any]:
-        """Returns the plan's figures by name, for JSON."""
+        """Returns the plan's figures for JSON: most of its fields, the fields of `needs`, the properties in FIGURES,
+        and `devices`."""
         of_slots = {name: getattr(self, name) for name in FIGURES}
         found = asdict(self)
         needs = found.pop("needs")
@@ -184,23 +191,25 @@ FIGURES = (
 
 
 def layer_slots(layout: ExpertLayout, n_ubatch: int, streams: bool = False) -> int:
-    """Returns how many slots a pass may need at once: one for each expert of a layer that the router may choose.
+    """Returns how many slots a pass of `n_ubatch` tokens may need at once: the number of different experts that it can
+    use in one layer.
 
-    streams: experts without a slot are streamed, so that only the experts of one token need slots.
+    streams: True if experts without a slot are streamed, so that only the experts of one token need slots.
     """
     return min(layout.n_expert, layout.n_expert_used * (1 if streams else n_ubatch))
 
 
 def slot_bytes(layout: ExpertLayout, devices: Sequence[str] = ()) -> int:
-    """Returns the bytes of one slot in all arenas together, as the native store lays them out, with the padding for
-    these devices. Returns 0 for a model without experts."""
+    """Returns the size in bytes of one slot in all arenas together, as the native store lays them out, with the padding
+    for these devices. Returns 0 for a model without experts."""
     return slot_sizes(padded(layout, devices) if devices else layout).slot_bytes
 
 
 def allowed_ubatch(layout: ExpertLayout, n_slots: int, streams: bool = False, slot_tokens: int = NO_LIMIT) -> int:
-    """Returns the largest number of tokens in a pass for which `n_slots` slots are enough; NO_LIMIT without a limit.
+    """Returns the largest number of tokens in a pass for which `n_slots` slots are enough, at least 1; NO_LIMIT without
+    a limit.
 
-    streams: experts without a slot of their own are streamed or staged.
+    streams: True if experts without a slot of their own are streamed or staged, so that there is no limit.
 
     slot_tokens: most tokens of a pass if some expert has no slot. The device would compute larger passes in another way
     than with every expert in memory, so that the bits would differ (`slot_sizes.slot_tokens`).
@@ -212,11 +221,11 @@ def allowed_ubatch(layout: ExpertLayout, n_slots: int, streams: bool = False, sl
 
 
 def staging_bytes(layout: ExpertLayout, n_tensors: int) -> int:
-    """Returns the bytes of `n_tensors` staging tensors, each with the full shape of a layer's matrices."""
+    """Returns the size in bytes of `n_tensors` staging tensors, each with the full shape of a layer's matrices."""
     return slot_sizes(layout, n_tensors * layout.n_expert).pool_bytes if n_tensors else 0
 
 
 def slots_for(n_bytes: int, slot_bytes: int) -> int:
-    """Returns the number of slots that together have at least `n_bytes` bytes. In a given budget, staging tensors take
-    the place of this many slots."""
+    """Returns the smallest number of slots that together have at least `n_bytes` bytes. In a given budget, staging
+    tensors take the place of this many slots."""
     return -(-n_bytes // slot_bytes) if n_bytes else 0

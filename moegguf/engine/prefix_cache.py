@@ -1,18 +1,18 @@
-"""Keeps computed contexts on disk, so that only the new part of a prompt is computed.
-
-This works even after the process that computed the context was killed.
+"""Keeps computed contexts on disk, so that only the rest of a prompt is computed if its beginning is kept. Kept
+contexts outlast the process that computed them.
 
 The KV cache is kept in blocks of BLOCK_TOKENS tokens. A block's name is a hash of the model, the build, the options
-that change results, the owner, and all tokens up to the block's end. So sequences with the same beginning share blocks.
-Where a prompt or an answer ends, the tokens after the last full block are kept, too. llama.cpp writes and reads a block
-as the state of a sequence that has only the block's cells. A block does not end within an image, and its name depends
-on the image's hash.
+that change results, the owner, and all tokens up to the block's end. So sequences of one owner with the same beginning
+share blocks. At the end of a prompt or an answer, the tokens after the last full block are kept, too. llama.cpp writes
+and reads a block as the state of a sequence that has only the block's cells. A block does not end within an image but
+after it, and its name depends on the image's hash.
 
 Cells of sliding windows are separate blocks: a sequence can go on if the blocks of the last window are kept. A
-recurrent state cannot be cut, so states are kept after some of the tokens only. A state's name, like a block's, is a
+recurrent state cannot be cut, so states are kept only at some ends of prefixes. A state's name, like a block's, is a
 hash of all tokens before it. A sequence goes on after the longest prefix for which the state and all blocks are kept.
-The distance between two states follows from their cost (`StateCost`). A sequence in memory that has to lose tokens goes
-back to the nearest earlier state, too. If a model's cells cannot be cut, its whole memory is kept as a state.
+The distance between two states follows from their cost (`StateCost`). A sequence in memory that has to lose tokens also
+goes back to the nearest earlier state. If a context's memory cannot be divided into such parts, the whole memory of a
+sequence is kept as a state.
 """
 
 from __future__ import annotations
@@ -56,17 +56,18 @@ Images = Sequence[ImageSpan]
 MakeRoom = Callable[[int], object]
 
 BLOCK_TOKENS = 64
-SCRATCH = MAX_SEQUENCES - 1  # a sequence id that llama.cpp supports, and no context uses
-MOST_QUEUED_BYTES = 64 << 20  # most bytes that may wait to be written
-MOST_STEP_TOKENS = 512  # most tokens between two states, unless keeping one takes longer than computing these tokens
-STEP_COST = 0.05  # keeping states may take this share of the time in which tokens are computed
-STATES_SHARE = 0.5  # largest share of the store for one conversation's states
+SCRATCH = MAX_SEQUENCES - 1  # sequence id for temporary copies; a context with a prefix cache has fewer sequences
+# limit for the bytes that wait to be written; the first block, or a state at an end, may exceed it
+MOST_QUEUED_BYTES = 64 << 20
+MOST_STEP_TOKENS = 512  # limit for the tokens between two states, unless `StateCost.step` needs more
+STEP_COST = 0.05  # share of the time for computing tokens that keeping states may take (a target: `StateCost.step`)
+STATES_SHARE = 0.5  # share of the store's limit that the states of one conversation may take
 FORMAT = 2  # version of the data that are hashed into the names of blocks
 _NAMES = {CELLS: "", WINDOW: "-window"}  # suffixes of the names of blocks, by the kind of cells
 _STATE = struct.Struct("<2I")  # first fields of a state with cells: number of streams, number of cells
 # first fields of a recurrent state: number of cells, last position, number of sequences
 _RECURRENT_STATE = struct.Struct("<IiI")
-# bytes of a cell: position, number of sequences, sequence; 24 bytes if two coordinates are added
+# bytes of a cell: position, number of sequences, sequence; 24 bytes if two coordinates and a token are added
 _CELL_BYTES = (12, 24)
 CONTEXT_FIELDS = (
     "rope_scaling_type", "pooling_type", "attention_type", "flash_attn_type", "rope_freq_base", "rope_freq_scale",
@@ -80,8 +81,8 @@ LOAD_OPTIONS = (
 
 @dataclass(frozen=True)
 class _Part:
-    """A range of a sequence's tokens from `begin` to `end`, which is excluded, and the name of the block with these
-    tokens.
+    """A range of a sequence's tokens from `begin` up to but not including `end`. `name` is the name of the block with
+    these tokens.
 
     `positions` has the position of each of these tokens, and of the token after them.
     """
@@ -93,16 +94,17 @@ class _Part:
 
 
 class _Parts:
-    """The parts of a sequence's tokens. No part cuts an image.
+    """Divides a sequence's tokens into parts that do not end within an image.
 
-    blocks: the full parts at the beginning. name: a hash of everything that the parts depend on, except tokens and
-    images.
+    blocks: the full parts from the beginning on, up to the first image without a description. name: a hash of
+    everything that the parts depend on, except tokens and images.
     """
 
     def __init__(self, name: str, tokens: Tokens, images: Images) -> None:
         self._name, self._images, self._ids = name, images, np.asarray(tokens, np.int32)
         n_tokens = len(self._ids)
-        unknown = np.append(self._ids == PLACEHOLDER, True)  # images that were evaluated without a description
+        # True for placeholders outside the given images, and after the last token
+        unknown = np.append(self._ids == PLACEHOLDER, True)
         steps = np.ones(n_tokens + 1, np.int32)
         for image in images:
             unknown[image.begin : image.end] = False
@@ -118,8 +120,8 @@ class _Parts:
             name, end = block.name, block.end
 
     def rest(self, n_blocks: int, end: int) -> _Part | None:
-        """Returns the part from the first `n_blocks` blocks up to `end`. Returns None if the part is a block or longer,
-        cuts an image, or has tokens of an unknown image."""
+        """Returns the part from the end of the first `n_blocks` blocks up to `end`. Returns None if the part would have
+        BLOCK_TOKENS tokens or more, would end within an image, or has tokens of an unknown image."""
         name, begin = (self.blocks[n_blocks - 1].name, self.blocks[n_blocks - 1].end) if n_blocks else (self._name, 0)
         return self._part(name, begin, end) if 0 <= end - begin < BLOCK_TOKENS and self._uncut(end) == end else None
 
@@ -136,7 +138,7 @@ class _Parts:
 
 
 class PrefixCache:
-    """Keeps contexts of a loaded model in `store`. Only the thread that evaluates tokens calls the methods; another
+    """Keeps contexts of a loaded model in `store`. Only the thread that evaluates tokens may call the methods; another
     thread writes the files."""
 
     def __init__(
@@ -159,27 +161,30 @@ class PrefixCache:
         self._n_swa = library.llama_cpp().llama_model_n_swa(llm.model)
         self._choose_parts(self._memory.all if _n_streams(llm) == 1 else WHOLE)
         self._state_cost = StateCost(store.limit_bytes)
-        self._state_ends: dict[int, int] = {}  # tokens before the last kept state of each sequence
+        self._state_ends: dict[int, int] = {}  # {sequence: number of tokens before its last kept state}
         self._almost_read: set[int] = set()  # sequences whose prompt lacks only its last token after the next pass
         self._pool = ThreadPoolExecutor(1, "moegguf-contexts")
-        self._queued: dict[str, int] = {}  # names of blocks that wait to be written: their bytes
+        self._queued: dict[str, int] = {}  # {name of a block that waits to be written: its bytes}
         self._lock = threading.Lock()  # guards `_queued`
-        self.behind = set[int]()  # sequences with blocks that were not written because too many were waiting
+        self.behind = set[int]()  # sequences with blocks that were not written because too many bytes were waiting
         self._fill_held = False
 
     def _choose_parts(self, parts: int) -> None:
-        """Chooses which parts of the memory are kept as blocks and which as states."""
+        """Decides how each kind of the context's memory is kept: as blocks or in states. parts: the bits CELLS, WINDOW
+        and RECURRENT, or WHOLE."""
         narrow = 0 < self._n_swa < BLOCK_TOKENS  # the window is smaller than a block
         if parts == CELLS and narrow:
             parts = WHOLE
         self._has_cells = bool(parts & CELLS)
         self._has_window = bool(parts & WINDOW) and not narrow
         state = parts & (RECURRENT | (WINDOW if narrow else 0))
-        self._state: int | None = state or (None if self._has_cells else WHOLE)  # None: no states are kept
+        # parts that are kept in states; None: no states are kept
+        self._state: int | None = state or (None if self._has_cells else WHOLE)
 
     @property
     def name(self) -> str:
-        """A hash of everything on which computed bits depend, except tokens: model, build and options."""
+        """A hash of everything on which computed bits depend, except tokens and images: model, build, processor,
+        devices and options."""
         return self._root
 
     def restore(
@@ -191,24 +196,25 @@ class PrefixCache:
         make_room: MakeRoom = lambda n_tokens: None,
         images: Images = (),
     ) -> int:
-        """Restores the beginning of `tokens` into a sequence, if the disk has more of it than the sequence.
+        """Restores the beginning of `tokens` into a sequence, if more of it is kept than the sequence already has.
 
-        The last token is never restored. Returns the number of tokens that the sequence then has.
+        The last token is never restored. Returns the number of tokens that the sequence has afterwards.
 
-        n_held: number of tokens that the sequence has now.
+        n_held: number of tokens that the sequence has before.
 
-        owner: owner of the blocks, "" for blocks that all share.
+        owner: owner of the blocks; "" for blocks that everyone shares.
 
         make_room: called with the number of tokens for which the context needs free cells.
 
-        images: the images among the tokens, for sequence 0.
+        images: the images among the tokens; only sequence 0 can have images.
         """
         n_tokens = len(tokens)
         if self._recent is not None and n_tokens >= BLOCK_TOKENS:
             self._recent.begin()
         if self._store.is_off or n_tokens < max(BLOCK_TOKENS, n_held + 2) or tokens[-1] == PLACEHOLDER:
             return n_held
-        # no background reads until the rest of the prompt is computed; without restored tokens they go on at once
+        # Pauses the background reading of experts until the pass after this prompt. If no token is restored, the
+        # reading resumes at once.
         self._pause_fill(True)
         n_now = n_held
         try:
@@ -226,8 +232,8 @@ class PrefixCache:
 
     def truncate(self, sequence: int, tokens: Tokens, n_tokens: int, owner: str = "") -> int:
         """Shortens a sequence with `tokens` to the first `n_tokens` of them. If its memory cannot be cut there, the
-        sequence goes back to the nearest state or window that is kept, or to its beginning. Returns how many tokens it
-        then holds."""
+        sequence goes back to the nearest earlier end for which the state or window is kept, or is emptied. Returns the
+        number of tokens that the sequence then has."""
         with self._context.lock:
             if self._context.cut(n_tokens, sequence):
                 n_now = n_tokens
@@ -240,8 +246,9 @@ class PrefixCache:
         return n_now
 
     def copy(self, source: int, target: int, tokens: Tokens, n_held: int, owner: str = "") -> int:
-        """Copies as many as possible of `tokens`, with which `source` begins, to `target`, which holds the first
-        `n_held` of them. Returns how many of the tokens `target` then holds."""
+        """Copies `tokens`, the beginning of the sequence `source`, to the sequence `target`. If not all of them can be
+        copied, copies the longest prefix for which the necessary states and windows are kept. `target` has the first
+        `n_held` tokens before the call. Returns how many of `tokens` it has afterwards."""
         if self._context.copy(source, target, len(tokens)):
             return len(tokens)
         if not self._needs_more_than_cells:
@@ -260,10 +267,14 @@ class PrefixCache:
             return n_now
 
     def pass_tokens(self, sequence: int, n_held: int, n_pending: int, n: int) -> int:
-        """Returns how many tokens of a prompt the next pass computes: at most `n` of the `n_pending` tokens after the
-        first `n_held`. If states are kept, the last MOST_STEP_TOKENS tokens have their own pass, so that a prompt with
-        an edited end goes on from the state before these tokens. The very last token is computed alone, because the
-        state before it can be used if the same prompt comes again."""
+        """Returns how many tokens of a prompt the next pass computes: `n`, or fewer. `n_pending` tokens follow the
+        first `n_held`.
+
+        The number is lower if states are kept and the pass would reach the end of a prompt of more than BLOCK_TOKENS
+        tokens. The last MOST_STEP_TOKENS tokens are then left to later passes, so that a prompt with an edited end can
+        go on from the state before them. The very last token also gets its own pass, so that a repeated prompt can go
+        on from the state before it.
+        """
         is_end = 1 < n == n_pending and n_held + n > BLOCK_TOKENS
         if self._state is None or self._store.is_off or not is_end:
             return n
@@ -300,7 +311,8 @@ class PrefixCache:
         return _Parts(_hash(self._root, owner), tokens, images)
 
     def _note_end(self, n_tokens: int, images: Images) -> None:
-        """Sets the number of tokens and the images of sequence 0."""
+        """Sets the number of tokens of sequence 0 and the images within these tokens. Marks the logits in memory as
+        outdated."""
         self._llm.n_tokens, self._llm._requires_eval = n_tokens, True
         self._context.images.spans = list(images)
         self._context.images.truncate(n_tokens)
@@ -311,8 +323,8 @@ class PrefixCache:
             self._fill_held = on
 
     def store(self, sequence: int, tokens: Tokens, n_new: int, owner: str = "", goes_on: bool = True) -> None:
-        """Writes the blocks of a sequence that are not on disk yet, after the last `n_new` of its `tokens` were
-        computed.
+        """Queues the blocks of a sequence that are not kept yet, and its state if one is due, to be written to disk.
+        `tokens` are all its tokens; the last `n_new` were just computed.
 
         goes_on: False at the end of a prompt or an answer, where a later prompt may continue. The tokens after the last
         full block are then written, too.
@@ -343,7 +355,7 @@ class PrefixCache:
             self._pool.submit(self._store.touch, [block.name for block in blocks])
 
     def close(self) -> None:
-        """Writes the blocks that wait. A second call does nothing."""
+        """Waits until the queued blocks are written, and ends the writing thread. A second call does nothing."""
         self._pool.shutdown()
 
     # Restoring a sequence.
@@ -371,15 +383,15 @@ class PrefixCache:
         return self._go_back(sequence, parts, wanted[n_done - 1].end if n_done else wanted[0].begin)
 
     def _keep_first_cells(self, sequence: int, part: _Part) -> bool:
-        """Removes the cells of a sequence from the beginning of `part` on. Returns False if all cells of the sequence
-        had to be removed."""
+        """Removes the cells of a sequence from the beginning of `part` on. Returns False if the sequence could only be
+        emptied."""
         if self._needs_more_than_cells:
             return self._memory.remove(CELLS, sequence, int(part.positions[0]))
         return self._context.truncate(part.begin, sequence)
 
     def _places(self, parts: _Parts, n_blocks: int, n_live: int) -> Iterator[_Part]:
-        """Yields the parts after which a sequence can go on, the longest prefix first. Each part follows at most
-        `n_blocks` full blocks. n_live: number of tokens whose cells are in memory."""
+        """Yields the parts, possibly empty, at whose ends a sequence can go on, the longest prefix first. Each part
+        follows at most `n_blocks` full blocks. n_live: number of tokens whose cells are in memory."""
         for n in range(n_blocks, -1, -1):
             begin = parts.blocks[n - 1].end if n else 0
             for end in range(begin + BLOCK_TOKENS - 1, begin - 1, -1):
@@ -388,8 +400,8 @@ class PrefixCache:
                     yield rest
 
     def _can_go_on(self, blocks: Sequence[_Part], rest: _Part, n_live: int) -> bool:
-        """Returns True if the state, the window and the cells of `rest` are kept, as far as the model needs them to go
-        on after `rest`. Does not check the blocks of cells before `rest`."""
+        """Returns True if the state and window that the model needs after `rest` are kept, and the cells of `rest` are
+        kept or in memory. Does not check the cells before `rest`."""
         if self._state is not None and not self._is_kept(_state_name(rest)):
             return False
         if self._has_cells and rest.begin < rest.end and rest.end > n_live and not self._store.holds(rest.name):
@@ -397,16 +409,17 @@ class PrefixCache:
         return not self._has_window or all(self._is_kept(_name(WINDOW, part)) for part in self._window(blocks, rest))
 
     def _window(self, blocks: Sequence[_Part], rest: _Part) -> list[_Part]:
-        """Returns the last parts up to the end of `rest` whose cells are in the window of the last token, or in the
-        window of the token after it."""
+        """Returns the parts, up to the end of `rest`, that have cells in the sliding window of the last token or of the
+        token after it."""
         chain = [*blocks, rest] if rest.begin < rest.end else blocks
         first = int(rest.positions[-1]) - self._n_swa
         last_parts = itertools.takewhile(lambda part: part.positions[-1] > first, reversed(chain))
         return list(last_parts)[::-1]
 
     def _go_back(self, sequence: int, parts: _Parts, n_tokens: int) -> int:
-        """Shortens a sequence that has the cells of the first `n_tokens` tokens to the longest prefix from which it can
-        go on. Returns how many tokens the sequence then holds."""
+        """Shortens a sequence to the longest prefix of at most `n_tokens` tokens from which it can go on, and restores
+        the window and state at its end. Cells of full attention must be in memory for the first `n_tokens` tokens.
+        Returns the number of tokens that the sequence then has."""
         if not self._needs_more_than_cells:
             return n_tokens
         n_blocks = sum(block.end <= n_tokens for block in parts.blocks)
@@ -419,7 +432,8 @@ class PrefixCache:
 
     def _take_place(self, sequence: int, parts: _Parts, place: _Part) -> bool:
         """Removes the cells of a sequence after `place`, and restores the window and the state at the end of `place`.
-        Returns False if the window or the state is damaged, or if the cells before the end of `place` are missing."""
+        Returns False if the window or the state cannot be restored, or if the cells before the end of `place` are
+        missing."""
         end = int(place.positions[-1])
         if self._has_cells:
             if self._memory.end(CELLS, sequence) < end:
@@ -458,8 +472,8 @@ class PrefixCache:
     # Blocks of cells.
 
     def _load(self, kind: int, sequence: int, parts: Sequence[_Part]) -> int:
-        """Adds the cells of parts to a sequence, up to the first part that cannot be used. Returns how many parts were
-        added."""
+        """Adds the cells of parts to a sequence, up to the first part that cannot be used. Deletes the blocks from that
+        part on. Returns how many parts were added."""
         with KVBlocks() as read:
             n_added = sum(1 for _ in itertools.takewhile(lambda part: self._add(kind, read, sequence, part), parts))
             n_done = min(n_added, read.fill())
@@ -471,8 +485,8 @@ class PrefixCache:
         return n_done
 
     def _add(self, kind: int, read: KVBlocks, sequence: int, part: _Part) -> bool:
-        """Adds a block's cells to a sequence; `read` fills them later. Returns False if the cells belong to other
-        tokens, or if there is no room for them."""
+        """Adds a block's cells to a sequence; `read` fills them later. Returns False if the block is missing, if its
+        cells belong to other tokens, or if there is no room for them."""
         block = self._store.open(_name(kind, part), _STATE.size + max(_CELL_BYTES) * (part.end - part.begin))
         if block is None or not _has_cells_of(block.head, part):
             return False
@@ -483,7 +497,7 @@ class PrefixCache:
         return done
 
     def _keep_cells(self, kind: int, sequence: int, parts: Sequence[_Part]) -> None:
-        """Queues the parts that are not kept yet.
+        """Queues the parts that are not kept yet to be written.
 
         WINDOW: skips parts whose first cell the sequence has lost. CELLS: queues nothing if the first new part has lost
         its first cell, and nothing after a part that cannot be queued.
@@ -510,7 +524,7 @@ class PrefixCache:
 
     def _keep_block(self, kind: int, sequence: int, part: _Part) -> bool:
         """Queues all cells of a sequence to be written as the block of `part`. Returns False if llama.cpp cannot write
-        the cells, or if too many bytes already wait to be written."""
+        the cells, if they are not the part's cells, or if too many bytes already wait to be written."""
         n_bytes = self._memory.state_bytes(kind, sequence)
         if not self._has_queue_for(n_bytes):
             self.behind.add(sequence)
@@ -530,7 +544,7 @@ class PrefixCache:
             return not self._queued or sum(self._queued.values()) + n_bytes <= MOST_QUEUED_BYTES
 
     def _put(self, name: str, about: About, data: memoryview, written: Callable[[float], object] = float) -> None:
-        """Queues a block to be written. written: called by the writing thread with the seconds that it took."""
+        """Queues a block to be written. written: called by the writing thread with the seconds that writing took."""
 
         def write() -> None:
             begin_s = time.perf_counter()
@@ -546,13 +560,13 @@ class PrefixCache:
     # States.
 
     def _state_to_keep(self, sequence: int, place: _Part, is_end: bool) -> int | None:
-        """Returns the bytes of the state after `place` if it should be kept now, else None."""
+        """Returns the size in bytes of the state after `place` if the state should be kept now, otherwise None."""
         if self._state is None:
             return None
         last = self._state_ends.get(sequence, 0)
         n_since = place.end - last if last <= place.end else place.end
         n_bytes = self._memory.state_bytes(self._state, sequence)
-        # False if drafted tokens follow in the sequence
+        # False if the state is at another position, such as after drafted tokens
         is_there = self._memory.end(self._state, sequence) == place.positions[-1]
         if not is_there or n_since < (2 if is_end else self._state_cost.step(n_bytes, place.end)):
             return None
@@ -578,7 +592,7 @@ class PrefixCache:
 
 
 class StateCost:
-    """Compares the time of keeping a state with the time of computing its tokens again."""
+    """Chooses the distance between kept states from the time and the disk space that they take."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -588,7 +602,8 @@ class StateCost:
         self._byte_s = 0.0  # seconds to keep a byte of a state; 0: not known yet
 
     def note_pass(self, eval_s: float, n_new: int) -> None:
-        """Counts the `n_new` tokens of a sequence in a pass. eval_s: seconds that the context has computed so far."""
+        """Notes that a pass computed `n_new` tokens of a sequence. eval_s: seconds that the context has computed so
+        far."""
         if eval_s != self._eval_s:  # another pass was computed, so all tokens of the previous one are counted
             if self._n_pass >= BLOCK_TOKENS // 2:
                 self._token_s = self._pass_s / self._n_pass
@@ -597,12 +612,12 @@ class StateCost:
         self._n_pass += n_new
 
     def note_state(self, n_bytes: int, seconds: float) -> None:
-        """Notes the seconds in which a state was copied and written."""
+        """Notes how long copying and writing a state of `n_bytes` bytes took."""
         self._byte_s = seconds / n_bytes
 
     def step(self, n_bytes: int, n_tokens: int) -> int:
-        """Returns the number of tokens between two states of a conversation of `n_tokens`, whose last state has
-        `n_bytes`."""
+        """Returns the distance in tokens from one kept state to the next, in a conversation of `n_tokens` tokens whose
+        state has `n_bytes` bytes."""
         seconds = self._byte_s * n_bytes
         pays_off = seconds / self._token_s if self._token_s else 0.0  # tokens computed in that time
         by_time = max(min(pays_off / STEP_COST, MOST_STEP_TOKENS), pays_off)
@@ -636,7 +651,8 @@ def open_prefix_cache(
     store: KvBlockStore,
     recent: RecentExperts | None,
 ) -> PrefixCache | None:
-    """Returns the prefix cache of a model that was loaded by this plan; None if its contexts cannot be kept."""
+    """Returns the prefix cache of a model that was loaded by this plan; None if `store` is off, or if the model's
+    contexts cannot be kept."""
     options = load_plan.options
     unused = options.get("logits_all") or options.get("embedding") or llm._ctx.memory is None
     if store.is_off or unused or llm.context_params.n_seq_max > SCRATCH:
@@ -645,7 +661,8 @@ def open_prefix_cache(
 
 
 def _has_cells_of(block: Buffer, part: _Part) -> bool:
-    """Returns True if `block`, the state of one sequence, has exactly the cells of the part's tokens, in any order."""
+    """Returns True if `block`, the beginning of a sequence's state, has exactly the cells of the part's tokens, in any
+    order."""
     n_tokens = part.end - part.begin
     if len(block) < _STATE.size or _STATE.unpack_from(block) != (1, n_tokens):
         return False
@@ -678,7 +695,8 @@ def _n_streams(llm: UpstreamLlama) -> int:
 
 
 def _root(llm: UpstreamLlama, load_plan: LoadPlan, store: StoreOptions) -> str:
-    """Returns a hash of everything on which blocks depend, except tokens: model, build and options."""
+    """Returns a hash of everything on which blocks depend, except owner, tokens and images: model, build, processor,
+    devices and options."""
     layout, plan, options, params = load_plan.layout, load_plan.plan, load_plan.options, llm.context_params
     adapter, projector = load_plan.spec.lora_path, load_plan.spec.projector
     parts = {

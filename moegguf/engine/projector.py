@@ -1,9 +1,10 @@
-"""The projector of a vision model (an mmproj file), through libmtmd: makes tokens from texts, and embeddings from
+"""The projector of a vision model (an mmproj file), through libmtmd: tokenizes prompts with images, and evaluates
 images.
 
 An image becomes one span of tokens, or several spans (tiles) with texts between them. In a list of tokens, an image's
-tokens are PLACEHOLDERs. A span has a cell of the KV cache for each of its tokens. It has fewer positions in models with
-M-RoPE, where all tokens of an image share a time step. At most one decoded image is held in memory.
+tokens are PLACEHOLDERs. A span has a cell of the KV cache for each of its tokens. In models with M-RoPE, where all
+tokens of an image share a time step, a span usually has fewer positions than tokens. At most one decoded image is held
+in memory.
 """
 
 from __future__ import annotations
@@ -27,19 +28,20 @@ from moegguf.text import to_utf8
 if TYPE_CHECKING:
     from moegguf.engine.upstream import UpstreamLlama
 
-PLACEHOLDER = -1  # equals no token of any model
+PLACEHOLDER = -1  # stands for an image's token; no token of any model has this id
 STEP_BYTES = 64 << 10
-MAX_JPEG_SEGMENTS = 4096  # most segments before the first frame
-JPEG_FRAMES = (0xC0, 0xC1, 0xC2)  # kinds of frames that are decoded; the last is progressive
-_JPEG_TABLES = (*range(0xE0, 0xF0), 0xC4, 0xDB, 0xDD, 0xFE)  # markers of application data, tables and comments
-_END_OF_IMAGE = b"\xff\xd9"  # end mark, which no scan contains
+MAX_JPEG_SEGMENTS = 4096  # most markers that are read to find the first frame
+JPEG_FRAMES = (0xC0, 0xC1, 0xC2)  # markers of the kinds of frames that are decoded; 0xC2 is progressive
+# markers that may precede a frame: application data, tables, restart interval, comment
+_JPEG_TABLES = (*range(0xE0, 0xF0), 0xC4, 0xDB, 0xDD, 0xFE)
+_END_OF_IMAGE = b"\xff\xd9"  # JPEG's end marker, which does not occur in compressed data
 _GIF_IMAGE, _GIF_EXTENSION, _GIF_TRAILER = 0x2C, 0x21, 0x3B
 _MARKER = re.compile(rb"\xff[^\xff]", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Image:
-    """An image file, with the dimensions that its header states."""
+    """The bytes of an image file, with the width and height in pixels from its header."""
 
     data: bytes
     width: int
@@ -88,14 +90,14 @@ class Projector:
     """A loaded projector, for a loaded text model. Any thread may call `tokenize` at any time; the other methods are
     not thread-safe. Close the projector before the model.
 
-    Raises ModelFormatError if libmtmd cannot load the projector, or if it belongs to another model.
+    Raises ModelFormatError if libmtmd cannot use the projector with this model, or if the projector is not for images.
     """
 
     def __init__(self, path: str | os.PathLike[str], llm: UpstreamLlama) -> None:
         self._mtmd = mtmd = library.mtmd()
         self._log = mtmd_log()
         self._no_callback = mtmd.mtmd_helper_post_decode_callback()
-        self._held: tuple[ImagePrompt, int, int] | None = None  # prompt, number of its decoded image, libmtmd's chunks
+        self._held: tuple[ImagePrompt, int, int] | None = None  # prompt, index of its decoded image, libmtmd's chunks
         params = mtmd.mtmd_context_params_default()
         params.n_threads = llm.n_threads_batch
         params.print_timings = False
@@ -140,9 +142,11 @@ class Projector:
     def evaluate(
         self, context: Any, prompt: ImagePrompt, span: ImageSpan, position: int, n_batch: int, n_ubatch: int
     ) -> None:
-        """Evaluates a span in llama.cpp's `context`, from `position` on. Raises OptionError for a damaged image.
+        """Evaluates a span in llama.cpp's `context`, from `position` on. Frees the decoded image after its last span,
+        and after an exception.
 
-        A RuntimeError contains llama_decode's code, as in the bindings.
+        Raises OptionError for a damaged image, and for an image that needs a longer pass than `n_ubatch`. Raises
+        RuntimeError with llama_decode's code, as the bindings do.
         """
         mtmd, goes_on = self._mtmd, False
         try:
@@ -165,11 +169,12 @@ class Projector:
                 raise RuntimeError(f"llama_decode returned {code}")
             goes_on = any(other.image == span.image and other.begin > span.begin for other in prompt.spans)
         finally:
-            if not goes_on:  # True after the image's last span, and after any exception
+            if not goes_on:  # the image's last span was evaluated, or an exception was raised
                 self.release()
 
     def _decoded(self, prompt: ImagePrompt, image: int) -> int:
-        """Returns libmtmd's chunks with the pixels of one image. The chunks are kept until another image is decoded."""
+        """Returns libmtmd's chunks of the prompt, with the pixels of one image. The chunks are kept until `release` is
+        called or another image is decoded. Raises OptionError for a damaged image."""
         if self._held is None or self._held[0] is not prompt or self._held[1] != image:
             self.release()
             chunks = self._tokenized(prompt.texts, prompt.images, decoded=image)
@@ -180,7 +185,7 @@ class Projector:
 
     def _tokenized(self, texts: Sequence[str], images: Sequence[Image], decoded: int | None = None) -> int:
         """Returns libmtmd's chunks for these texts and images. Only image number `decoded` has pixels; None: no image
-        has. The caller must free the chunks."""
+        has pixels. The caller must free the chunks. Raises OptionError."""
         mtmd, bitmaps = self._mtmd, list[int]()
         self._log.forget()
         try:
@@ -206,7 +211,8 @@ class Projector:
         if not with_pixels:
             return int(mtmd.mtmd_bitmap_init(image.width, image.height, None))
         data, bitmap = (c.c_uint8 * len(image.data)).from_buffer_copy(image.data), None
-        # Half of the limit is for the inflated data, and half for the pixels. Each row has one more byte: its filter.
+        # Half of DECODED_BYTES is for inflated data, and half for pixels. Each row of a PNG file has one more byte: its
+        # filter.
         if has_end(image.data) and inflates_within(image.data, DECODED_BYTES // 2 + image.height):
             bitmap = mtmd.mtmd_helper_bitmap_init_from_buf(self._context, data, len(data), False)
         if not bitmap:
@@ -228,7 +234,7 @@ class Projector:
 
 
 class ContextImages:
-    """The images in a context, with the indices of their tokens."""
+    """The images in sequence 0 of a context, with the indices of their tokens."""
 
     def __init__(self) -> None:
         self.spans: list[ImageSpan] = []
@@ -243,7 +249,7 @@ class ContextImages:
 
     def common_prefix(self, n_tokens: int, spans: Sequence[ImageSpan]) -> int:
         """Compares the images of this context with `spans`, the images of a prompt whose first `n_tokens` tokens equal
-        the context's. Returns how many of these tokens stay equal.
+        the context's. Returns how many of these tokens also have equal images.
 
         The equal tokens end before the first image that differs, or that is not complete.
         """
@@ -257,10 +263,10 @@ class ContextImages:
 
 
 def has_end(data: bytes) -> bool:
-    """Returns True if a JPEG or GIF file has its end mark. stb_image does not report a missing end, and invents the
-    missing pixels.
+    """Returns False for a JPEG or GIF file without its end mark, and for a JPEG file without a frame that can be
+    decoded. Returns True for all other files.
 
-    Returns True for a file of another kind.
+    stb_image does not report a missing end, and fills in the missing pixels.
     """
     if data.startswith(b"\xff\xd8"):
         frame = jpeg_frame(data)
@@ -275,7 +281,8 @@ def jpeg_frame(data: bytes) -> int:
     """Returns the index of the marker byte (one of JPEG_FRAMES) of a JPEG file's first frame. Frames of thumbnails are
     skipped.
 
-    Returns -1 if there is no such frame, or if a marker before it is not in _JPEG_TABLES.
+    Returns -1 if none of the first MAX_JPEG_SEGMENTS markers is such a frame, or if a marker before it is not in
+    _JPEG_TABLES.
     """
     at = 2
     for _ in range(MAX_JPEG_SEGMENTS):
@@ -307,7 +314,7 @@ def _gif_has_end(data: bytes) -> bool:
 
 
 def _table_bytes(flags: int) -> int:
-    """Returns the bytes of a GIF file's colour table; 0 if there is none."""
+    """Returns the size in bytes of a GIF colour table with these flags; 0 if there is none."""
     return 3 * 2 ** ((flags & 7) + 1) if flags & 0x80 else 0
 
 
@@ -328,7 +335,8 @@ def inflates_within(data: bytes, most_bytes: int) -> bool:
 
 
 def _compressed(data: bytes) -> Iterator[bytes]:
-    """Yields the compressed data of all IDAT chunks of a PNG file, in small parts."""
+    """Yields the compressed data of all IDAT chunks of a PNG file, in parts of at most STEP_BYTES bytes. Yields nothing
+    for another kind of file."""
     at = 8 if data.startswith(b"\x89PNG") else len(data)
     while at + 8 <= len(data):
         size, kind = struct.unpack_from(">I4s", data, at)

@@ -1,6 +1,6 @@
 """Keeps the ids of the experts that the last token of a model's latest prompt used, in the folder of computed contexts.
 
-These experts are fetched while the model is loaded again, so that a continued conversation waits for few experts.
+These experts are prefetched when the model is loaded again, so that a continued conversation waits for fewer experts.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from moegguf.native.store import ListenOptions
 
 
 class RecentExperts(RoutingListener):
-    """The recent experts of one model, kept in the block `name`.
+    """Keeps the recent experts of one model in the block `name`.
 
-    The object is made before the weights are read, and then fetches the kept experts. It notes the experts of the
-    prompts that are computed between `begin` and `end`.
+    The constructor prefetches the kept experts; it is called before the weights are read. Between `begin` and `end`,
+    the object notes the experts of the last token of each pass.
     """
 
     listen_options = ListenOptions(lazy=True)
@@ -26,7 +26,7 @@ class RecentExperts(RoutingListener):
     def __init__(self, session: Session, store: KvBlockStore) -> None:
         self._session = session
         self.name = f"{header_digest(session.layout.shards)}-experts"
-        self._used = dict[int, list[int]]()  # {layer: experts of the last token}
+        self._used = dict[int, list[int]]()  # {layer: experts that the last noted token used}
         if store.holds(self.name) and (found := store.read(self.name)) is not None:
             session.store.prefetch(*np.frombuffer(found, np.int32).reshape(2, -1))
 
@@ -36,11 +36,12 @@ class RecentExperts(RoutingListener):
         self._session.listeners.add(self)
 
     def observe(self, event: RoutingEvent) -> None:
-        """Notes the experts that the last token uses in a layer."""
+        """Notes the experts that the last token of the event uses in its layer."""
         self._used[event.il] = event.expert_ids[-1].tolist()
 
     def end(self) -> memoryview | None:
-        """Stops noting experts after a prompt. Returns the bytes of the block; None if nothing was noted."""
+        """Stops noting experts after a prompt. Returns the bytes to store in the block `name`; None if nothing was
+        noted."""
         self._session.listeners.remove(self)
         used, self._used = sorted(self._used.items()), {}
         pairs = [(il, expert) for il, experts in used for expert in experts]

@@ -1,4 +1,5 @@
-"""Writes a running model's routing to a trace file. Imported only for recording: pydantic takes a while to load."""
+"""Writes a running model's routing to a trace file. This module is imported only for recording, because it imports
+pydantic, which takes a while."""
 
 from __future__ import annotations
 
@@ -21,14 +22,16 @@ COUNTED = ("lookups", "hits_ready", "hits_late", "misses", "evictions", "stall_n
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """The file of a recording. inputs: the routers' inputs are recorded, too (float16, n_embd per token and layer)."""
+    """The path of a recording's file. inputs: True if the routers' inputs are recorded, too (float16, n_embd per token
+    and layer)."""
 
     path: str | os.PathLike[str]
     inputs: bool = False
 
 
 class Recording(Recorder):
-    """Records every pass of a session until closed. Raises TraceError if the file cannot be made.
+    """Records every pass of a session until `close` or `discard` is called. Raises TraceError if the file cannot be
+    created.
 
     No event is dropped: the model waits if the recorder falls behind.
     """
@@ -54,7 +57,7 @@ class Recording(Recorder):
         )
         super().__init__(options.path, MoeShape.of(session.layout), header, inputs=options.inputs)
         session.listeners.add(self)
-        atexit.register(self.close)  # completes the file if the model is never closed
+        atexit.register(self.close)  # completes the file when Python exits, if the model is never closed
 
     def discard(self) -> None:
         """Ends the recording without a file; an earlier file at the path stays. Does nothing after close()."""
@@ -62,13 +65,14 @@ class Recording(Recorder):
         super().discard()
 
     def close(self, **settings: Setting) -> None:
-        """Completes the file. Raises TraceError if something could not be written. A second call does nothing."""
+        """Completes the file with the store's counters and `settings`. Raises TraceError if something could not be
+        written. A second call does nothing."""
         self._end()
         if not self._closed:
             counters = self._session.store.counters()
             super().close(**{name: counters[name] for name in COUNTED}, **settings)
 
     def _end(self) -> None:
-        """Stops listening to routing events."""
+        """Stops listening to routing events. `close` is no longer called when Python exits."""
         atexit.unregister(self.close)
         self._session.listeners.remove(self)

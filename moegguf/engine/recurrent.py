@@ -1,4 +1,5 @@
-"""Models with a recurrent state: which layers have one, how many bytes it has, and which models llama.cpp rolls back.
+"""Models with a recurrent state: which layers have one, how many bytes it has, and for which architectures llama.cpp
+can roll it back.
 
 A context has one state for each sequence, and `n_rs_seq` snapshots of each state. A snapshot is the state before one of
 the last tokens, so that these tokens can be taken back (src/llama-memory-recurrent.cpp). DeepSeek V4 compresses the
@@ -21,8 +22,9 @@ WITHOUT_HEADS = frozenset((
     "bailingmoe3", "glm5-next",
 ))  # fmt: skip
 DEEPSEEK4 = "deepseek4"
-# DeepSeek V4 compresses the keys of each sequence separately. qwen4exp may choose a part of a block of tokens. The
-# choice depends on the order of cells, which is the order of tokens only if no other sequence has cells in between.
+# Architectures whose sequences must not share cells. DeepSeek V4 compresses the keys of each sequence separately.
+# qwen4exp may choose a part of a block of tokens. The choice depends on the order of cells, which is the order of
+# tokens only if no other sequence has cells in between.
 OWN_CELLS = frozenset((DEEPSEEK4, "qwen4exp"))
 ROLLBACK_ARCHS = frozenset((
     "kimi-k3", "qwen35", "qwen35moe", "qwen4exp", DEEPSEEK4, "glm5-next", "nemotron_h", "nemotron_h_moe", "lfm2",
@@ -30,7 +32,7 @@ ROLLBACK_ARCHS = frozenset((
 ))  # fmt: skip
 """Architectures for which llama.cpp's llm_arch_supports_rs_rollback returns true."""
 FLOAT_BYTES = 4
-STEP_TOKENS = 256  # a KV cache has a multiple of this number of cells
+STEP_TOKENS = 256  # the number of cells of a KV cache is a multiple of this number
 COMPRESSED = 4  # tokens per compressed key of DeepSeek V4, if an indexer chooses among these keys
 WIDE_COMPRESSED = 128  # tokens per compressed key of DeepSeek V4, if every token reads all of these keys
 
@@ -38,7 +40,7 @@ WIDE_COMPRESSED = 128  # tokens per compressed key of DeepSeek V4, if every toke
 def number(layout: ExpertLayout, name: str, default: int = 0) -> int:
     """Returns the metadata value `<arch>.<name>`, the largest one of an array; `default` if the name is missing.
 
-    Returns 0 for a value that is no whole number below 2^24.
+    Returns 0 for an empty array, and for a value that is not a whole number from 0 to 2^24 - 1.
     """
     value: Value = layout.metadata.get(f"{layout.arch}.{name}", default)
     if isinstance(value, tuple):
@@ -47,14 +49,14 @@ def number(layout: ExpertLayout, name: str, default: int = 0) -> int:
 
 
 def row_bytes(ggml_type: int, n: int) -> int:
-    """Returns the bytes of a row of `n` numbers of this type. The last block counts in full even if the row fills only
-    a part of it."""
+    """Returns the size in bytes of a row of `n` numbers of this type. The last block counts in full even if the row
+    fills only a part of it."""
     _, block, block_bytes = GGML_TYPES[ggml_type]
     return -(-n // block) * block_bytes
 
 
 def is_stateful(layout: ExpertLayout) -> bool:
-    """Returns True if a sequence has a state that cannot be cut after any token."""
+    """Returns True if the architecture's sequences have a state that cannot be cut at every token."""
     return layout.arch in EVERY_LAYER | INTERVALS.keys() | WITHOUT_HEADS | {DEEPSEEK4}
 
 
@@ -65,7 +67,7 @@ def shares_cells(layout: ExpertLayout) -> bool:
 
 
 def recurrent_layers(layout: ExpertLayout) -> frozenset[int]:
-    """Returns the layers that have a recurrent state."""
+    """Returns the indices of the layers that have a recurrent state."""
     layers = range(layout.hparams.n_layer)
     return frozenset(il for il in layers if _is_recurrent(layout, il))
 
@@ -83,7 +85,7 @@ def _is_recurrent(layout: ExpertLayout, il: int) -> bool:
 
 
 def attention_layers(layout: ExpertLayout) -> list[int]:
-    """Returns the layers that have a KV cache, including the heads that draft."""
+    """Returns the indices of the layers that have a KV cache, including the layers of loaded heads that draft."""
     hparams = layout.hparams
     layers: Iterable[int] = range(hparams.n_layer + layout.n_layer_nextn * layout.loads_heads)
     if not is_stateful(layout):
@@ -93,7 +95,8 @@ def attention_layers(layout: ExpertLayout) -> list[int]:
 
 
 def state_bytes(layout: ExpertLayout) -> int:
-    """Returns the bytes of one recurrent state; a snapshot of the state has the same size."""
+    """Returns the size in bytes of one sequence's recurrent state, over all layers. A snapshot of the state has the
+    same size."""
     if layout.arch == DEEPSEEK4:
         return _compressor_bytes(layout)
     n_embd, n_head = layout.hparams.n_embd, layout.hparams.n_head[0]
@@ -116,7 +119,7 @@ def state_bytes(layout: ExpertLayout) -> int:
 
 
 def _ngram_floats(layout: ExpertLayout) -> int:
-    """Returns how many numbers the layers with an n-gram table keep about the last tokens."""
+    """Returns how many numbers of the recurrent state the layers with an n-gram table keep about the last tokens."""
     layers = layout.metadata.get(f"{layout.arch}.ple.layers", ())
     n_layers = len(layers) if isinstance(layers, tuple) else 0
     n_before = max(0, number(layout, "ple.conv_kernel") - 1) * number(layout, "ple.ngram_size")
@@ -124,7 +127,7 @@ def _ngram_floats(layout: ExpertLayout) -> int:
 
 
 def _ratios(layout: ExpertLayout) -> tuple[Value, ...]:
-    """Returns how many tokens share one compressed key, for each layer of DeepSeek V4; 0: its keys are not
+    """Returns how many tokens share one compressed key, for each layer of DeepSeek V4. 0: the layer's keys are not
     compressed."""
     found = layout.metadata.get(f"{layout.arch}.attention.compress_ratios", ())
     return found[: layout.hparams.n_layer] if isinstance(found, tuple) else ()
@@ -139,7 +142,8 @@ def _compressor_bytes(layout: ExpertLayout) -> int:
 
 
 def compressed_kv_bytes(layout: ExpertLayout, n_ctx: int, type_k: int) -> int:
-    """Returns the bytes of one sequence's KV cache in DeepSeek V4: the keys of all tokens, and the compressed keys."""
+    """Returns the size in bytes of one sequence's KV cache in DeepSeek V4: the keys of all tokens, and the compressed
+    keys."""
     hparams, ratios = layout.hparams, _ratios(layout)
     key = row_bytes(type_k, hparams.key_length * max(hparams.n_head_kv))
     indexed = row_bytes(type_k, number(layout, "attention.indexer.key_length"))

@@ -1,7 +1,7 @@
 """Changes the budgets for the experts of a loaded model, and with them the number of slots in its tiers.
 
-A budget has at least the slots that the model's passes use, and at most the slots that it had at the load. "auto"
-restores the slots of the load.
+A budget must hold the slots that the model's passes use; one slot is enough below devices. A tier never gets more slots
+than it had at the load. "auto" restores the slots of the load.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def set_budget(
     expert_cache: Budget | None,
     vram_cache: Budget | None,
 ) -> None:
-    """Changes the budgets of a model with this context and session, as `Llama.set_budget` does."""
+    """Implements `Llama.set_budget` for a model with this context and session. None as `session`: the model has no
+    slots, and nothing changes."""
     context.check_caller()
     with context.lock:
         context.check_open()
@@ -59,7 +60,8 @@ def set_budget(
 
 def _shorten_passes(llm: UpstreamLlama, plan: Plan) -> None:
     """Limits passes to the number of tokens for which a device computes the same bits from slots as with every expert
-    in memory. Does nothing if no device has slots, if there are staging tensors, or if passes are short enough."""
+    in memory, and warns. Does nothing if no device has slots, if there are staging tensors, or if passes are short
+    enough."""
     most = plan.slot_tokens
     if plan.device is None or plan.n_staging or min(llm.n_batch, plan.n_ubatch) <= most:
         return
@@ -73,8 +75,8 @@ def _shorten_passes(llm: UpstreamLlama, plan: Plan) -> None:
 
 
 def _in_vram(session: Session, vram_cache: Budget) -> int:
-    """Returns the number of slots on all devices together for a budget that includes staging tensors, as at the load.
-    Raises BudgetError for fewer slots than passes use, and if no device has slots."""
+    """Returns the number of slots that a budget holds on all devices together, in addition to the staging tensors that
+    the budget includes. Raises BudgetError for fewer slots than passes use, and if no device has slots."""
     cache, plan, store = parse_expert_cache(vram_cache, "vram_cache"), session.plan, session.store
     if plan.layers_on is not None:
         raise BudgetError(
@@ -97,7 +99,10 @@ def _in_vram(session: Session, vram_cache: Budget) -> int:
 def _in_ram(session: Session, cache: ExpertCache) -> dict[Slots, int]:
     """Returns the numbers of slots in RAM for a budget. If the CPU computes every layer, these are all slots. Otherwise
     they are the slots below devices, and the slots of the layers that the CPU computes, in the same proportion as at
-    the load. Raises what `_in_vram` raises."""
+    the load.
+
+    Raises BudgetError for too few slots, and if the model has no slots in RAM.
+    """
     store, plan, option = session.store, session.plan, f"expert_cache={str(cache)!r}"
     least = plan.pass_slots(session.layout, on_device=False)
     if plan.device is None:

@@ -1,8 +1,9 @@
 """Tracks how many of its last tokens each sequence of a context can lose, if the model has a recurrent state.
 
 llama.cpp keeps a snapshot of the state before each of the last tokens of a sequence's last ubatch. It does not check
-that a snapshot belongs to the token that the caller names. Snapshots of shorter ubatches are stale, and so are
-snapshots of sequences whose state was moved for another ubatch. This module knows which snapshots are valid.
+that a snapshot belongs to the token that the caller names. Snapshots from before a short ubatch may remain, but are
+stale. Snapshots of sequences whose state was moved for another ubatch are stale, too. This module knows which snapshots
+are valid.
 """
 
 from __future__ import annotations
@@ -14,21 +15,22 @@ from moegguf.engine.sequences import SequenceTokens
 
 
 class Rollback:
-    """The snapshots of a context, which has `n_rs_seq` of them for each sequence. `n_ubatch`: most tokens that are
-    computed at once. `own_cells`: only sequences with consecutive numbers are computed at once."""
+    """The valid snapshots of a context, which has memory for `n_rs_seq` snapshots of each sequence. `n_ubatch`: most
+    tokens in an ubatch. `own_cells`: True if the sequences of an ubatch must have consecutive numbers."""
 
     def __init__(self, n_rs_seq: int, n_ubatch: int, own_cells: bool = False) -> None:
         self._n_rs_seq = n_rs_seq
         self._n_ubatch = n_ubatch
         self._own_cells = own_cells
-        self._n_back: dict[int, int] = {}  # number of last tokens that a sequence can lose
+        self._n_back: dict[int, int] = {}  # {sequence: how many of its last tokens it can lose}
         self._restored: set[int] = (
             set()
         )  # sequences that were rolled back: until their next pass their state is a snapshot
 
     def most_lost(self, sequences: Sequence[int]) -> int:
-        """Returns how many tokens each of these sequences can lose after a pass. In the pass, these sequences come
-        last, in this order and with equally many tokens; all sequences before them have one token each."""
+        """Returns how many of its last tokens each of these sequences can lose after a pass, at most. The pass must end
+        with these sequences, in this order and with equally many tokens. Each sequence before them must have one token
+        in the pass."""
         first = sequences[0]
         if self._own_cells and [*sequences] != [*range(first, first + len(sequences))]:
             return 0

@@ -1,8 +1,8 @@
 """Limits the memory of tables that are read row by row, if a memory limit counts their pages.
 
-llama.cpp maps such a table, and the operating system reads the page of each row that a token looks up. On a machine
-without a limit these pages stay as long as nothing else needs the memory. A memory cgroup counts them like slots, so
-that other loads would see less free memory. There the pages are dropped whenever they may exceed the plan.
+llama.cpp maps such a table, and the operating system reads the page of each row that a token looks up. Without a memory
+limit, these pages stay as long as nothing else needs the memory. A memory cgroup counts the pages like slots, so that
+other loads would see less free memory. In a cgroup the pages are therefore dropped before they take more than planned.
 """
 
 from __future__ import annotations
@@ -17,27 +17,29 @@ from pathlib import Path
 from moegguf.engine.machine import MACHINE, read_memory
 from moegguf.gguf.experts import ExpertLayout, RowTable
 
-ROW_PAGES_BYTES = 64 << 20  # most bytes of row tables' pages in memory; the plan counts them among the weights
+# most bytes of row tables' pages in memory for which a load is planned; they count as weights
+ROW_PAGES_BYTES = 64 << 20
 _MAPS = Path("/proc/self/maps")
 _STATM = Path("/proc/self/statm")
 
 
 def row_pages_bytes(layout: ExpertLayout) -> int:
-    """Returns the bytes of memory that a plan counts for the pages of a model's row tables."""
+    """Returns how many bytes of memory a plan counts for the pages of a model's row tables."""
     return min(ROW_PAGES_BYTES, sum(table.n_bytes for table in layout.row_tables))
 
 
 class RowTables:
-    """The row tables of a model that was just loaded."""
+    """The row tables of a model. The constructor is called after the load, before any row is read."""
 
     def __init__(self, layout: ExpertLayout) -> None:
         is_limited = bool(layout.row_tables) and read_memory().limited_by != MACHINE
         self._layout = layout
         self._tables = layout.row_tables if is_limited else ()
-        self._before = _mapped_bytes() if is_limited else 0  # bytes of other mapped files, such as libraries
+        # mapped files in memory before any row is read, such as libraries
+        self._before = _mapped_bytes() if is_limited else 0
 
     def after_pass(self) -> None:
-        """Drops the pages if the next pass might need more of them than planned."""
+        """Drops the pages if they take more than half of ROW_PAGES_BYTES. Does nothing without a memory limit."""
         if self._tables and _mapped_bytes() - self._before > ROW_PAGES_BYTES // 2:
             self.drop_pages()
 
@@ -53,12 +55,12 @@ class RowTables:
 
 
 def _mapped_bytes() -> int:
-    """Returns the bytes of mapped files that are in this process's memory at present."""
+    """Returns how many bytes of mapped files are in this process's memory now."""
     return int(_STATM.read_text().split()[2]) * mmap.PAGESIZE
 
 
 def _mapped(path: Path, table: RowTable) -> Iterator[tuple[int, int]]:
-    """Yields (address, bytes) of the whole pages of a table that this process has mapped."""
+    """Yields (address, number of bytes) of each mapped range of whole pages of a table."""
     first = -(-table.offset // mmap.PAGESIZE) * mmap.PAGESIZE
     last = (table.offset + table.n_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
     file = os.stat(path)

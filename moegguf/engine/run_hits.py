@@ -9,7 +9,7 @@ from moegguf.engine.stats import Stats
 from moegguf.errors import ExpertIOError
 from moegguf.gguf.experts import ExpertLayout
 
-LEAST_PASSES = 32  # the hit rate of a shorter answer has no meaning
+LEAST_PASSES = 32  # fewest passes of an answer whose hit rate counts
 
 
 class RunHits:
@@ -27,7 +27,8 @@ class RunHits:
             self._answers[share] = before + answer if before else answer
 
     def save(self) -> None:
-        """Saves the hit rates. They replace the hit rates of earlier loads with the same shares of slots."""
+        """Saves the hit rates. They replace the hit rates of earlier loads with the same shares of slots. Saves nothing
+        if the model's files can no longer be read."""
         if self._answers:
             rates = {share: answers.hit_rate for share, answers in self._answers.items()}
             with suppress(ExpertIOError):

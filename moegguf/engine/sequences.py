@@ -1,8 +1,8 @@
 """Several sequences in one context: passes with tokens of many sequences, and whether a token's bits depend on the rest
 of its pass.
 
-Sequences share one KV cache (llama.cpp's `kv_unified`). A cell can belong to every sequence that begins with the same
-tokens, so that sequences share a prefix without copying data.
+Most models' sequences share one KV cache (llama.cpp's `kv_unified`). A cell can belong to every sequence that begins
+with the same tokens, so that sequences share a prefix without copying data.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ MAX_SEQUENCES = 256  # llama.cpp's LLAMA_MAX_SEQ
 CACHE_TYPES = tuple(map(ggml_type, ("f32", "f16", "q8_0")))  # types of the KV cache that the attention kernels can read
 HEAD_STEP = 16  # the attention kernels need rows whose length is a multiple of this
 _FLASH_OFF = 0  # value of enum llama_flash_attn_type
-# Architectures with a recurrent state whose whole graph was checked (tests/live/test_hybrid_width.py).
+# Architectures with a recurrent state whose results do not depend on the rest of a pass
+# (tests/live/test_hybrid_width.py).
 STATEFUL_ARCHS = frozenset((
     "bailingmoe3", "deepseek4", "glm5-next", "granitehybrid", "jamba", "kimi-k3", "kimi-linear", "lfm2moe",
     "minimax-01", "nemotron_h_moe", "qwen35moe", "qwen3next", "qwen4exp",
@@ -51,9 +52,9 @@ class SequenceTokens:
     n_past: int  # number of tokens of the sequence before these
     request: int  # number of the request in routing events
     phase: Phase
-    wants_logits: bool = True  # True: the last token, and each token of `draft`, have logits
+    wants_logits: bool = True  # True: the last of `tokens`, and each token of `draft`, have logits
     all_logits: bool = False  # True: every token has logits
-    draft: Sequence[int] = ()  # tokens that may come after `tokens`
+    draft: Sequence[int] = ()  # guessed tokens after `tokens`, which the pass verifies
 
     @property
     def n_evaluated(self) -> int:
@@ -91,12 +92,12 @@ class PassBatch:
     def fill(
         self, chunks: Sequence[SequenceTokens], position: Callable[[int], int] = int, all_logits: bool = False
     ) -> list[int]:
-        """Sets the tokens of the batch. Returns the index of the logits row of each chunk's last token. The rows of the
+        """Sets the tokens of the batch. Returns the index in the batch of the last of each chunk's `tokens`. The
         chunk's draft tokens follow directly.
 
-        position: returns the position of the token after the first n.
+        position: returns the position of a sequence's token with this index.
 
-        all_logits: every token gets logits.
+        all_logits: True if every token gets logits.
 
         Raises OptionError for a chunk without tokens.
         """
@@ -121,9 +122,9 @@ def is_batch_invariant(llm: UpstreamLlama, layout: ExpertLayout, plan: Plan) -> 
     """Returns True if a token has the same bits in a pass of any width, with any other sequences, wherever its cells
     lie.
 
-    The CPU kernels of `native/kernels` and plain matrix products guarantee this (`tools/width_check.py`). GPUs,
-    recurrent states of architectures outside of STATEFUL_ARCHS, attention without flash attention, and processors
-    without AVX2 do not.
+    The CPU kernels of `native/kernels` and plain matrix products guarantee this (`tools/width_check.py`). They need
+    AVX2, flash attention, and cache types and head sizes that they support. GPUs, and recurrent states of architectures
+    outside of STATEFUL_ARCHS, do not guarantee it.
     """
     params, arch = llm.context_params, llm.metadata.get("general.architecture")
     return (

@@ -1,7 +1,7 @@
 """The expert store of one model, with its connection to llama.cpp, its listeners, and the figures of its tiers.
 
-The store is opened before the model and closed after it, because the model's expert tensors lie in the store's reserved
-buffer type. The arrays that were passed to llama.cpp are kept here until then.
+The store is opened before the model and closed after it, because the model's expert tensors have the store's reserved
+buffer type. The session keeps the arrays that llama.cpp reads.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ EXPERT_TENSORS = r"\.ffn_(gate|up|down|gate_up)_exps\.weight"
 def open_store(
     layout: ExpertLayout, plan: Plan, options: StoreOptions, mirrors: Sequence[Sequence[Path]] = ()
 ) -> Store:
-    """Opens a store with the plan's slots. If a device has too little memory, there are fewer slots, and a warning.
+    """Opens a store with the plan's slots. If they cannot be allocated, opens the store with fewer staging tensors or,
+    with a warning, with fewer slots.
 
     mirrors: copies of the layout's shards. Raises AllocationError if not even the minimum fits, and OptionError for a
     mirror that differs.
@@ -98,15 +99,15 @@ def staging_of_pool(n_staging: int, n_pools: int) -> int:
 
 
 def pools_of(layout: ExpertLayout, part: MemoryPlan, needed: int, n_staging: int = 0) -> list[MemoryPlan]:
-    """Returns a device's part as one pool, or as several pools, each for some of its layers.
+    """Returns a memory's part as one pool, or as several pools, each for some of its layers.
 
     There are several pools if one pool would be larger than the device's buffers or kernels allow. If several pools
     would have too few slots for a pass, there is one pool with fewer slots instead, and a warning.
 
     needed: number of slots that a pass uses in a layer.
 
-    n_staging: staging tensors that are planned for the device. Every pool needs one. If the plan has fewer than pools,
-    the additional tensors take the memory of some slots.
+    n_staging: staging tensors that are planned for the device. If there are any, every pool needs one. If the plan has
+    fewer than pools, the additional tensors take the memory of some slots.
     """
     most = most_slots(layout, part.name, part.n_slots)
     if most >= part.n_slots:
@@ -133,7 +134,7 @@ def pools_of(layout: ExpertLayout, part: MemoryPlan, needed: int, n_staging: int
 
 
 class Place(enum.IntEnum):
-    """The place of an expert: only in the file (DISK), on its way to a slot, or in a slot."""
+    """The place of an expert: only in the file (DISK), on its way to a slot (LOADING), or in memory (RAM, VRAM)."""
 
     DISK = 0
     LOADING = 1
@@ -166,8 +167,11 @@ class RoutingListener(Protocol):
 
 class RoutingListeners:
     """The listeners of one store, such as the controller and a recorder. Each of them receives every event, in order.
+    After an exception in a listener, all listeners are removed.
+
     Without a listener the store sends no events, and the routing of a resident model costs nothing. Adding or removing
-    a listener renews the subscription between two routing events."""
+    a listener renews the subscription between two routing events.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -178,8 +182,8 @@ class RoutingListeners:
         self._subscribe((*self._listeners, listener))
 
     def remove(self, listener: RoutingListener) -> None:
-        """Removes a listener. Returns after the last event that it receives. Does nothing if the listener was not
-        added."""
+        """Removes a listener. After the call, the listener receives no more events. Does nothing if the listener was
+        not added."""
         if listener in self._listeners:
             self._subscribe(tuple(other for other in self._listeners if other is not listener))
 
@@ -230,7 +234,7 @@ class Session:
         self._pid = os.getpid()
         self.store = open_store(layout, plan, options, mirrors)
         self._has_mirrors = bool(mirrors)
-        self._dropped = set[int]()  # indices of the copies for which a warning was given
+        self._dropped = set[int]()  # indices of the copies of the model's files for which a warning was given
         self._warn_of_dropped()
         self.listeners = RoutingListeners(self.store)
         layers = "|".join(str(layer.il) for layer in layout.layers)
@@ -241,7 +245,8 @@ class Session:
         self._devices = (c.c_void_p * (len(on_devices) + 1))(*on_devices, None)
 
     def attach_model(self, params: c.Structure) -> None:
-        """Makes llama.cpp put experts into the store's reserved buffer type, so that only the store reads them."""
+        """Makes llama.cpp give experts the store's reserved buffer type, so that only the store reads them. If the plan
+        divides layers among several memories, also sets the devices."""
         params.tensor_buft_overrides = c.addressof(self._overrides)
         if self.plan.devices:
             params.devices = c.addressof(self._devices)
@@ -260,7 +265,7 @@ class Session:
         """Frees about half of the slots from which layers compute, because weights or a context did not fit into a
         device's memory.
 
-        Returns False if no slots can be freed.
+        Returns False, and frees nothing, if no device has slots or if passes need all slots.
 
         unload: called before slots are freed, to free the parts of the model that were already loaded.
         """
@@ -284,8 +289,8 @@ class Session:
         return os.getpid() != self._pid
 
     def raise_failure(self) -> None:
-        """Raises the typed error of the last pass if it failed, or the exception of a callback. Warns of copies of the
-        model that failed."""
+        """Raises the typed error of the last pass if it failed, or CallbackError if a callback has raised. First warns
+        once of each copy of the model's files that is no longer read because reading it failed."""
         self._warn_of_dropped()
         failure = self.store.context.take_failure()
         if failure is not None:
@@ -304,7 +309,7 @@ class Session:
                 )
 
     def _drives(self) -> tuple[DriveStats, ...]:
-        """Returns the figures of each copy of the model's files; () without mirrors."""
+        """Returns the figures of the model's own files and of each mirror; () without mirrors."""
         return tuple(
             DriveStats(
                 f"mirror {index}" if index else "file",
@@ -317,7 +322,7 @@ class Session:
         )
 
     def stats(self, eval_s: float) -> Stats:
-        """Returns the store's counters. eval_s: seconds of evaluation, which the caller has measured."""
+        """Returns the counters and sizes of the store. eval_s: seconds of evaluation, which the caller has measured."""
         counters, info = self.store.counters(), self.store.info()
         seconds: dict[str, Any] = {
             f"{name}_s": counters[f"{name}_ns"] / 1e9 for name in ("stall", "hook", "read", "upload")
@@ -347,7 +352,7 @@ class Session:
 
     def places(self) -> npt.NDArray[np.uint8]:
         """Returns the `Place` of each expert, shape (n_layer, n_expert). If an expert is in slots of several tiers,
-        VRAM has priority over RAM."""
+        VRAM has priority over RAM. Experts of whole layers on a device count as VRAM."""
         places = np.zeros(self.store.shape, np.uint8)
         for tier in reversed(self.store.tiers):
             there = self.store.residency(tier)
@@ -360,11 +365,11 @@ class Session:
         return places
 
     def tiers(self) -> dict[str, dict[str, Any]]:
-        """Returns every figure of each tier, with times in ns. The tier from which layers compute comes first.
+        """Returns {name of a tier: its figures}, with times in ns. The tier from which layers compute comes first.
 
-        The tiers are "VRAM" and "RAM", or "RAM" alone. "CPU" follows if a device leaves layers to the CPU, which
-        computes them from separate slots in RAM. "VRAM" counts the look-ups of the layers that devices compute. "RAM"
-        below it counts the look-ups that missed in VRAM.
+        The tiers are "RAM" if the CPU computes all layers with slots; otherwise "VRAM", and "RAM" if slots lie below
+        it. "CPU" follows if a device leaves layers to the CPU, which computes them from separate slots in RAM. "VRAM"
+        counts the look-ups of the layers that devices compute. "RAM" below it counts the look-ups that missed in VRAM.
         """
         names = (VRAM, RAM) if self._on_device else (RAM,)
         found = {name: self.store.tier(tier) for name, tier in zip(names, self.store.tiers, strict=False)}

@@ -34,7 +34,8 @@ def simulated_budgets(
 def devices_of(
     shape: MoeShape, shares: Sequence[float], tensor_split: Sequence[float], links: Sequence[Link]
 ) -> tuple[DeviceSlots, ...]:
-    """Returns simulated devices with slots and staging tensors. Layers are split among them as llama.cpp does it.
+    """Returns simulated devices with slots and staging tensors. Layers are divided among them as llama.cpp divides
+    them.
 
     shares: share of all experts (0 to 1), one for all devices together or one for each.
 

@@ -1,15 +1,15 @@
-"""The solver decides which memory has which experts, context and buffers, within the budgets of a load.
+"""The solver decides which memory has which layers, slots, context and buffers, within the budgets of a load.
 
-`make_plan` plans each placement that is allowed and fits, and takes the fastest (`_choose`). A placement is a plan of
-one kind: - The CPU computes everything (`_plan_cpu`). - A device computes everything except the experts of some layers
-(`plan_layers`). - Devices compute from slots (`plan_slots`). More slots in RAM may lie below these, and the CPU may
-compute some layers.
+`make_plan` plans the possible placements, and takes the fastest one that is allowed and fits (`_choose`), or the first
+one if no speeds are known. In the plan of `_plan_cpu` the CPU computes everything. In the plan of `plan_layers` a
+device computes everything except the experts of some layers. In the plan of `plan_slots` devices compute from slots.
+More slots in RAM may lie below these, and the CPU may compute some layers.
 
 `Pool` decides for each memory how many slots it has, and how many tokens a pass has, in addition to everything else
 that lies there. Buffers of a pass grow with its tokens. Fewer tokens in a pass leave room for more slots, so that
 answers read fewer experts. But a prompt then has more passes, and every pass fetches most experts again.
 
-The solver reads no weights, measures nothing and allocates nothing: equal arguments lead to equal plans.
+The solver reads no weights, measures nothing and allocates nothing.
 """
 
 from __future__ import annotations
@@ -79,11 +79,13 @@ def make_plan(
     speeds: Speeds | None = None,
     hits: HitCurve | None = None,
 ) -> Plan:
-    """Returns the plan for running `layout` on `machine`. Devices are used if the machine has some.
+    """Returns the plan for running `layout` on `machine`. Devices are used if the machine has some and the plan with
+    them is chosen.
 
-    speeds: speeds of the only device, with which placements are compared; None: takes the first placement that fits.
-    hits: hit rates to expect; None: published ones. Raises BudgetError, with the minimum, if nothing that `spec` allows
-    fits. Raises OptionError for options that do not fit the devices.
+    speeds: speeds of the only device, with which placements are compared; None: takes the first kind in KINDS_OF that
+    is allowed and fits. hits: hit rates to expect; None: published ones.
+
+    Raises BudgetError if nothing that `spec` allows fits. Raises OptionError for options that do not fit the devices.
     """
     task = Task.of(layout, machine, spec)
     if not machine.devices:
@@ -129,7 +131,7 @@ class Task:
 
     @property
     def device_sizes(self) -> Sizes:
-        """The sizes of everything on devices. Nothing is drafted there unless the user chose drafts."""
+        """The sizes for planning on devices. If drafts are left to "auto", nothing is drafted there."""
         n_rs_seq = 0 if self.spec.draft == "auto" else self.sizes.n_rs_seq
         return replace(self.sizes, on_device=True, n_rs_seq=n_rs_seq)
 
@@ -141,10 +143,11 @@ class Task:
 
 
 def _plan_each(task: Task) -> tuple[dict[Kind, Plan], dict[Kind, BudgetError]]:
-    """Returns the plan of each kind that fits, and the errors of the kinds that do not fit."""
+    """Returns the plan of each kind that fits, and the errors of the kinds that do not fit. Leaves out kinds that are
+    impossible or would bring nothing beside the others."""
     plans, refused = dict[Kind, Plan](), dict[Kind, BudgetError]()
     for kind, plan in _WAYS.items():
-        # Whole layers without the CPU would be the same as slots for every expert.
+        # Whole layers need one undivided device. They bring nothing if the device has a slot for every expert.
         if kind == "layers" and (task.is_divided or "resident" in plans):
             continue
         if kind == "cpu" and task.is_divided and plans:
@@ -159,8 +162,8 @@ def _plan_each(task: Task) -> tuple[dict[Kind, Plan], dict[Kind, BudgetError]]:
 
 
 def _allowed(task: Task, plans: Mapping[Kind, Plan], refused: Mapping[Kind, BudgetError]) -> list[Kind]:
-    """Returns the kinds of these plans that the options allow. If there is none, raises the error of a
-    requested kind."""
+    """Returns the kinds of these plans that the options allow. If there is none, raises the BudgetError of a requested
+    kind."""
     spec = task.spec
     no_cpu = spec.refuses_cpu or (task.is_divided and spec.vram_cache != (AUTO,))
     asked = [kind for kind in KINDS_OF[spec.placement] if not (kind == "cpu" and no_cpu)]
@@ -241,7 +244,7 @@ def best_fit(layout: ExpertLayout, found: Iterable[Fit], n_ctx: int = PROMPT_TOK
 
 def budget_slots(cache: ExpertCache, layout: ExpertLayout, slot_bytes: int, free_bytes: int = 0) -> int:
     """Returns how many slots a budget holds, which may be more than there are experts. "auto": the slots that fit into
-    `free_bytes`."""
+    `free_bytes`, or into the budget's own limit if that is smaller."""
     if cache.mode == "fraction":
         return math.floor(cache.fraction * layout.n_expert_total + 1e-9)
     n_bytes = cache.n_bytes if cache.mode == "bytes" else min(free_bytes, cache.n_bytes or free_bytes)
@@ -258,7 +261,7 @@ class Pool:
     sizes: Sizes  # missing sizes are chosen here
     streams: bool = False  # True: experts without a slot are streamed or staged
     option: str = "expert_cache"  # name of the option with the budget
-    staging_bytes: int = 0  # bytes of staging tensors
+    staging_bytes: int = 0  # bytes of the staging tensors on all devices
     staging_within: bool = True  # True: a given budget includes these tensors
     slot_tokens: int = NO_LIMIT  # most tokens of a pass that is not staged (`plan.allowed_ubatch`)
 
@@ -290,14 +293,14 @@ class Pool:
 
     def _auto_fit(self) -> Fit:
         """Returns the number of slots and the tokens of a pass for the memory that everything else and the margin
-        leave."""
+        leave. Raises BudgetError if the memory is too small."""
         layout, sizes, memory, size = self.layout, self.sizes, self.memory, self.slot_bytes
         most, found = layout.n_expert_total, list[Fit]()
         if self.cache.n_bytes:
             most = min(most, self.cache.n_bytes // size - self._staging_slots())
         for n_ubatch in self._ubatches(sizes.most_ubatch(layout)):
             if found and found[0] == (layout.n_expert_total, sizes.usual_ubatch):
-                break  # a longer pass would save nothing
+                break  # every expert has a slot beside a usual pass, so another pass would save nothing
             needs = sizes.needs(layout, n_ubatch)
             free_bytes = memory.usable_bytes - self.staging_bytes - needs.total_bytes(0)
             n_slots = min(most, max(0, free_bytes) // (size + needs.slot_work_bytes))
@@ -322,8 +325,8 @@ class Pool:
         return fit
 
     def _given_fit(self) -> Fit:
-        """Returns the number of slots in a given budget, and the best number of tokens in a pass whose buffers fit into
-        the free memory in addition to these slots."""
+        """Returns the number of slots in a given budget, and the best number of tokens in a pass. If possible, the
+        buffers of the pass fit into the free memory in addition to the slots."""
         layout, sizes, size, budget = self.layout, self.sizes, self.slot_bytes, f"{self.option}={str(self.cache)!r}"
         n_total, n_staged = layout.n_expert_total, self._staging_slots()
         n_held = budget_slots(self.cache, layout, size) - n_staged
@@ -353,7 +356,8 @@ class Pool:
         """Returns the pairs of `n_slots` and a number of tokens in a pass, at most `most`, from which to choose.
 
         If the user has set the number of tokens, there is only this choice, even if the memory is too small for it. A
-        pass that is longer than usual must leave the margin of the memory free.
+        pass that is longer than usual must leave the margin of the memory free. If no number fits, the first one is the
+        only choice.
         """
         sizes, layout, memory = self.sizes, self.layout, self.memory
         ubatches = self._ubatches(most)
@@ -371,7 +375,7 @@ class Pool:
         return found or [(n_slots, ubatches[0])]
 
     def _staging_slots(self) -> int:
-        """Returns how many slots of the budget staging tensors take."""
+        """Returns how many slots of the budget staging tensors take; 0 if the budget does not include them."""
         return slots_for(self.staging_bytes, self.slot_bytes) if self.staging_within else 0
 
     def _allowed(self, n_slots: int) -> int:
@@ -380,7 +384,8 @@ class Pool:
     def _ubatches(self, most: int) -> list[int]:
         """Returns the numbers of tokens in a pass from which to choose: the usual one, then larger, then smaller ones.
 
-        These are powers of two, and every number up to SMALL_UBATCH_TOKENS.
+        Larger and smaller ones are the powers of two, every number up to SMALL_UBATCH_TOKENS, and the limits: `most`,
+        and the tokens of an image.
         """
         least, usual = self.sizes.one_pass_tokens, min(self.sizes.usual_ubatch, most)
         powers = (1 << bit for bit in range(most.bit_length()))
@@ -390,7 +395,7 @@ class Pool:
         return [usual, *larger, *smaller]
 
     def _explain(self, fit: Fit, found: Sequence[Fit], why: str) -> None:
-        """Sets the reason for the tokens of a pass, which were chosen among `found`.
+        """Sets `pass_reason` for the tokens of a pass, which were chosen among `found`.
 
         why: the reason to report if a pass has fewer tokens than usual, and neither the device nor the number of slots
         is the cause.
@@ -451,7 +456,7 @@ def _every_layer(layout: ExpertLayout) -> tuple[int, ...]:
 
 
 def _plan_cpu(task: Task) -> Plan:
-    """Returns the plan of a machine whose CPU computes everything."""
+    """Returns the plan in which the CPU computes everything."""
     layout, memory = task.layout, task.machine.memory
     streams = task.cpu_streams and slot_sizes(layout).streams
     pool = Pool(layout, task.spec.expert_cache, memory, task.sizes, streams)
@@ -501,14 +506,15 @@ def short_of(n_bytes: int, memory: Memory, where: str = "") -> Iterator[str]:
 
 
 def host_bytes(layout: ExpertLayout, n_ubatch: int) -> int:
-    """Returns the bytes of RAM that a model takes if a device computes all layers: token embeddings, pages of row
-    tables, logits, and `fixed_bytes`."""
+    """Returns the estimated bytes of RAM that a model takes if a device computes all layers: token embeddings, pages of
+    row tables, logits, and `fixed_bytes`."""
     rows = layout.embedding_bytes + row_pages_bytes(layout)
     return rows + 4 * n_ubatch * layout.n_vocab + fixed_bytes(layout)
 
 
 def ram_slots(layout: ExpertLayout, cache: ExpertCache, ram: Memory, slot_bytes: int, n_ubatch: int) -> int:
-    """Returns the number of slots in RAM while a device computes. Raises BudgetError if the budget holds no expert."""
+    """Returns how many slots a budget holds in RAM while a device computes, at most one for each expert. Raises
+    BudgetError if the budget holds no expert."""
     free_bytes = ram.available_bytes - ram.margin - host_bytes(layout, n_ubatch)
     n_slots = budget_slots(cache, layout, slot_bytes, free_bytes)
     if n_slots < 1:
@@ -534,21 +540,23 @@ def divide_ram_slots(total: int, n_on_cpu: int, n_below: int, least_on_cpu: int)
 
 
 def _expert_room(task: Task, device: Device) -> tuple[Sizes, int]:
-    """Returns the sizes for a device that computes every layer, and the bytes that the device has for experts within
-    its budget. The bytes are negative if the device cannot even hold everything else."""
+    """Returns the sizes for a device that computes every layer, and the bytes for experts on the device. A given budget
+    is returned even if it does not fit. For "auto" the bytes are negative if the device cannot even hold everything
+    else."""
     budget, layout = task.spec.vram_cache[0], task.layout
     sizes = choose_context(layout, task.device_sizes, device.free_bytes, budget)
     if budget.mode == "auto":
         free = device.free_bytes - sizes.needs(layout, sizes.usual_ubatch).total_bytes(0) - device.margin
         return sizes, min(free, budget.n_bytes or free)
     if budget.mode == "fraction" and budget.fraction >= 1:
-        # slots fit the largest expert, so this may be more than `expert_bytes`
+        # every slot has the size of the largest expert, so this may be more than `expert_bytes`
         return sizes, layout.n_expert_total * slot_bytes(layout)
     return sizes, budget.n_bytes or round(budget.fraction * layout.expert_bytes)
 
 
 def _last_layers(layout: ExpertLayout, n_bytes: int) -> tuple[int, ...]:
-    """Returns the last layers whose experts together take at most `n_bytes`, but never every layer."""
+    """Returns the indices of the last layers whose experts together take at most `n_bytes`, but never of every
+    layer."""
     whole = list[int]()
     for layer in reversed(layout.layers[1:]):
         n_bytes -= layer.n_expert * layer.expert_bytes
@@ -563,7 +571,7 @@ def plan_layers(task: Task) -> Plan:
     these experts from slots in RAM. The experts of as many last layers as fit lie on the device, as all other weights
     do.
 
-    Raises BudgetError if the device has too little memory, or if RAM holds fewer experts than a token uses.
+    Raises BudgetError if the device has too little memory, or if RAM holds too few experts for a token or an image.
     """
     (device,), ram, layout, cache = task.machine.devices, task.machine.memory, task.layout, task.spec.expert_cache
     sizes, room_bytes = _expert_room(task, device)
@@ -656,13 +664,15 @@ def share_out(total: int, shares: Sequence[int], most: Sequence[int], least: int
 
 
 def plan_slots(task: Task) -> Plan:
-    """Returns the plan with slots on the machine's devices, and more slots below them in RAM.
+    """Returns the plan with slots on the machine's devices, and more slots below them in RAM if some expert has no slot
+    there.
 
     Devices also have the weights that every token uses, the context, the buffers of a pass and staging tensors. Each
     device has the largest number of staging tensors (STAGING_TENSORS, 1 or none) that fits and saves time (`_pays`).
-    There are none if every expert has a slot. If the store's options set the number of staging tensors, their bytes are
-    not part of the budget vram_cache. Raises BudgetError, with the minimum, if a budget is too small. Raises
-    OptionError for an impossible split or number.
+    There are none if every expert has a slot on a device. The store's options may set the number of staging tensors
+    instead; their bytes are then not part of the budget vram_cache.
+
+    Raises BudgetError if a budget is too small. Raises OptionError for an impossible split or number.
     """
     wanted = task.spec.store.staging
     if wanted is not None and not 0 <= wanted <= STAGING_TENSORS:
@@ -694,11 +704,13 @@ def plan_slots(task: Task) -> Plan:
 
 
 def _pays(layout: ExpertLayout, n: int, staged: Plan, without: Plan | None) -> bool:
-    """Returns True if it pays to stage prompts in `n` tensors.
+    """Returns True if the plan `staged`, with `n` staging tensors, fits into the free memory and is better than the
+    plan `without`.
 
     Several tensors pay if they take at most STAGING_SHARE of the memory for experts. One tensor pays if a typical
     request then moves fewer bytes than without staging, where prompts are read in short passes so that slots give exact
     results. If slots hold one token's experts in all layers without staging, they must also hold them with staging.
+    `without` is None if there is no plan without staging.
     """
     if staged.total_bytes > staged.available_bytes:
         return False
@@ -731,7 +743,8 @@ class _SlotsPlanner:
         self._is_alone = n_devices == len(self._vram) == 1 and not 0 <= n_gpu_layers <= self._n_layer
         self._split = None if self._is_alone else task.spec.tensor_split
         self._check_numbers()
-        self._is_shared = len(self._vram) == 1 and self._vram[0].mode != "auto"  # one budget for all devices together
+        # True: one given budget is for all devices together
+        self._is_shared = len(self._vram) == 1 and self._vram[0].mode != "auto"
         self._staging_bytes = staging_bytes(self._layout, n_staging)  # bytes of the staging tensors on each device
         self._slot_tokens = min(slot_tokens(device.name) for device in self._devices)
         total, free = (sum(getattr(d, name) for d in self._devices) for name in ("total_bytes", "free_bytes"))
@@ -772,7 +785,7 @@ class _SlotsPlanner:
             )
 
     def _joint_budget(self) -> ExpertCache:
-        """Returns the budget of all devices together."""
+        """Returns the budget of all devices together; AUTO if one of several budgets is "auto"."""
         if len(self._vram) == 1:
             return self._vram[0]
         if any(cache.mode == "auto" for cache in self._vram):
@@ -781,8 +794,8 @@ class _SlotsPlanner:
         return ExpertCache("bytes", n_bytes=sum(given))
 
     def _bytes_by_layer(self) -> list[int]:
-        """Returns the bytes of each layer: its own weights except experts, its part of the KV cache, and an equal part
-        of the weights that belong to no layer."""
+        """Returns the size in bytes of each layer. This is its own weights except experts, its part of the KV cache,
+        and an equal part of the weights that belong to no layer. The output does not count."""
         layout, needs, n_layer = self._layout, self._needs, self._n_layer
         own = [layout.layer_dense_bytes.get(il, 0) for il in range(n_layer)]
         heads = [*layout.hparams.n_head_kv[:n_layer], *([0] * n_layer)][:n_layer]
@@ -833,7 +846,8 @@ class _SlotsPlanner:
 
     def _device_of_layers(self) -> tuple[tuple[float, ...], list[int]]:
         """Returns the tensor_split for llama.cpp, and the device of each layer. Unless the user has set tensor_split,
-        the split is in proportion to the memory that devices have for layers."""
+        the split is in proportion to the memory that devices have for layers. Raises OptionError if no layer with
+        experts is on a device."""
         n_gpu_layers, rooms = self._task.n_gpu_layers, list[int]()
         beside = self._needs.compute_bytes + self._staging_bytes
         for d, device in enumerate(self._devices):
@@ -849,7 +863,8 @@ class _SlotsPlanner:
         return split, on
 
     def _slots_bytes(self, d: int, free_bytes: int) -> int:
-        """Returns the bytes that device `d` has for slots: its own budget, or its free bytes."""
+        """Returns how many bytes device `d` has for slots: its own budget without staging tensors, or `free_bytes` if
+        the budget is shared or "auto"."""
         cache = self._vram[0] if len(self._vram) == 1 else self._vram[d]
         if self._is_shared:
             return free_bytes
@@ -865,7 +880,7 @@ class _SlotsPlanner:
         return sum(self._layer_bytes[il] for il in layers)
 
     def _beside_bytes(self, layers: Sequence[int]) -> int:
-        """Returns the bytes that a device with these layers holds in addition to its slots."""
+        """Returns how many bytes a device with these layers holds in addition to its slots."""
         output = self._output_bytes if self._n_layer - 1 in layers else 0
         staged = self._staging_bytes if self._experts_of(layers) else 0
         return self._bytes_of(layers) + output + self._needs.compute_bytes + staged
@@ -884,8 +899,8 @@ class _SlotsPlanner:
         return share_out(total, most, held if sum(held) >= total else most, least)
 
     def _allowed(self, slots: Sequence[int], counts: Sequence[int]) -> Iterator[int]:
-        """Yields the most tokens of a pass that each memory allows, with its slots and the experts (`counts`) of its
-        layers.
+        """Yields the largest number of tokens in a pass for each memory, given its slots and the experts (`counts`) of
+        its layers.
 
         A memory with a slot for each expert of its layers yields nothing, because it sets no limit. Raises BudgetError
         for fewer slots than a token needs.

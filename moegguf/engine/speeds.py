@@ -1,7 +1,7 @@
 """Measures this machine's speeds with a model's own experts, once, and keeps them to compare the model's placements.
 
-The native library measures the CPU, a device, and the link between them. The speeds are kept (`known_facts`) for the
-device, the number of threads and the file system that the model lies on.
+The native library measures the CPU, a device, and the link between them. The speeds are kept (`known_facts`) separately
+for each device, number of threads, and file system that the model lies on.
 """
 
 from __future__ import annotations
@@ -33,23 +33,24 @@ from moegguf.native.slot_sizes import matrices_of, pad, slot_sizes
 from moegguf.native.store import StoreOptions
 from moegguf.quantities import MIB, Link, parse_size
 
-SECONDS = 0.06  # seconds to measure each figure, in all turns together
+SECONDS = 0.06  # total seconds for measuring one figure, over all turns
 TURNS = 3  # measurements of each figure, spread over time: other programs work in bursts, and only make figures worse
-DENSE_BYTES = 4 * MIB  # bytes of the matrix that stands for all weights outside of experts
+DENSE_BYTES = 4 * MIB  # about the bytes of the matrix that stands for the weights of one type outside of experts
 LEAST_SHARE = 0.05  # types with a smaller share of the weights outside of experts are not measured
-POOL_BYTES = 96 * MIB  # bytes of slots in each memory, used in turn, so that devices cannot compute from their caches
+# bytes of the slots on the device, which are used in turn so that caches do not help; in RAM, the least bytes
+POOL_BYTES = 96 * MIB
 CACHES = 4  # the CPU's slots have at least this many times the bytes of its last-level cache, if enough memory is free
 MOST_SLOTS = 1024
 LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")  # a text like "32768K"
-GRAPH_SHARE = 0.85  # all kernels of a model together reach this share of the speed of the experts' kernels
+GRAPH_SHARE = 0.85  # assumed speed of all kernels of a model together, as a share of the measured speed
 DISK_S = 0.15
-MEASURING_S = 120  # most seconds of the measuring process
+MEASURING_S = 120  # time limit of the measuring process in seconds
 MOST_BLOCK_BYTES = 8 << 20
-SUPPOSED_LINK = Link(12e9)  # assumed for a device that could not be measured: half of PCIe 4 x16
+SUPPOSED_LINK = Link(12e9)  # assumed for a device that could not be measured: about half of PCIe 4 x16
 # assumed for a device that could not be measured: the slowest card with published figures
 SUPPOSED_MEMORY_BYTES_PER_S = 270e9
 MOST_READ_THREADS = 16  # most threads that read memory to estimate a speed
-BLOCK_BYTES = 512  # bytes in the unit of st_blocks
+BLOCK_BYTES = 512  # bytes of a block that st_blocks counts
 DAMAGED = (KeyError, TypeError, ValueError, AttributeError, OSError, OptionError)
 
 
@@ -63,7 +64,7 @@ class KnownSpeeds:
         self._layout, self._n_threads, self._repack = layout, n_threads, repack
 
     def speeds(self, device: Device) -> Speeds:
-        """Returns the speeds that were measured before, or measures them now; returns supposed speeds if that fails.
+        """Returns the speeds that were measured before, or measures them now. Returns assumed speeds if that fails.
 
         Raises OptionError if the device has no kernel for the model's experts.
         """
@@ -79,8 +80,8 @@ class KnownSpeeds:
         return found
 
     def speeds_apart(self, device: Device) -> Speeds:
-        """Returns `speeds`, measured in a separate process: a driver keeps memory of a device for every process that
-        computes there. Raises what `speeds` raises."""
+        """Returns what `speeds` returns, but measures in a separate process, because a driver keeps memory of a device
+        for every process that computes there. Raises what `speeds` raises."""
         if known := self.known(device):
             return known
         arguments = json.dumps([str(self._layout.shards[0].path), vars(device), self._n_threads, self._repack])
@@ -97,14 +98,14 @@ class KnownSpeeds:
         raise OptionError(found["refused"])
 
     def known(self, device: Device) -> Speeds | None:
-        """Returns the speeds that were measured before; None if there are none."""
+        """Returns the speeds that were measured before; None if there are none, or if their file is damaged."""
         with suppress(*DAMAGED):
             return _speeds_of(self._fact(device).read(dict) or {})
         return None
 
     def _fact(self, device: Device) -> KnownFact:
         file_system = 0
-        with suppress(OSError):  # perhaps only the headers of the model are on this machine
+        with suppress(OSError):  # the model's file may be missing on this machine
             file_system = self._layout.shards[0].path.stat().st_dev
         about = [device.name, device.description, device.total_bytes, file_system, self._n_threads, self._repack]
         return KnownFact("placements", self._layout, about)
@@ -130,8 +131,9 @@ class KnownSpeeds:
 def expert_read_speed(
     layout: ExpertLayout, seconds: float, store: StoreOptions = StoreOptions(), mirrors: Sequence[str] = ()
 ) -> DiskSpeed:
-    """Returns the disk's speed for reads as large as this model's matrices, with as many threads as a store has
-    readers. With mirrors, all copies are read at once, and their speeds are added. Raises ModelNotFoundError."""
+    """Returns the disk's speed for reads as large as this model's largest matrix of an expert, at most
+    MOST_BLOCK_BYTES. As many threads read as a store has readers. With mirrors, all copies are read at once, and their
+    speeds are added. Raises ModelNotFoundError."""
     block_bytes = min(max(matrix.expert_bytes for matrix in layout.matrices), MOST_BLOCK_BYTES)
     paths = [layout.shards[0].path, *(mirror_paths(mirror, layout.shards)[0] for mirror in mirrors)]
 
@@ -152,9 +154,8 @@ def _speeds_of(facts: dict[str, Any]) -> Speeds:
 def measure_speeds(layout: ExpertLayout, device: str, n_threads: int, repack: bool, disk_bytes_per_s: float) -> Speeds:
     """Measures the speeds with copies of an expert of the model's largest layer. device: ggml's name.
 
-    Each figure is measured in TURNS turns, and the best one counts. The measurement takes a few seconds, and about
-    POOL_BYTES of memory on the device. In RAM it takes at least POOL_BYTES, and at least CACHES times the CPU's
-    last-level cache, but at most a quarter of the usable memory. Raises AllocationError, ExpertIOError, and OptionError
+    Each figure is measured in TURNS turns, and the best one counts. The measurement takes a few seconds, and slots of
+    about POOL_BYTES on the device and `cpu_pool_bytes` in RAM. Raises AllocationError, ExpertIOError, and OptionError
     if the device has no kernel for these experts.
     """
     layer = max(layout.layers, key=lambda layer: layer.expert_bytes)
@@ -180,7 +181,7 @@ def measure_speeds(layout: ExpertLayout, device: str, n_threads: int, repack: bo
                 n_rows = max(64, DENSE_BYTES // (n_blocks * block_bytes))
                 shape = (1 << 10, n_blocks * block, n_rows, 0, 0, 0, n_rows * n_blocks * block_bytes)
                 matrix = (abi.Matrix * 1)(abi.Matrix(b"dense", 0, abi.DOWN, number, *shape))
-                # the device may lack a kernel for experts of this type, which no expert uses; the type is then not
+                # if no expert of the model has this type, the device may lack a kernel for it; the type is then not
                 # measured
                 with suppress(OptionError):
                     slots = max(2, POOL_BYTES // shape[-1]), max(2, min(MOST_SLOTS, ram_bytes // shape[-1]))
@@ -209,8 +210,8 @@ def measure_speeds(layout: ExpertLayout, device: str, n_threads: int, repack: bo
 
 
 def cpu_pool_bytes(usable_bytes: int) -> int:
-    """Returns the bytes of the slots with which the CPU is measured: several times its last-level cache, but at most a
-    quarter of the usable bytes."""
+    """Returns the size in bytes of the slots with which the CPU is measured: POOL_BYTES, or CACHES times its last-level
+    cache if that is more. The limit is a quarter of the usable bytes."""
     wanted = POOL_BYTES
     with suppress(OSError, ValueError):
         wanted = max(wanted, CACHES * parse_size(LAST_CACHE.read_text()))
@@ -218,7 +219,7 @@ def cpu_pool_bytes(usable_bytes: int) -> int:
 
 
 def best_of(turns: Sequence[Any], token_bytes: int) -> Any:
-    """Returns the best of each figure in several structs moegguf_speeds.
+    """Returns a struct moegguf_speeds with the best value of each figure in `turns`.
 
     Bandwidth and latency of copies belong together: the best pair copies `token_bytes` in the shortest time.
     """

@@ -33,7 +33,7 @@ class Lookups:
         evictions: experts that left their slots for other experts.
         bytes_missed: bytes that came into the slots for misses; in `Stats`, bytes that were read from the file.
         bytes_prefetched: bytes that came into the slots for prefetches; in `Stats`, bytes that were read from the file.
-        stall_s: seconds that computing waited for experts.
+        stall_s: seconds that compute threads spent waiting for experts.
         slots_used: slots that hold an expert now.
         n_slots: slots that can be used now.
         pool_bytes: memory of these slots.
@@ -58,7 +58,7 @@ class Lookups:
 
     @property
     def hit_rate(self) -> float:
-        """Share of lookups that found their expert in a slot, or on its way to one."""
+        """Share of lookups that found their expert in a slot, or on its way to one; 0.0 without lookups."""
         return _ratio(self.hits, self.lookups)
 
 
@@ -68,7 +68,7 @@ class TierStats(Lookups):
 
     "CPU" has the slots from which the CPU computes the layers that a device leaves to it. `device` is ggml's name for
     the device that computes from the slots, or copies from them. The tier "RAM" below "VRAM" counts only the look-ups
-    that missed in VRAM. Its `stall_s` is the time in which a needed matrix was still being read from the file.
+    that missed in VRAM. Its `stall_s` is the time spent waiting for reads from the file.
     """
 
     name: str
@@ -102,7 +102,7 @@ class DriveStats:
 class Stats(Lookups):
     """Figures of one model since its load, in seconds and bytes.
 
-    If layers compute on a device, lookups and slots are the figures of the device's tier.
+    Lookups and slots are the figures of the tier from which layers compute.
 
     Attributes:
         tokens: evaluated tokens.
@@ -221,7 +221,7 @@ class Stats(Lookups):
 
     @property
     def hook_per_token_s(self) -> float:
-        """Seconds per token in the routing hook."""
+        """Seconds per token of the store's work at routers, without stalls."""
         return _ratio(self.hook_s, self.tokens)
 
     @property
@@ -231,8 +231,8 @@ class Stats(Lookups):
 
     @property
     def staging_overlap(self) -> float:
-        """The part of the time of staging copies in which no layer waited, as a share. Layers wait for these copies,
-        and for the reads before them."""
+        """Share of the time of staging copies in which no layer waited: 1 - staging_stall_s / staging_copy_s, but not
+        below 0. Waiting for the reads before the copies counts, too. 0.0 without copies."""
         return max(0.0, 1 - _ratio(self.staging_stall_s, self.staging_copy_s)) if self.staging_copy_s else 0.0
 
     def link_bound_share(self, link_bytes_per_s: float) -> float:
@@ -261,8 +261,8 @@ Figures = TypeVar("Figures", "Stats", "TierStats", "DriveStats")
 
 
 def _combined(now: Figures, before: Figures, operator: Callable[[Any, Any], Any]) -> Figures:
-    """Returns `now`, in which `operator` has combined each counter with the same counter of `before`. Counters of a
-    tier or of a copy of the files are combined only if `before` has this tier or copy, too."""
+    """Returns `now`, in which `operator` has combined each counter with the same counter of `before`. PRESENT_VALUES
+    stay. Counters of a tier or of a copy of the files are combined only if `before` has this tier or copy, too."""
     pairs = {each.name: (getattr(now, each.name), getattr(before, each.name)) for each in fields(now)}
     fixed = PRESENT_VALUES | {"name", "device", *PARTS}
     changed = {name: operator(*pair) for name, pair in pairs.items() if name not in fixed}

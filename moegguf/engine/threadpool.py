@@ -20,7 +20,7 @@ from moegguf.errors import AllocationError
 from moegguf.native import library
 
 PARAMS_BYTES = 1024  # room for a struct ggml_threadpool_params (ggml.h), which only ggml reads: 528 bytes, or more
-PERIOD_S = 0.25  # seconds between decisions; the system counts processor time in steps of 0.01 s
+PERIOD_S = 0.25  # least seconds between decisions; the system counts processor time in steps of 0.01 s
 IDLE_S = 0.25  # seconds without a pass, after which the measured use of processors is ignored
 MEMORY_S = 10.0  # seconds for which a measured time per token is valid
 # another number of threads is used if its time per token is below this share of the time with as many threads as free
@@ -81,14 +81,15 @@ class ThreadGovernor:
         self._n_cpu = n_cpu
         self._n_max = n_max
         self._n_free = n_max  # number of threads that follows from the number of free processors
-        self._token_s: dict[int, tuple[float, float]] = {}  # number of threads: (seconds per token, time of measuring)
+        # {number of threads: (seconds per token, time of measuring)}
+        self._token_s: dict[int, tuple[float, float]] = {}
         self.n_threads = n_max
 
     def decide(self, now_s: float, others: float, token_s: float | None) -> int:
         """Returns the number of threads to use from now on.
 
         `others`: processors that other processes kept busy since the last call. `token_s`: seconds of computation per
-        decoded token since then; None if no token was decoded.
+        decoded token since the last call; None if this was not measured.
         """
         free = self._n_cpu - others
         at_least, at_most = math.floor(free + RAISE_AT), math.floor(free + LOWER_AT)
@@ -149,7 +150,8 @@ class GovernedThreads:
         self._stalled_s, self._begun_s = stalled_s, now_s
 
     def after_pass(self, n_tokens: int, seconds: float) -> None:
-        """Counts a pass of `n_tokens` tokens (0: unknown) and its time."""
+        """Notes the end of a pass, which took `seconds`. Only passes of one token are measured: any other pass (0
+        tokens: an unknown number) discards the measurement until the next choice of threads."""
         self._ended_s = time.perf_counter()
         if n_tokens != 1:
             self._decoded = None

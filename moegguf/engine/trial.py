@@ -1,9 +1,9 @@
 """Tries a model in a separate process the first time that its file is loaded. If llama.cpp aborts, only the separate
 process ends.
 
-With a projector the trial also reads an image. The verdict is kept (`known_facts`). It is valid for the same header
-bytes, and for the same values of options that change results. The trial ends before the load begins, so that memory is
-never taken twice. MOEGGUF_TRIAL_LOAD=0 skips the trial; "again" repeats it.
+With a projector the trial also reads an image. The verdict is kept (`known_facts`). It is valid for the same headers of
+the files, the same build and processor, and the same values of OPTIONS. The trial ends before the load begins, so that
+memory is never taken twice. MOEGGUF_TRIAL_LOAD=0 skips the trial; "again" repeats it.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from moegguf.gguf.projector import ProjectorHeader
 from moegguf.settings import read_environment
 
 COMMAND = child_command("moegguf.engine.trial_process")
-# Keywords of `Llama` that make llama.cpp run other code. All other keywords only change sizes or speed.
+# Keywords of `Llama` that can make llama.cpp run other code. The trial ignores all other keywords of the load.
 OPTIONS = frozenset(
     {"embedding", "flash_attn", "kv_overrides", "lora_path", "lora_scale", "main_gpu", "n_gpu_layers", "offload_kqv",
      "op_offload", "pooling_type", "rope_freq_base", "rope_freq_scale", "rope_scaling_type", "split_mode", "swa_full",
      "tensor_split", "type_k", "type_v", "vocab_only", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow",
      "yarn_ext_factor", "yarn_orig_ctx"}
 )  # fmt: skip
-# tokens of the context, tokens of a batch, and tokens whose experts have slots
+# tokens for which the context has room, most tokens of a batch, and tokens whose experts have slots at once
 N_CTX, N_BATCH, N_PASS_EXPERTS = (256, 8, 4)
-N_IMAGE_TOKENS = 1024  # tokens of context for the trial's image; an image with more tokens is not evaluated
+N_IMAGE_TOKENS = 1024  # more room in the context for the trial's image; an image that does not fit is not evaluated
 MAX_IMAGE_THREADS = 4
 CPU_S, CPU_BYTES_PER_S = (20, 50 << 20)  # limit of computing time: CPU_S, and a second for each 50 MiB of dense weights
 # the limit is longer for an image: the projector's weights are multiplied with each patch, at most MAX_PATCHES times
@@ -75,7 +75,7 @@ class Request:
 
 
 Outcome = tuple[str, bool]
-"""(reason why the trial failed, or "" if the model passed; True if another trial would have the same result)."""
+"""(reason why the trial failed, or ""; True if the outcome is kept, because another trial would have the same one)."""
 
 NO_VERDICT: Outcome = "", False  # the trial has no result: only the load itself can show if the model works
 
@@ -86,11 +86,11 @@ def try_first(
     waiting: Callable[[], object],
     projector: ProjectorHeader | None = None,
 ) -> None:
-    """Tries the model, with its `projector`, unless its verdict is known. Calls `waiting` meanwhile; an exception of
-    `waiting` ends the trial.
+    """Tries the model, with its `projector`, unless its verdict is known or trials are switched off. Calls `waiting`
+    meanwhile; an exception of `waiting` ends the trial.
 
-    Raises ModelFormatError for a model that ended its trial, now or earlier. Raises AllocationError if the trial took
-    far more memory than it should, and ExpertIOError if the mapped file could not be read.
+    Raises ModelFormatError for a model whose trial failed, now or earlier. Raises AllocationError if the trial took far
+    more memory than it should, or if the system ended it. Raises ExpertIOError if the mapped file could not be read.
     """
     mode, tried = read_environment().trial_load, _tried(options)
     if mode == "off":
@@ -112,8 +112,8 @@ def try_first(
 
 
 def _tried(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options in OPTIONS, which can change the result of a trial, without values that JSON cannot
-    express."""
+    """Returns the options in OPTIONS, which can change the result of a trial. Leaves out values that JSON cannot
+    express, and None except for flash_attn."""
     chosen = dict[str, Any]()
     for name, value in sorted(options.items()):
         if name in OPTIONS and (value is not None or name == "flash_attn"):
@@ -147,7 +147,7 @@ def _request(layout: ExpertLayout, options: dict[str, Any], projector: Projector
         "mmproj": str(projector.path.absolute()) if projector is not None else None,
     }  # fmt: skip
     needs = Sizes(n_ctx, projector=projector).needs(layout, max(N_BATCH, n_image)).total_bytes(n_slots) + beside
-    # there is no memory limit then, because drivers map far more memory than they use
+    # layers on a device: no memory limit, because drivers map far more memory than they use
     on_device = bool(options.get("n_gpu_layers"))
     return Request(
         path=str(layout.shards[0].path.absolute()),
@@ -159,7 +159,7 @@ def _request(layout: ExpertLayout, options: dict[str, Any], projector: Projector
 
 
 def _verdict(layout: ExpertLayout, options: Mapping[str, Any], projector: ProjectorHeader | None) -> KnownFact:
-    """Returns the file that keeps the verdict: the reason why the model failed, or "" if it passed."""
+    """Returns the known fact that keeps the verdict: the reason why the model failed, or "" if it passed."""
     images = header_digest((projector.shard,)) if projector is not None else None
     if adapter := options.get("lora_path"):
         options = {**options, "lora_path": header_digest((read_adapter(adapter).shard,))}
@@ -167,11 +167,11 @@ def _verdict(layout: ExpertLayout, options: Mapping[str, Any], projector: Projec
 
 
 def _run(request: Request, waiting: Callable[[], object]) -> Outcome:
-    """Starts the trial process and waits for its end. The trial process also ends if this process ends, because its
-    stdin is then closed.
+    """Starts the trial process and waits for its end or the time limit. The trial process also ends if this process
+    ends, because its stdin is then closed.
 
-    Raises AllocationError if the trial took far more memory than it should, and ExpertIOError if the file could not be
-    read.
+    Raises AllocationError if the trial took far more memory than it should, or if the system ended it. Raises
+    ExpertIOError if the file could not be read.
     """
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GGML_NO_BACKTRACE"), "1")
     try:

@@ -1,7 +1,7 @@
 """The process of a trial load: `python -m moegguf.engine.trial_process REQUEST`, a trial.Request in JSON.
 
 Uses a model briefly as users do: loads it with slots for a few experts, tokenizes texts, evaluates a prompt, and
-generates some tokens. Writes a line of JSON to stdout, and ends when its stdin closes.
+generates some tokens. Then writes a JSON object to stdout and ends. Also ends when its stdin closes.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ TEXTS = (
     "\x00\x7f  x" * 9,
 )
 N_NEW = 3
-IMAGE_WIDTH, IMAGE_HEIGHT = 100, 60  # the trial's image is not a square, and its sides are no whole number of patches
+IMAGE_WIDTH, IMAGE_HEIGHT = 100, 60  # not a square, and no side is a multiple of 14 or 16, the usual patch sizes
 
 
 def _limit(memory_bytes: int, cpu_s: int) -> None:
-    """Limits the memory and the computing time of this process. If the machine runs out of memory, the system ends this
-    process first."""
+    """Limits the memory and the computing time of this process. 0 as `memory_bytes`: no limit of memory. If the machine
+    runs out of memory, the system ends this process first."""
     limits = [(resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, cpu_s)]
     if memory_bytes:
         limits.append((resource.RLIMIT_DATA, memory_bytes))
@@ -92,7 +92,7 @@ def read_an_image(llm: Llama) -> None:
 
 
 def main() -> None:
-    """Tries the model that the command line names."""
+    """Tries the model of the request on the command line, and writes the result to stdout."""
     request = json.loads(sys.argv[1])
     _limit(request["memory_bytes"], request["cpu_s"])
     threading.Thread(target=end_with_parent, daemon=True).start()

@@ -44,8 +44,8 @@ class BoundedTokenizer(_bindings.LlamaTokenizer):  # type: ignore[name-defined] 
 
 class GrammarMask:
     """A GBNF grammar for sampling: a logits processor, which must be the last one of a request. It uses llama.cpp's
-    grammar sampler outside of llama.cpp's chain. If no token may follow, the caller must stop: accepting another token
-    raises a C++ exception, which ends a Python process.
+    grammar sampler outside of llama.cpp's chain. If no token may follow, the caller must stop: a token outside of the
+    grammar would make llama.cpp end the process with a C++ exception.
 
     `vocab`: llama.cpp's vocabulary, of `n_vocab` tokens. `grammar`: a `LlamaGrammar`, or its text in GBNF.
 
@@ -85,8 +85,9 @@ class GrammarMask:
 
 
 class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at run time
-    """The base class of our `Llama`. It keeps the keywords of the constructor in `_keywords`, for pickling. Subclasses
-    complete the structs from which llama.cpp makes the model and the context (`_attach_model`, `_attach_context`)."""
+    """The base class of moegguf's `Llama`. Subclasses keep the keywords of the constructor in `_keywords`, for
+    pickling. They also complete the structs from which llama.cpp makes the model and the context (`_attach_model`,
+    `_attach_context`)."""
 
     _keywords: dict[str, Any]
     n_tokens: int
@@ -130,7 +131,7 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
 
     @property
     def metadata(self) -> dict[str, str]:
-        """The metadata of the file as texts."""
+        """The metadata of the file as strings."""
         return self._metadata
 
     @metadata.setter
@@ -234,7 +235,7 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
 
 
 def _metadata(model: Any) -> dict[str, str]:
-    """Returns the metadata of a model's file as texts, in which U+FFFD replaces bytes that are not UTF-8."""
+    """Returns the metadata of a model's file as strings, in which U+FFFD replaces bytes that are not UTF-8."""
 
     def text(read: Callable[..., int], i: int) -> str:
         buffer = c.create_string_buffer(max(0, read(model, i, None, 0)) + 1)

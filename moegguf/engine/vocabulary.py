@@ -19,7 +19,7 @@ class Vocabulary:
 
     def __init__(self, llm: UpstreamLlama) -> None:
         self._bindings = library.llama_cpp()
-        self._model, self._tokenizer = llm._model, llm.tokenizer_  # not `llm` itself: it refers to this object
+        self._model, self._tokenizer = llm._model, llm.tokenizer_  # `llm` is not kept, because it refers to this object
         self._vocab = llm._model.vocab
         self.n_tokens = int(llm.n_vocab())
         self._end_tokens: list[int] | None = None
@@ -39,8 +39,7 @@ class Vocabulary:
             size = -n
 
     def all_pieces(self) -> list[bytes]:
-        """Returns the pieces of all tokens, shape [n_tokens], with control tokens. The list is made anew by each
-        call."""
+        """Returns the pieces of all tokens, shape [n_tokens], with control tokens. Each call makes a new list."""
         return [self.piece(token, special=True) for token in range(self.n_tokens)]
 
     def is_end(self, token: int) -> bool:
@@ -71,7 +70,7 @@ class Vocabulary:
 
     @property
     def bos_tokens(self) -> list[int]:
-        """The tokens with which every text begins: BOS, if the model adds it."""
+        """The tokens that the model adds at the beginning of every text: BOS, or none."""
         bos = self._model.token_bos()
         return [bos] if bos != -1 and self._model.add_bos_token() else []
 

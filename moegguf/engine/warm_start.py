@@ -1,5 +1,5 @@
 """Warm start: when a model is loaded, fetches the experts that its earlier runs used most, so that the first tokens
-hit, too.
+find their experts in slots.
 
 These experts only take free slots. Reads for which a layer waits come before the reads of a warm start. The most used
 ones go into the tier from which layers compute, and the next ones into RAM below.
@@ -19,8 +19,8 @@ HALF_LIFE_PASSES = 4096  # passes of a run after which the uses of earlier runs 
 
 
 def start_warm(session: Session, artifacts: Artifacts) -> None:
-    """Requests as many of the most used experts as all tiers together have slots. A pool with a slot for every expert
-    fills itself."""
+    """Requests as many of the most used experts as all tiers together have slots. Does nothing if no uses are known,
+    or if every expert has a slot, because such a pool fills itself."""
     store = session.store
     uses = None if store.info()["resident"] else artifacts.uses(MoeShape.of(session.layout))
     if uses is not None:
@@ -28,9 +28,10 @@ def start_warm(session: Session, artifacts: Artifacts) -> None:
 
 
 def save_uses(session: Session, artifacts: Artifacts) -> None:
-    """Adds the uses of experts since the load to the uses in earlier runs, and saves them.
+    """Adds the uses of experts since the load to the uses in earlier runs, which count less with each pass, and saves
+    the sums.
 
-    Uses are not known if every expert has a slot.
+    Does nothing without a pass, or if every expert has a slot, because uses are then not known.
     """
     store, shape = session.store, MoeShape.of(session.layout)
     passes = store.counters()["passes"]

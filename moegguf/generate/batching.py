@@ -1,9 +1,9 @@
-"""Answers many requests together: each step is one pass, with the next token of every running sequence.
+"""Answers many requests together: a step is usually one pass, with the next token of every running sequence.
 
 A step also contains tokens of prompts, up to the token limit of the step, so a long prompt does not stop the answers
 that are being generated. Only a prompt that is computed alone may take several passes in one step. (Continuous
-batching: Orca, section 4. Prompts in chunks: Sarathi-Serve, section 4.) Sequences share only the pass: an error or a
-cancellation of one sequence does not affect the others.
+batching: Orca, section 4. Prompts in chunks: Sarathi-Serve, section 4.) If one sequence is cancelled, or needs an
+expert that cannot be read, the others go on. Any other error of a pass ends all of its sequences.
 
 If the model is not batch-invariant (`Llama.batch_invariant`), the last bits of an answer depend on the other tokens of
 its passes, as in llama.cpp. A request with `exact` is then computed alone. A request with images is always computed
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
     from moegguf.engine.stats import Stats
 
 KEEP_AGAIN_S = 0.05  # seconds between two tries to write computed tokens to disk while the model is idle
-LAST_KEEP_S = 2.0  # maximum seconds that the loop spends to write computed tokens to disk when it ends
+LAST_KEEP_S = 2.0  # seconds for which the loop retries to write computed tokens to disk when it ends
 CLOSED = "the model is closed; load it again."
-MAX_READERS = 32  # prompts that are read at once: a slow template or a long text does not delay the others
+MAX_READERS = 32  # most prompts that are read at once, so that a slow template does not delay other requests
 
 
 class BatchLoop:
     """Owns the context of a model. One thread calls `run`, which computes the requests that other threads submit.
 
     `schedule` chooses the sequences of each step; None chooses all of them, the oldest prompts first. `step_tokens` is
-    the token limit of a step in which a sequence decodes (see `KvSequences`). All events of a step are sent inside one
-    `with together():` block. `on_pass` is called before each pass, with the client key that all requests of the pass
-    share, or None if they have different keys.
+    the token limit of a step in which a sequence decodes (see `KvSequences`). The events for the tokens of a step are
+    sent inside one `with together():` block. `on_pass` is called before each pass or task, with the client key that all
+    of its requests share, or None if they have different keys.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class BatchLoop:
         self._changed = threading.Condition()  # protects the next four fields
         self._arrived: list[Sequence | Task] = []
         self._computing: list[Sequence] = []
-        self._task: Task | None = None  # the task that is running
+        self._task: Task | None = None  # the running task; None without one, and during a task with keeps_context
         self._closing = False
         self._readers = ThreadPoolExecutor(MAX_READERS, "moegguf-prompt")
-        # Only the loop's thread uses the fields from here on.
+        # Only the loop's thread changes the fields from here on.
         self._waiting: list[Sequence | Task] = []  # sorted by ticket (order of arrival)
         self._running: list[Sequence] = []  # sorted by ticket
         self._is_full = False  # a sequence was put back because the KV cache was full, and none has ended since
@@ -78,24 +78,25 @@ class BatchLoop:
 
     @property
     def places(self) -> KvSequences:
-        """Returns the sequences of the KV cache, for tasks that read or change them without computing."""
+        """The places of the KV cache, for tasks that read or change them without computing."""
         return self._kv
 
     @property
     def n_running(self) -> int:
-        """Returns the number of sequences that are being computed; a running task counts as one."""
+        """The number of sequences that are being computed. A running task counts as one, unless it has
+        `keeps_context`."""
         return len(self._running) + (self._task is not None)
 
     @property
     def n_answer_tokens(self) -> int:
-        """Returns the number of tokens generated so far, in all answers."""
+        """The number of tokens generated so far, in all answers."""
         return self._n_ended_tokens + sum(each.summary.answer_tokens for each in list(self._running))
 
     # Methods that any thread may call
 
     def submit(self, request: Request, events: AnswerEvents) -> Sequence:
-        """Starts to answer a request and returns its sequence. If the request is invalid, `events.on_end` receives the
-        error."""
+        """Starts to answer a request and returns its sequence. If the request is invalid or the loop is closed,
+        `events.on_end` receives the error."""
         sequence = Sequence(request, events)
         with self._changed:
             if not self._closing:
@@ -111,8 +112,9 @@ class BatchLoop:
         return task
 
     def cancel(self, work: Sequence | Task) -> None:
-        """Ends an answer or task without an error. An answer ends after the current step; the step itself is aborted
-        only if all of its sequences are cancelled."""
+        """Cancels an answer or a task. An answer ends without an error after the current step; the step itself is
+        aborted only if all of its sequences are cancelled. A running task is stopped, and a waiting task fails with
+        GenerationCancelled."""
         with self._changed:
             work.cancelled = True
             if self._task is not None and self._task is work:
@@ -122,7 +124,7 @@ class BatchLoop:
             self._changed.notify()
 
     def close(self) -> None:
-        """Cancels all answers, so that `run` returns soon."""
+        """Cancels all answers and stops the running task, so that `run` returns soon."""
         with self._changed:
             self._closing = True
             for each in self._computing:
@@ -201,7 +203,8 @@ class BatchLoop:
 
     def _admit(self) -> None:
         """Starts waiting requests and tasks in order of arrival. If the first one cannot be computed together with the
-        running sequences, it waits until they have ended, and all later ones wait for it."""
+        running sequences, it waits until they have ended. If no place is free, or the KV cache was full, it waits until
+        a sequence has ended. All later ones wait for the first one."""
         while self._waiting and not (self._is_full and self._running):
             first = self._waiting[0]
             if self._running and (isinstance(first, Task) or not first.computes_with(self._running[0])):
@@ -249,7 +252,7 @@ class BatchLoop:
 
     def _end(self, work: Sequence | Task, error: Exception | None = None) -> None:
         """Ends a sequence, or a task that has not started. The tokens of a sequence stay in the KV cache, for later
-        prompts that begin with them."""
+        prompts that begin with them, unless the sequence was computed alone."""
         if work in self._waiting:
             self._waiting.remove(work)
         if isinstance(work, Task):
@@ -266,7 +269,8 @@ class BatchLoop:
         if work.number >= 0:
             error = work.complete(self._stats_now(), error)
             self._n_ended_tokens += work.summary.answer_tokens
-            # Hits are not counted if the client sent the context as tokens, since these may not be real text.
+            # Hits count only if no other sequence runs. They do not count if the client sent the context as tokens,
+            # since these may not be real text.
             if not self._running and not work.request.begins_with_token:
                 self._llm.context.run_hits.add(work.summary.answer_stats)
         work.events.on_end(work.summary, error)
@@ -308,7 +312,8 @@ class BatchLoop:
         the sequences that were evaluated.
 
         An expert that cannot be read fails the whole pass. The step is then repeated without drafts, and then with one
-        sequence at a time; only the sequences that need this expert end with the error.
+        sequence at a time; only the sequences that need this expert end with the error. Any other error ends all
+        sequences of the step.
         """
         self._stats = None
         has_drafts = any(each.draft for each in step)
@@ -340,7 +345,8 @@ class BatchLoop:
     def _evaluate(self, step: list[Sequence]) -> tuple[list[Sequence], list[int]]:
         """Returns the sequences that were evaluated, and the index of each one's row of logits. If the KV cache was
         full, some sequences may have gone back to the queue; they are left out. After an exception, each sequence has
-        the tokens from before the pass in the KV cache, or fewer."""
+        the tokens from before the pass in the KV cache, or fewer. Raises ContextError if the KV cache has no room for
+        one sequence."""
         remaining = step
         while remaining:
             try:
@@ -386,9 +392,9 @@ class BatchLoop:
                     self._llm.resume()
 
     def _make_room(self) -> bool:
-        """Makes room in the KV cache. Drops the least recently used tokens that no running sequence has. If there are
-        none, puts the newest sequence back in the queue, to be computed again later. Returns False if only one
-        sequence runs."""
+        """Makes room in the KV cache. Empties the least recently used place that no sequence uses. If all such places
+        are empty, puts the newest sequence back in the queue, to be computed again later. Returns False if this is
+        impossible because only one sequence runs."""
         if self._kv.drop_unused():
             return True
         if len(self._running) < 2:
@@ -407,8 +413,8 @@ class BatchLoop:
     def _take_pass(self, sequence: Sequence, row: int) -> tuple[int, bool]:
         """Notes the tokens of a sequence that a pass has evaluated, and samples the next tokens. A drafted token is
         accepted if it equals the token that was just sampled; the rest of the draft is dropped from the KV cache.
-        Returns the number of new tokens in the KV cache. Also returns False if the pass has completed the prompt,
-        otherwise True."""
+        Returns the number of new tokens in the KV cache. The second value is False if the pass has evaluated the prompt
+        to its end, or to its last token; otherwise True."""
         kv = sequence.place
         is_prompt = not sequence.generated
         n_done = len(kv.tokens)

@@ -68,7 +68,8 @@ MAX_RENDERED = 256 << 10  # maximum number of characters that a template may ren
 MAX_WRITTEN = 4 << 10  # maximum characters of the probe's call; if a template renders more, its format is unknown
 
 _PIECE = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]|\s+|[^<\[\s]+|.", re.DOTALL)
-_TEXT_OPEN = re.compile(r"\w+\n|[^{}]*<[^<>\s]*>\s*")  # a word on its own line, or a text that ends with a mark
+# a word on its own line, or a text without braces that ends with a mark
+_TEXT_OPEN = re.compile(r"\w+\n|[^{}]*<[^<>\s]*>\s*")
 _MARK = re.compile(r"<[^<>\s]*>|\[[A-Z_/]+\]")
 _BEGIN = re.compile(rf"\s*(?:(?:{NAME_PATTERN})?\s*(?:$|[\[{{<]))")
 
@@ -113,7 +114,7 @@ class ToolFormat:
         return next((calls for calls in found if calls is not None), None)
 
     def is_open(self, block: str) -> bool:
-        """Returns True if the block ends within a value, so that its closing mark may belong to that value."""
+        """Returns True if the block ends within a value, so that a closing mark after it may belong to that value."""
         return any(read.is_open(self._body(block)) for read in self.readers)
 
     def may_begin(self, block: str) -> bool:
@@ -121,7 +122,8 @@ class ToolFormat:
         return bool(self.close) or _BEGIN.match(block, len(self.open)) is not None
 
     def cut_calls(self, block: str, types: Types) -> list[Call] | None:
-        """Returns the calls in a block that the token limit cut off. The last call has its arguments up to the cut."""
+        """Returns the calls in a block that the token limit cut off; None if no call can be read. The last call has its
+        arguments up to the cut."""
         begin = block.find("{", len(self.open))
         texts = [block]
         if begin >= 0:
@@ -187,7 +189,7 @@ KNOWN_FORMATS: Mapping[str, ToolFormat] = {
 @functools.lru_cache(32)
 def answer_format(template: str) -> AnswerFormat:
     """Returns the format in which a model with this template writes the parts of an answer. For a template that cannot
-    be rendered, the format is taken from the known formats only."""
+    be rendered, the format comes only from the tables of known formats and marks."""
     return AnswerFormat(_Probe(template))
 
 
@@ -241,7 +243,8 @@ def _whole_mark_end(text: str, at: int) -> int:
 def _open_mark(head: str) -> str:
     """Returns the text that announces a call, such as "<tool_call>". `head`: the text before the call's name.
 
-    The result is the first word of `head`, cut after the last delimiter in it; without a delimiter, the whole word.
+    The result is the first word of `head` up to the call's id, cut after the last delimiter in it; without a delimiter,
+    the whole word.
     """
     word = head.split(maxsplit=1)[0].partition(ID)[0] if head.strip() else ""
     marks = list(_MARK.finditer(word))
@@ -249,7 +252,8 @@ def _open_mark(head: str) -> str:
 
 
 def _unique_begin(close: str, block: str) -> str:
-    """Returns the shortest prefix of `close` that consists of whole marks and does not occur in `block`."""
+    """Returns the shortest prefix of `close` that consists of whole pieces, does not occur in `block`, and contains a
+    mark (if `close` has one). Returns all of `close` if there is no such prefix."""
     found, has_mark = "", _MARK.search(close) is not None
     for piece in _pieces(close.strip()):
         found += piece
@@ -259,7 +263,8 @@ def _unique_begin(close: str, block: str) -> str:
 
 
 def _unique_end(close: str, block: str) -> str:
-    """Returns the shortest suffix of `close` that consists of whole marks and does not occur in `block`."""
+    """Returns the shortest suffix of `close` that consists of whole pieces, begins with a mark and does not occur in
+    `block`. Returns all of `close` if there is no such suffix."""
     found = ""
     for piece in reversed(_pieces(close.strip())):
         found = piece + found
@@ -277,12 +282,14 @@ def _behind_name(head: str) -> int:
 
 
 def _through(text: str, mark: str) -> str:
-    """Returns `text` up to the first `mark`, with the mark; "" if the text does not contain the mark."""
+    """Returns `text` up to the first `mark`, with the mark; "" if the text does not contain the mark, or the mark is
+    ""."""
     return text[: text.index(mark) + len(mark)] if mark and mark in text else ""
 
 
 def _object_at(text: str, begin: int) -> tuple[int, int] | None:
-    """Returns the start and end of the JSON object with the probe's arguments, searched from the position `begin`."""
+    """Returns the start and end of the JSON object with the probe's arguments, searched from the position `begin`; None
+    without one."""
     for match in re.compile(r"\{").finditer(text, begin):
         found = json_at(text, match.start())
         if found and found[0] == VALUES:
@@ -323,8 +330,8 @@ class _Probe:
     # Thinking and text
 
     def _think_marks(self) -> ThinkMarks | None:
-        """Returns the marks around thinking: the known marks of this model, otherwise the marks that the template
-        renders."""
+        """Returns the marks around thinking: the known marks of this template, otherwise the marks that it renders;
+        None without either."""
         known = think_marks_of(self.template)
         rendered = self._render(_answer(text=TEXT, thinking=THOUGHT))
         before, thought, rest = rendered.partition(THOUGHT)
@@ -338,7 +345,8 @@ class _Probe:
         if not marks:
             shared = _pieces(_shared_end(close.strip(), self._render(think=False).strip()))
             marks = close.strip().removesuffix("".join(shared))
-            if shared and before.endswith(shared[0]):  # the opening mark ends with this piece, so the closing one does
+            # the opening mark ends with this piece, so it belongs to the closing mark, too
+            if shared and before.endswith(shared[0]):
                 marks += shared[0]
         shared_end = _common_prefix(self._prompt, rendered)
         written, begun = before[shared_end:], self._prompt[shared_end:]
@@ -346,7 +354,8 @@ class _Probe:
         return ThinkMarks(opened.strip("\n"), marks.strip())
 
     def _text_marks(self) -> tuple[str, str]:
-        """Returns the marks before and after the text of an answer, "" and "" if there are none."""
+        """Returns the marks before and after the text of an answer, "" and "" if there are none. Also sets
+        `closes_thinking`."""
         begin = _whole_mark_begin(self._text, _common_prefix(self._text, self._prompt))
         opened, text, rest = self._text[begin:].partition(TEXT)
         if self.think and self.think.close in opened:
@@ -362,7 +371,8 @@ class _Probe:
         return opened, rest[: _whole_mark_end(rest, len(rest) - _common_suffix(call, rest))]
 
     def behind_answers(self) -> list[str]:
-        """Returns the texts that the template renders after an answer's text and after a call."""
+        """Returns the text that the template renders after an answer's text. If the format of calls is known, also
+        returns the text after a call."""
         behind_text = self._text.partition(TEXT)[2].removeprefix(self.text_close)
         learned = self.tool_format()
         if learned is None:
@@ -374,14 +384,16 @@ class _Probe:
 
     @functools.cache  # noqa: B019 (a probe lives as long as its format)
     def tool_format(self) -> ToolFormat | None:
-        """Returns the format in which the template renders calls, None if it renders none."""
+        """Returns the format in which the template renders calls; None if it renders none, or if the format is not
+        recognized."""
         written = self._written(_call(NAME, ID, VALUES))
         if NAME not in written or len(written) > MAX_WRITTEN:
             return None
         return self._json_format(written) or self._named_format(written)
 
     def _written(self, *calls: Mapping[str, Any]) -> str:
-        """Returns the text that the template renders for these calls, without the header and the end of the message."""
+        """Returns the text that the template renders for these calls, without the header and the end of the message.
+        Also sets `empties_text`."""
         text, rendered = self._text, self._render(_answer(*calls))
         # Some templates render a call only if the result of the call follows.
         if NAME not in rendered[_common_prefix(rendered, self._prompt) :]:
@@ -522,7 +534,8 @@ class _Probe:
         return pattern, signs
 
     def _key_close_of(self, kind: str, value: Any) -> str:
-        """Returns the text between an argument's name and its value, for a value of the JSON type `kind`."""
+        """Returns the text between an argument's name and its value, for a value of the JSON type `kind`; "" if the
+        value is not found."""
         rendered = self._render(_answer(_call(NAME, ID, {"qkeya": value, "qkeyb": "qvalb"})))
         at = rendered.rfind("qkeya")
         found = re.compile(VALUE_BEGINS[kind]).search(rendered, at + 5) if at >= 0 else None
@@ -566,7 +579,8 @@ _MAX_ENDING_PIECES = 8
 
 
 def _endings(text: str) -> Iterator[str]:
-    """Yields each prefix of `text` that consists of whole pieces and contains a mark, the shortest first."""
+    """Yields each prefix of `text` that consists of at most _MAX_ENDING_PIECES whole pieces and contains a mark, the
+    shortest first."""
     found = ""
     for piece in _pieces(text)[:_MAX_ENDING_PIECES]:
         found += piece
@@ -595,8 +609,8 @@ class AnswerFormat:
 
     @functools.cached_property
     def endings(self) -> frozenset[str]:
-        """The texts that may follow an answer without belonging to it: marks of the end of a turn that are not end
-        tokens."""
+        """The texts that may follow an answer without belonging to it, such as marks of the end of a turn that are not
+        end tokens."""
         return frozenset(itertools.chain.from_iterable(map(_endings, self._probe.behind_answers())))
 
     def learn(self) -> None:
