@@ -57,7 +57,7 @@ class Acceptance:
 
     @property
     def chance(self) -> float:
-        """The chance that a drafted token is accepted. It is greater than 0 and less than 1."""
+        """The estimated chance. It is greater than 0 and less than 1."""
         prior = self.prior if self.base is None else self.base.chance
         return (self.accepted + 2 * prior) / (self.accepted + self.refused + 2)
 
@@ -95,13 +95,13 @@ class PassTimes:
         return max(self._cost / self._tokens, LEAST_COST)
 
     def note(self, n_tokens: int, seconds: float, base_s: float) -> float:
-        """Notes the time of a pass with `n_tokens` drafted tokens. Returns the seconds that these tokens have added to
-        it."""
+        """Notes the time of a pass with `n_tokens` drafted tokens. Returns the seconds that these tokens added to the
+        pass, at most `base_s` for each; 0 for a pass without drafts."""
         if n_tokens == 0:
             self._undrafted_s.append(seconds)
             self._n_drafted = 0
             return 0.0
-        added_s = min(seconds - base_s, n_tokens * base_s)  # a longer delay has another cause than the drafted tokens
+        added_s = min(seconds - base_s, n_tokens * base_s)  # drafted tokens do not cause a longer delay
         if self.widest:  # the first pass with drafts is not counted: it allocates memory for wide passes
             self._tokens = MEMORY * self._tokens + n_tokens
             self._cost = MEMORY * self._cost + added_s / base_s
@@ -145,7 +145,7 @@ class DraftGate:
         if base_s is None or self._balance_s < 0:
             return nothing
         self._balance_s = min(self._balance_s, N_MAX / 2 * base_s)
-        self._allowance_s = min(self._allowance_s, TRIAL_TOKENS * base_s)  # a single trial cannot cost more
+        self._allowance_s = min(self._allowance_s, TRIAL_TOKENS * base_s)  # limit, because a trial cannot cost more
         worth = 1 / len(answers)  # value of an accepted token, as a fraction of a pass without drafts
         known = max(TRIAL_TOKENS, 2 * times.widest)  # limit, because the cost of much wider passes is still unknown
         most = min(N_MAX, known, int((self._balance_s / base_s + 1) / cost))

@@ -39,8 +39,7 @@ def with_images(text: str, images: Iterable[str | bytes]) -> str | list[dict[str
 
 
 def image_part(text: str) -> dict[str, str]:
-    """Returns the content part for an image in base64. Raises OptionError if the image is damaged or exceeds a
-    limit."""
+    """Returns the content part for an image in base64. Raises OptionError as `decode_base64` and `read_image` do."""
     read_image(decode_base64(text))
     return {"type": "image", "data": text}
 
@@ -139,7 +138,8 @@ class Marked:
 
 
 def mark_images(messages: Sequence[Message]) -> Marked:
-    """Replaces each image by a marker. Raises OptionError for an image that cannot be used, or for too many images."""
+    """Returns the messages with a marker in place of each image. Raises OptionError for an image that cannot be used,
+    or for too many images."""
     marker = f"<image-{secrets.token_hex(8)}>"
     parts = [part for message in messages for part in _parts(message) if _is_image(part)]
     if len(parts) > MAX_IMAGES:

@@ -159,7 +159,8 @@ def _json_number(number: Decimal | Fraction) -> int | float:
 
 
 def _digits(number: Decimal) -> tuple[str, str]:
-    """Returns the digits before and after the decimal point, without a sign, leading zeros and trailing zeros."""
+    """Returns the digits before the decimal point without leading zeros ("0" if none are left), and the digits after
+    it without trailing zeros. The sign is left out."""
     before, _, behind = f"{number.copy_abs():f}".partition(".")
     return before.lstrip("0") or "0", behind.rstrip("0")
 

@@ -30,7 +30,7 @@ MAX_GRAMMAR_BYTES = 1 << 20  # maximum length of a request's grammar, including 
 MAX_SUBSCHEMAS = 10_000  # limit of subschemas in a request; a subschema that is used several times counts each time
 MAX_STEPS = 100_000  # maximum steps of work to split all schemas of a request into alternatives
 MAX_STATES = 5_000  # maximum number of grammar states that count the properties of an object or the items of an array
-MAX_MATCHES = 3  # if an object has more patternProperties than this, a name may match only one of them
+MAX_MATCHES = 3  # if an object has more patternProperties than this, a name may match at most one of them
 MAX_PATTERNS = 100  # maximum number of patternProperties of one object that have different schemas
 MAX_UNIQUE = 63  # maximum number of values for the items of a `uniqueItems` array: one bit each in a grammar parameter
 

@@ -76,7 +76,7 @@ class KvSequences:
         if len(self._all) == 1:  # methods of `Llama` also change the only place, so its tokens are read from `Llama`
             free[0].tokens = self._llm.input_ids[: self._llm.n_tokens].tolist()
         if sequence.prompt.images is not None:
-            free = self._all[:1]  # images are evaluated in place 0; the sequence computes alone
+            free = self._all[:1]  # images are evaluated in place 0; the sequence is computed alone
         shared = {kv.seq_id: self._common_prefix(kv, sequence) for kv in free}
 
         def loss(kv: KvSequence) -> tuple[int, bool, int]:
@@ -185,8 +185,8 @@ class KvSequences:
             cache.store(kv.seq_id, kv.tokens, n_new, kv.owner, goes_on)
 
     def store_unused(self) -> bool:
-        """Continues to write places to disk that no sequence uses, if there was too much to write at once. Returns
-        True if there is still more to write."""
+        """Continues to write the tokens of unused places to disk, if there was too much to write at once. Returns True
+        if there is still more to write."""
         cache = self._llm.prefix_cache
         if cache is None or not cache.behind:
             return False

@@ -35,8 +35,8 @@ _LONGEST_HEADER = 300
 
 
 class AnswerParser:
-    """Base class: separates thinking and calls from the text of one answer. Subclasses implement `_parse`. It consumes
-    the text in `_held`, yields whenever it needs more text, and returns once `_ended` is True."""
+    """Base class: separates thinking and calls from the text of one answer. Subclasses implement `_parse`, which
+    consumes the text in `_held`, yields whenever it needs more text, and returns once `_ended` is True."""
 
     def __init__(self) -> None:
         self._held = ""

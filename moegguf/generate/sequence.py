@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from moegguf.engine.stats import Stats
 
 
-MAX_CONTEXTS = 10  # length limit of an answer when the context shifts, in contexts; Ollama's number
+MAX_CONTEXTS = 10  # if the context can shift, an answer has at most this many times its length, as in Ollama
 
 MAX_PERIOD = 4  # maximum length, in tokens, of a cycle that counts as repetition
 CYCLE_PATIENCE = 8  # a cycle may repeat this many times as often as a single token, as tables of numbers do
@@ -66,7 +66,7 @@ class KvSequence:
     owner: str = ""  # owner of these tokens
     sequence: Sequence | None = None  # the sequence that uses the place, None: free
     n_used: int = 0  # number of the step that used it last
-    # number of leading tokens whose values do not depend on tokens that a shift has dropped; None: no shift
+    # number of leading tokens whose values do not depend on tokens that a shift has dropped; None: all tokens
     n_clean: int | None = None
 
 
