@@ -1,8 +1,8 @@
-"""Grammars of tool calls, in llguidance's Lark dialect. A call has the format that `call_format.py` has learned from
-the model's chat template.
+"""Grammars of tool calls, in llguidance's Lark dialect. A call has the format that `call_format.py` found for the
+model's chat template.
 
-If the arguments are JSON, they follow the tool's schema completely. In other formats they follow its names, required
-parameters, types and enumerations. Nested values follow the schema if the format nests them or writes them as JSON.
+If all arguments are one JSON object, the grammar enforces the tool's schema as far as `json_schema.py` can. In other
+formats the grammar enforces the names of parameters, which parameters are required, types, and enumerated scalars.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from moegguf.generate.call_format import ID, NAME, Written
 from moegguf.generate.tool_calls import Parameter
 
 Json = Callable[..., str]
-"""A function that returns the grammar of JSON values that follow a schema. Its argument `root` is the whole schema, in
-which references are looked up."""
+"""A function that takes a JSON schema and returns the name of the grammar rule for JSON values that follow the schema.
+`root` is the document in which references are looked up; None: the schema itself."""
 
-MAX_NESTING = 12  # levels of nested values in formats that are not JSON; a deeper value may be any text
+MAX_NESTING = 12  # levels of nested objects and lists in "elements" and "relaxed"; deeper ones may be any text
 CALL_ID = "call00001"
 _ANY_KEY = r"/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
 
@@ -34,14 +34,16 @@ def until(mark: str) -> str:
 
 
 class CallGrammar:
-    """Writes the grammar of calls in one format. `rules` has the rules that the calls written so far refer to."""
+    """Writes the grammar of calls in one format. `rules` collects the rules for all calls written so far, except the
+    rules for JSON values."""
 
     def __init__(self, written: Written, json_grammar: Json) -> None:
         self._written, self._json = written, json_grammar
         self.rules = list[str]()
 
     def call(self, name: str, parameters: Mapping[str, Any], before: str) -> str:
-        """Returns the grammar of one call. `before`: the marks before the call's name."""
+        """Returns the grammar of a call of the tool `name`. `parameters`: the JSON schema of its arguments. `before`:
+        the text before the tool's name, in which the probe's NAME and ID are replaced."""
         written = self._written
         opened = f"{before.replace(NAME, name)}{name}{written.between}".replace(ID, CALL_ID)
         arguments = self._arguments(Parameter(parameters, parameters))
@@ -63,7 +65,8 @@ class CallGrammar:
         return name
 
     def _members(self, whole: Parameter, member: Callable[[str, Parameter], str], separator: str) -> str:
-        """Returns the grammar of an object's members, in the order of the schema, with `separator` between them.
+        """Returns the grammar of an object's members with `separator` between them, in the order of the schema or, in
+        the style "relaxed", sorted by name. If the schema names no property, any members are allowed, or none.
         `member` returns the grammar of one member."""
         found = list(_properties(whole))
         if self._written.style == "relaxed":  # templates of this style sort the members by name
@@ -94,8 +97,8 @@ class CallGrammar:
     # Values as text between marks
 
     def _text(self, parameter: Parameter, close: str) -> str:
-        """Returns the grammar of a text and the mark `close` after it. If the schema lists texts, only these are
-        allowed."""
+        """Returns the grammar of a string value with the mark `close` after it. If the schema lists strings by `enum`
+        or `const`, only these strings are allowed."""
         texts = [value for value in _choices(parameter) if isinstance(value, str)]
         if texts:
             return f"({' | '.join(quoted(text) or quoted(close) for text in texts)}) {quoted(close)}"
@@ -166,7 +169,8 @@ class CallGrammar:
 
 
 def _properties(whole: Parameter) -> Iterator[str]:
-    """Yields the names of an object's properties, each once, in the order of the schema."""
+    """Yields the names of the properties that the schema describes or requires, each once, in the order of the schema.
+    Schemas that it combines or refers to count, too."""
     names = dict[str, None]()
     for part in whole.parts():
         properties, required = part.get("properties"), part.get("required")
@@ -180,8 +184,8 @@ def _properties(whole: Parameter) -> Iterator[str]:
 
 
 def _required(whole: Parameter) -> set[str]:
-    """Returns the names of the properties that the schema requires, including the schemas that it combines by `allOf`
-    or refers to by "$ref"."""
+    """Returns the names of the properties that are required by the schema itself, or by a schema that it includes with
+    `allOf` or "$ref"."""
     found = set[str]()
     for part in whole.parts(("allOf",)):
         required = part.get("required")
@@ -191,12 +195,14 @@ def _required(whole: Parameter) -> set[str]:
 
 
 def _is_open(whole: Parameter) -> bool:
-    """Returns True if the schema names no properties and does not forbid others, so that any property is allowed."""
+    """Returns True if any property is allowed: no part of the schema has the keyword `properties` or sets
+    `additionalProperties` to False."""
     return all(part.get("additionalProperties") is not False and "properties" not in part for part in whole.parts())
 
 
 def _choices(parameter: Parameter) -> list[Any]:
-    """Returns the values that the schema lists by `enum` or `const`, [] if it lists none."""
+    """Returns the values of the first `enum` or `const` in the schema or in a schema that it includes with `allOf` or
+    "$ref". Returns [] if there is none."""
     for part in parameter.parts(("allOf",)):
         if isinstance(part.get("enum"), list):
             return list(part["enum"])

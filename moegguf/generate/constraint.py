@@ -1,4 +1,5 @@
-"""The required format of an answer (JSON, a JSON schema, a tool call) as a grammar in llguidance's Lark dialect."""
+"""The required format of an answer (JSON, a JSON schema, a GBNF grammar, a tool call) as a grammar in llguidance's Lark
+dialect."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _TOOL_NAME = re.compile(r"[\w.:/-]{1,128}")
 @dataclass(frozen=True)
 class Constraint:
     """The required format of an answer. `lark`: a grammar in llguidance's Lark dialect with the start rule "start".
-    `begun`: the part of the answer that is already in the message that the answer continues."""
+    `begun`: the text of the message that the answer continues, which the grammar must match first; "" for a new
+    message."""
 
     lark: str
     begun: str = ""
@@ -39,20 +41,22 @@ def constraint_for(
     """Returns the required format of an answer to `request`; None if any text is allowed. `Matcher` compiles the
     grammar.
 
-    If the request requires a tool call, the answer is exactly one call.
+    If the request requires a tool call, the answer is exactly one call, possibly after thinking.
 
-    template: the model's template. It determines the format of calls, and the marks of thinking, which may come first.
+    template: the model's chat template. It determines the format of calls and the marks of thinking; None: a call is
+    plain JSON, and there are no marks.
 
     prompt_end: the end of the prompt. It may already contain the opening mark of thinking.
 
-    continuation: given for an answer that continues a message. The text of this message is then the start of the
-    formatted answer.
+    continuation: given for an answer that continues a message. The grammar then covers the message's text and the
+    answer together.
 
-    token_of: returns the token of a text, or None for a text that is not a single token.
+    token_of: returns the token id of a string, or None for a string that is not a single token.
 
-    Raises SchemaError for an invalid or too large schema or grammar, and for a strict schema that cannot be followed.
-    Raises CapabilityError if `tool_choice` names no tool of the request. Raises OptionError if a call is required but
-    the answer continues a text.
+    Raises SchemaError for an invalid or too large schema or grammar, and for a strict schema that cannot be enforced.
+    Also raises SchemaError for invalid tools or too many, and for a grammar together with a format or tools. Raises
+    CapabilityError if `tool_choice` names no tool of the request. Raises OptionError if a call is required but the
+    answer continues a message with text.
     """
     has_tools = bool(request.tools) and request.tool_choice != "none"
     forced = has_tools and request.tool_choice != "auto"
@@ -96,8 +100,8 @@ def constraint_for(
 
 
 def _check_strict(tools: Sequence[Mapping[str, Any]]) -> bool:
-    """Returns True if any of the tools is strict. Raises SchemaError for a strict tool whose schema cannot be a
-    grammar."""
+    """Returns True if any of the tools is strict. Raises SchemaError for a strict tool if its schema is invalid, too
+    large, or has keywords that no grammar can enforce."""
     functions = [function for tool in tools if (function := tool.get("function", tool)).get("strict") is True]
     for function in functions:
         if isinstance(function.get("parameters"), Mapping):
@@ -122,7 +126,8 @@ def _free_text(form: AnswerFormat, prompt_end: str) -> list[str]:
 
 
 def _text(form: AnswerFormat, prompt_end: str, body: str) -> str:
-    """Returns the grammar `body` with the model's marks for text before and after it."""
+    """Returns the grammar `body` between the model's marks around text. An opening mark with which the prompt already
+    ends is left out."""
     if form.is_harmony:
         return f'"<|channel|>final" " <|constrain|>json"? "<|message|>" {body}'
     opened = form.text_open.removeprefix(form.begun(prompt_end))
@@ -143,8 +148,8 @@ def _allowed_tools(tools: Sequence[Mapping[str, Any]], choice: str) -> list[Mapp
 
 
 class _Calls:
-    """Writes the grammar of each tool's calls in a model's format. `behind_mark`: the grammars leave out the mark that
-    begins a call."""
+    """Writes the grammars of calls of tools in a model's format. `behind_mark`: True: each grammar begins after the
+    mark that begins a call."""
 
     def __init__(self, form: AnswerFormat, prompt_end: str, schemas: Schemas, *, behind_mark: bool) -> None:
         written = form.tools[0].written
@@ -153,7 +158,7 @@ class _Calls:
         self._before = written.before.lstrip("\n").removeprefix(form.begun(prompt_end))
         if behind_mark:  # the mark that begins a call is in another rule
             self._before = self._before.partition(form.tools[0].open)[2] if form.tools[0].open else self._before
-        elif form.empties_text:  # the template writes the marks of a text before a call even without a text
+        elif form.empties_text:  # the template writes the marks around text before a call even if there is no text
             begun = prompt_end.rstrip().endswith(form.text_open.strip())
             self._before = ("" if begun else form.text_open) + form.text_close + self._before
         self.grammar = CallGrammar(written, schemas.grammar)
@@ -172,8 +177,8 @@ class _Calls:
 def _start(
     form: AnswerFormat, think: bool | str | None, prompt_end: str, continuation: Continuation | None
 ) -> list[str]:
-    """Returns the rules from `start` to `answer`. Thinking may come before the answer. `think` False forbids this,
-    unless the prompt has already begun the thinking or the model is gpt-oss."""
+    """Returns the rules from `start` to the rule `answer`. If the model has marks of thinking, thinking may come before
+    the answer. `think` False forbids thinking, unless the prompt has already begun it or the model is gpt-oss."""
     in_thinking = continuation is not None and continuation.in_thinking
     if form.is_harmony:
         if in_thinking:

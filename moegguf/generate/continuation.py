@@ -12,12 +12,12 @@ from moegguf.generate.request import Message
 
 @dataclass(frozen=True)
 class Continuation:
-    """The end of a prompt whose last message the answer continues. That message is the assistant's. The template
-    renders only the earlier messages, and the text of the last one is appended, because a template would close the
-    message. llama.cpp (common/chat-auto-parser-generator.cpp) appends it, too.
+    """The end of a prompt for an answer that continues the assistant's last message. The template renders only the
+    earlier messages, and the text of the last one is appended, because a template would close the message. llama.cpp
+    (common/chat-auto-parser-generator.cpp) appends the text, too.
 
-    `text`: the appended text. `content`: the part of it that belongs to the answer's text, not to the thinking.
-    `in_thinking`: the answer continues with thinking.
+    `text`: the appended text, with marks. `content`: the message's text without its thinking. `in_thinking`: True: the
+    answer continues the thinking.
     """
 
     text: str
@@ -26,10 +26,10 @@ class Continuation:
 
 
 def split_last(messages: Sequence[Message]) -> tuple[Sequence[Message], Message | None]:
-    """Returns the earlier messages and the message to continue. The latter is None unless the last message is the
-    assistant's, without tool calls and images.
+    """Returns the earlier messages and the assistant's last message, which the answer continues.
 
-    An assistant's message that is empty is removed, and None is returned for it.
+    Returns all messages and None if the last message is not the assistant's, or has tool calls or images. If the
+    assistant's last message has neither text nor thinking, returns the earlier messages and None.
     """
     last = messages[-1] if messages else {}
     if last.get("role") != "assistant" or last.get("tool_calls") or has_images((last,)):
@@ -38,10 +38,11 @@ def split_last(messages: Sequence[Message]) -> tuple[Sequence[Message], Message 
 
 
 def continuation_of(message: Message, rendered: str, template: str | None) -> Continuation:
-    """Returns the text that continues `message`, to be appended to `rendered`, the prompt that `template` rendered.
-    `rendered` may already end with the opening mark of the thinking or of the text.
+    """Returns the continuation of `message`. Its text is to be appended to `rendered`, the prompt that `template`
+    rendered for the earlier messages. `rendered` may already end with the opening mark of the thinking or of the text.
 
-    If the message has text, its thinking is closed; otherwise the answer continues the thinking.
+    If the message has text, its thinking is closed. A message without text is continued in its thinking, if the format
+    has marks of thinking and `rendered` has not opened the text.
     """
     thinking, content = message.get("thinking") or "", text_of(message.get("content"))
     form = answer_format(template or "")

@@ -1,19 +1,19 @@
-"""Drafts for the answers of a loop: proposes tokens that may come next, and learns which proposals were accepted.
+"""Makes drafts for the answers of a batch loop: proposes tokens that may come next, and learns which were accepted.
 
 A decoding pass evaluates the drafted tokens together with the token that was sampled last. The loop then samples the
-next token. If it equals the first drafted token, the loop samples again after that token, and so on. It uses the
-random numbers that it would have used without drafts. It drops the other drafted tokens from the KV cache. If the
-model is batch-invariant, an answer is the same with and without drafts, token for token.
+next token. If it equals the first drafted token, the loop samples again after that token, and so on. Sampling uses the
+random numbers that it would have used without drafts. The loop drops the drafted tokens that were not accepted from
+the KV cache. If the model is batch-invariant, an answer is the same with and without drafts, token for token.
 
 Measured times decide whether to draft, and how many tokens. An accepted token saves the time of a pass without drafts,
 divided by the number of sequences in the pass. A drafted token costs the time by which it makes the pass longer; this
 includes the reading of experts that no other token uses. A draft is extended as long as the chance that its next token
-is reached and accepted is worth more than the token's cost. If even the first token is not worth its cost, a short
-draft is tried now and then. Such trials use an allowance, which is a share of the time of passes. When drafts have lost
-the allowance and all earlier savings, they pause until there is some allowance again.
+is reached and accepted is worth more than the token's cost. If drafts are expected to save next to nothing, a short
+draft of one answer is tried now and then. Such trials use an allowance, which is a share of the time of passes. When
+drafts have lost the allowance and all earlier savings, they pause until there is some allowance again.
 
-The search for drafts takes time, too. n-grams of a text are looked up only if its last tokens have occurred before.
-After some passes without an accepted token, the next passes skip the search.
+The search for drafts takes time, too. Without a draft context, a sequence is searched only if its last tokens have
+occurred in it before. After some passes without an accepted token, the next passes skip the search.
 """
 
 from __future__ import annotations
@@ -33,35 +33,37 @@ if TYPE_CHECKING:
 
 SUPPOSED_COST = 0.1  # assumed cost of a drafted token before it is measured, as a fraction of a pass without drafts
 LEAST_COST = 0.01  # lower limit of the cost of a drafted token, as a fraction of a pass without drafts
-LOSS = 0.005  # share of the computing time that drafts and the search for them may lose
-PATIENCE = 4  # passes in a row without an accepted token, after which the number of skipped passes doubles
+LOSS = 0.005  # share of the time of passes that drafts and their search may lose, in addition to earlier savings
+PATIENCE = 4  # passes without an accepted token until the number of skipped passes grows: from 0 to 1, 3, 7
 REST = 3  # up to 2**REST - 1 passes in a row skip the search
-MARGIN = 0.03  # drafts must save this share of the time that one accepted token saves; otherwise they are a trial
-BASE_PASSES = 9  # number of passes without drafts; their median is the time of such a pass
-RENEW_PASSES = 32  # passes with drafts, after which the time without drafts is measured again
-TRIAL_TOKENS = 3  # tokens of a trial draft
-MEMORY = 0.9  # sums of older costs and acceptances are multiplied by this factor at each new measurement
-PRIOR = (0.8, 0.5, 0.6)  # assumed chance that a token is accepted, for each source, before any draft was verified
+MARGIN = 0.03  # drafts with a smaller expected gain are a trial; the unit is the time that one accepted token saves
+BASE_PASSES = 9  # number of most recent passes without drafts whose median is taken as the time of such a pass
+RENEW_PASSES = 32  # number of passes with drafts after which one pass without drafts is measured
+TRIAL_TOKENS = 3  # maximum number of tokens in a trial draft
+MEMORY = 0.9  # factor for older sums at each new measurement, of costs and of one answer's acceptances
+PRIOR = (0.8, 0.5, 0.6)  # assumed chance that a token is accepted, for each `Source`, before any draft was verified
 
 
 @dataclass
 class Acceptance:
-    """Estimates the chance that a drafted token is accepted if all tokens before it were. Recent drafts count more."""
+    """Estimates the chance that a drafted token is accepted if all earlier tokens of its draft were accepted. Recent
+    drafts count more."""
 
     prior: float
     memory: float
-    base: Acceptance | None = None  # estimate over all answers, the prior of an estimate for one answer
+    base: Acceptance | None = None  # estimate over all answers, which replaces `prior` in an estimate for one answer
     accepted: float = 0.0
     refused: float = 0.0
 
     @property
     def chance(self) -> float:
-        """The chance that a drafted token is accepted. It is greater than 0 and less than 1."""
+        """The estimated chance. It is greater than 0 and less than 1."""
         prior = self.prior if self.base is None else self.base.chance
         return (self.accepted + 2 * prior) / (self.accepted + self.refused + 2)
 
     def note(self, n_drafted: int, n_accepted: int) -> None:
-        """Updates the estimate with a verified draft of `n_drafted` tokens."""
+        """Updates the estimate, and `base`, with a verified draft: `n_accepted` of its `n_drafted` tokens were
+        accepted."""
         if self.base is not None:
             self.base.note(n_drafted, n_accepted)
         self.accepted = self.memory * self.accepted + n_accepted
@@ -81,24 +83,25 @@ class PassTimes:
 
     @property
     def base_s(self) -> float | None:
-        """Median seconds of a pass without drafts; None if there are too few such passes, or the last one is too long
-        ago."""
+        """Median seconds of a pass without drafts. None if fewer than BASE_PASSES such passes were measured, or if at
+        least RENEW_PASSES passes with drafts followed the last one."""
         is_known = len(self._undrafted_s) == BASE_PASSES and self._n_drafted < RENEW_PASSES
         return sorted(self._undrafted_s)[BASE_PASSES // 2] if is_known else None
 
     @property
     def cost(self) -> float:
-        """The time that one drafted token adds to a pass, as a fraction of the time of a pass without drafts."""
+        """The time that one drafted token adds to a pass, as a fraction of the time of a pass without drafts. It is at
+        least LEAST_COST."""
         return max(self._cost / self._tokens, LEAST_COST)
 
     def note(self, n_tokens: int, seconds: float, base_s: float) -> float:
-        """Notes the time of a pass with `n_tokens` drafted tokens. Returns the seconds that these tokens have added to
-        it."""
+        """Notes the time of a pass with `n_tokens` drafted tokens. Returns the seconds that these tokens added to the
+        pass, at most `base_s` for each; 0 for a pass without drafts."""
         if n_tokens == 0:
             self._undrafted_s.append(seconds)
             self._n_drafted = 0
             return 0.0
-        added_s = min(seconds - base_s, n_tokens * base_s)  # a longer delay has another cause than the drafted tokens
+        added_s = min(seconds - base_s, n_tokens * base_s)  # drafted tokens do not cause a longer delay
         if self.widest:  # the first pass with drafts is not counted: it allocates memory for wide passes
             self._tokens = MEMORY * self._tokens + n_tokens
             self._cost = MEMORY * self._cost + added_s / base_s
@@ -108,8 +111,11 @@ class PassTimes:
 
 class DraftGate:
     """Decides from measured times how many tokens to draft in a model's next pass. `acceptance` has one estimate for
-    each source of drafts. Drafts may lose the time that earlier drafts have saved (at most the time of `N_MAX / 2`
-    passes), and the time of one more pass."""
+    each source of drafts.
+
+    Drafts may lose the time that earlier drafts saved plus an allowance, which is the share LOSS of the time of passes.
+    Together these count up to N_MAX / 2 passes. The drafts of one pass may exceed them by the time of about one pass.
+    """
 
     def __init__(self) -> None:
         self.acceptance = [Acceptance(prior, 0.98) for prior in PRIOR]
@@ -117,7 +123,7 @@ class DraftGate:
         self._balance_s = 0.0  # seconds that drafts may still lose: saved time plus allowance
         self._allowance_s = 0.0  # seconds that trial drafts may cost
         self._tries = False  # True if the drafts of the next pass are a trial
-        self._n_vain = 0  # successive passes with a search but without an accepted token
+        self._n_vain = 0  # successive passes that could have drafts but accepted no token; 0 while `base_s` is None
         self._n_rested = self._n_resting = 0  # passes to skip after the last search; passes still to skip
         self._pays = True
 
@@ -126,8 +132,8 @@ class DraftGate:
         return [Acceptance(0.5, MEMORY, base) for base in self.acceptance]
 
     def is_due(self) -> bool:
-        """Returns True if the next pass may have drafts; `note_pass` must then follow. The caller must call this
-        method once before each pass."""
+        """Counts down the passes to skip. Returns True if none is left, so that the next pass may have drafts. Must be
+        called once before each pass."""
         self._n_resting -= 1
         return self._n_resting < 0
 
@@ -139,14 +145,14 @@ class DraftGate:
         if base_s is None or self._balance_s < 0:
             return nothing
         self._balance_s = min(self._balance_s, N_MAX / 2 * base_s)
-        self._allowance_s = min(self._allowance_s, TRIAL_TOKENS * base_s)  # a single trial cannot cost more
+        self._allowance_s = min(self._allowance_s, TRIAL_TOKENS * base_s)  # limit, because a trial cannot cost more
         worth = 1 / len(answers)  # value of an accepted token, as a fraction of a pass without drafts
         known = max(TRIAL_TOKENS, 2 * times.widest)  # limit, because the cost of much wider passes is still unknown
         most = min(N_MAX, known, int((self._balance_s / base_s + 1) / cost))
         widths, gain = list[list[int]](), 0.0
         for of_answer in answers:
             chances = [source.chance for source in of_answer]
-            # Number of leading draft tokens whose chance to be reached and accepted is higher than their cost.
+            # Number of leading draft tokens whose chance to be reached and accepted is worth their cost, per source.
             paying = [int(math.log(cost / worth) / math.log(p)) if cost / worth < p else 0 for p in chances]
             widths.append([min(most, n) for n in paying])
             gain += max(worth * p * (1 - p**n) / (1 - p) - n * cost for p, n in zip(chances, widths[-1], strict=True))
@@ -162,8 +168,8 @@ class DraftGate:
     ) -> None:
         """Notes the time of a pass with `n_sequences` decoding sequences, after `is_due` returned True.
 
-        spent_s: the part of `seconds` that was spent on the search for drafts. It counts as lost if nothing was
-        drafted.
+        spent_s: CPU time of the search for drafts, which is included in `seconds`. If nothing was drafted, it counts as
+        lost time, not as time of a pass without drafts.
         """
         times = self._times[n_sequences]
         base_s, allowed_s = times.base_s, LOSS * seconds * (1 + self._n_rested)
@@ -198,10 +204,10 @@ class _Text:
     repeats: bool = True  # True if the last tokens occurred before, or if their hash collides
 
     def note_tokens(self, n_key: int) -> None:
-        """Adds the new tokens to `hashes`. Sets `repeats`, which is True if the last `n_key` tokens have occurred
-        before. If `n_key` is 0, `repeats` stays True.
+        """Adds the n-grams that end in new tokens to `hashes`. Sets `repeats` to True if the last `n_key` tokens have
+        occurred before, otherwise to False. If `n_key` is 0, `repeats` stays True.
 
-        This takes a microsecond, and is the only cost in a pass as long as the text does not repeat itself.
+        One new token takes about a microsecond. As long as no text repeats itself, drafting has no other cost.
         """
         context = self.sequence.context
         for i in range(self.n_hashed, len(context) - n_key + 1 if n_key else 0):
@@ -217,14 +223,14 @@ class Drafter:
     def __init__(self, llm: Llama, drafts: Drafts) -> None:
         self.gate = DraftGate()
         self._llm, self._drafts = llm, drafts
-        self._spent_s = 0.0  # seconds spent on the search for drafts in this pass
+        self._spent_s = 0.0  # CPU seconds spent on the search for drafts in this pass
         self._begins = False  # True if a text is searched for the first time: the time of such a pass is ignored
         self._texts: dict[int, _Text] = {}  # key: seq_id
         self._n_drafted = self._n_accepted = 0  # drafted and accepted tokens of this pass
 
     def propose(self, sequences: list[Sequence]) -> None:
-        """Sets the drafts of `sequences`, which are all sequences of the next pass and all decode. For a model with a
-        recurrent state, also moves the sequences with the longest drafts to the end of the list."""
+        """Sets the drafts of `sequences`. The list must contain every sequence of the next pass, and each must be
+        decoding. For a model with a recurrent state, also sorts the list by the length of the drafts, longest last."""
         texts = list[_Text]()
         for sequence in sequences:
             seq_id = sequence.place.seq_id
@@ -246,7 +252,7 @@ class Drafter:
         for text, of_answer in zip(texts, widths, strict=True):
             sequence = text.sequence
             room = 0
-            if text.repeats and sequence.prompt.images is None:  # a draft must end before the answer's limit
+            if text.repeats and sequence.prompt.images is None:  # a draft ends before the answer's and context's limit
                 room = max(
                     0, min(sequence.limit - sequence.summary.answer_tokens, sequence.n_ctx - len(sequence.context)) - 1
                 )
@@ -262,9 +268,12 @@ class Drafter:
         self._spent_s = time.thread_time() - start_s
 
     def _lengths(self, sequences: list[Sequence], drafts: list[Draft]) -> list[int]:
-        """Returns the number of tokens to use of each draft, so that they fit into the pass. For a model with a
-        recurrent state, which can be rolled back only by a limited number of tokens, all drafts get the same length.
-        It is the length with the most tokens in total; shorter drafts are not used."""
+        """Returns the number of tokens to use from each draft, so that all fit into the pass. 0 means that a draft is
+        not used.
+
+        A recurrent state can be rolled back only by a limited number of tokens. For a model with such a state, all
+        used drafts get one length, which is chosen so that most tokens are used in total. Shorter drafts are not used.
+        """
         wanted = [len(draft.tokens) for draft in drafts]
         n_left = min(self._llm.n_batch, self._llm.context.n_logits) - len(drafts)
         best = [0] * len(drafts)
@@ -290,7 +299,8 @@ class Drafter:
         self._n_accepted += n_accepted
 
     def note_pass(self, n_sequences: int, seconds: float) -> None:
-        """Notes the time of a pass in which `n_sequences` sequences decoded and no prompt was computed."""
+        """Notes the time of a pass in which `n_sequences` sequences decoded and no prompt was computed. Ignores the
+        time if a text was searched for the first time."""
         if not self._begins:
             self.gate.note_pass(n_sequences, self._n_drafted, self._n_accepted, seconds, self._spent_s)
         self._begins, self._spent_s, self._n_drafted, self._n_accepted = False, 0.0, 0, 0

@@ -1,5 +1,5 @@
-"""Embeddings of texts, and a reranker's scores of documents. An embedding model pools the hidden states as its file
-specifies; for a generative model, the embedding is the hidden state of the last token.
+"""Embeddings of texts, and a reranker's scores of documents. A model loaded with embedding=True pools the hidden states
+as its file specifies. For any other model, the embedding is the hidden state of the last token.
 
 Each input is evaluated alone, from an empty context, so its vector does not depend on the other inputs in any bit.
 """
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Embeddings:
-    """Embeddings of inputs. `vectors`: [n_inputs][n_embd], in the order of the inputs. `n_tokens`: tokens of all
-    inputs."""
+    """Embeddings or scores of inputs. `vectors`: [n_inputs][n_embd], or [n_inputs][1] for scores, in the order of the
+    inputs. `n_tokens`: total number of tokens in all inputs."""
 
     vectors: list[list[float]]
     n_tokens: int
@@ -39,14 +39,16 @@ def embed(
     normalize: bool = True,
     num_ctx: int | None = None,
 ) -> Embeddings:
-    """Returns the vectors of `inputs`. Each input is a text, or a list of texts and tokens. With `normalize`, vectors
-    have length 1. `num_ctx` limits the tokens of an input if the context of the model is longer.
+    """Returns the vectors of `inputs`. Each input is a string, or a list of strings and token ids. With `normalize`,
+    vectors are scaled to length 1 (zero vectors stay zero). `num_ctx` is a further limit of tokens per input; None: no
+    further limit.
 
     If the model was loaded with embedding=True, its file specifies the pooling. Otherwise the vector is the hidden
-    state of the last token, and the context contains the last input after the call. An empty input is evaluated as BOS,
-    or else EOS; if the model has neither, its vector is zero. Raises ContextError for an input that is too long unless
-    `truncate` is True, OptionError for an invalid token, CapabilityError for a reranker, and the errors of
-    `Llama.eval`.
+    state of the last token, and the context contains the last input after the call. An input without tokens is
+    evaluated as BOS, or else EOS; if the model has neither, its vector is zero.
+
+    Raises ContextError for an input that is too long unless `truncate` is True, OptionError for an invalid token,
+    CapabilityError for a reranker, and the errors of `Llama.eval`.
     """
     if ranks(llm):
         raise CapabilityError("this model gives documents scores, not vectors; send it a query to /v1/rerank.")
@@ -60,7 +62,8 @@ def embed(
 
 
 def ranks(llm: Llama) -> bool:
-    """Returns True if the model is a reranker: its pooling computes a score of a text, not a vector."""
+    """Returns True if the model is a reranker that was loaded with embedding=True. A reranker's pooling computes a
+    score of a text, not a vector."""
     return bool(llm.context_params.embeddings) and llm.pooling_type() == library.llama_cpp().LLAMA_POOLING_TYPE_RANK
 
 
@@ -105,15 +108,16 @@ def _pair(llm: Llama, query: str, document: str, limit: int) -> list[int]:
 
 
 def _limit(llm: Llama) -> int:
-    """Returns the maximum number of tokens of an input. For pooling, all tokens of an input must fit into one pass."""
+    """Returns the maximum number of tokens of an input. This is the length of the context. If the model was loaded for
+    embeddings, it is at most one pass, because pooling needs all tokens in the same pass."""
     if llm.context_params.embeddings:
         return int(min(llm.n_ctx(), llm.n_batch, llm.context_params.n_ubatch))
     return int(llm.n_ctx())
 
 
 def _first_tokens(llm: Llama, text: str, limit: int, *, add_bos: bool, special: bool) -> list[int]:
-    """Returns the tokens of a text. For a very long text, returns only its first tokens, more than twice `limit`,
-    because running answers wait while a text is tokenized."""
+    """Returns the token ids of `text`. For a very long text, returns only the tokens of a prefix with more than
+    2 * `limit` tokens, because running answers wait while a text is tokenized."""
     tokens, n_read = list[int](), 0
     while not n_read or (n_read < len(text) and len(tokens) <= 2 * limit):
         n_read = 2 * n_read or TOKEN_CHARACTERS * limit
@@ -136,13 +140,13 @@ def _tokens(llm: Llama, item: str | Sequence[int | str], limit: int, truncate: b
             f"the input length exceeds the context length: {len(tokens)} tokens or more, but {limit} are read at a"
             " time; give a shorter input, or let it be cut (truncate)."
         )
-    end = tokens[-1:] if not vocabulary.piece(tokens[-1]) else []  # the cut keeps an end token of the tokenizer
+    end = tokens[-1:] if not vocabulary.piece(tokens[-1]) else []  # the cut keeps a last token that has no text
     return tokens[: limit - len(end)] + end
 
 
 def _steps(llm: Llama, tokens: list[int]) -> Generator[npt.NDArray[np.float64], None, None]:
-    """Evaluates the tokens of an input and yields its vector: the pooled one, or the hidden state of the last token.
-    (Only the last token attends to all others.)"""
+    """Evaluates the tokens of an input and yields its vector: the pooled vector, or the hidden state of the last token.
+    (Only the last token attends to all others.) Yields zeros if there are no tokens."""
     bindings = library.llama_cpp()
     n_embd = int((bindings.llama_model_n_cls_out if ranks(llm) else bindings.llama_model_n_embd_out)(llm.model))
 

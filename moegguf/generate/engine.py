@@ -1,4 +1,5 @@
-"""`Engine` computes many requests to one model together, in this process; with blocking and asynchronous methods."""
+"""Defines `Engine`, which computes many requests to one model together in this process. It has blocking and
+asynchronous methods."""
 
 from __future__ import annotations
 
@@ -28,21 +29,21 @@ Prompt = str | abc.Sequence[int]
 
 @dataclass(frozen=True)
 class EngineAnswer(Delta):
-    """A whole answer: the content of all deltas, and a summary. `error`: the reason for which the answer ended early,
-    or None. The other fields then have the content that was computed before the error."""
+    """A whole answer: the content of all deltas, and a summary. `error`: the exception that ended the answer early, or
+    None. After an error, the other fields have the content that was computed before it."""
 
     summary: AnswerSummary = field(default_factory=AnswerSummary, repr=False)
     error: Exception | None = None
 
     @property
     def finish(self) -> str:
-        """ "stop", "length" or "cancelled"."""
+        """The reason for the answer's end: "stop", "length" or "cancelled"."""
         return self.summary.finish
 
 
 class _Events(AnswerEvents):
-    """Passes the deltas of one answer to `put`. The last one is an `EngineAnswer` with the summary but without
-    content."""
+    """Passes the deltas of one answer to `put`, and at the end an `EngineAnswer` that has the summary and the error but
+    no content."""
 
     def __init__(self, put: Callable[[Delta], object]) -> None:
         self._put = put
@@ -63,22 +64,23 @@ def _collected(queue: SimpleQueue[Delta]) -> EngineAnswer:
 
 
 class Engine:
-    """A model that answers up to `parallel` requests at once.
+    """Answers up to `parallel` requests to one model at once.
 
     Args:
         model: as for `moegguf.Llama`; or a loaded `Llama`, which keeps its options and stays loaded.
-        parallel: sequences that are computed together. Each may have `n_ctx` tokens of context. Models for embeddings
-            have one.
-        kv_tokens: tokens of all sequences together for which the KV cache has memory. If it is full, the newest request
-            goes back to the queue and is computed again later. None: parallel * n_ctx, or less if the experts would
-            lack that memory.
-        schedule: a function that gets the loaded model and returns the object that chooses the sequences of a step
+        parallel: maximum number of sequences that are computed together. Each may have `n_ctx` tokens of context. Some
+            models, such as models for embeddings, can only have one. A loaded `Llama` keeps its own number.
+        kv_tokens: number of tokens that fit into the KV cache, for all sequences together. If the KV cache is full, the
+            newest request goes back to the queue and is computed again later. None: parallel * n_ctx, or less if the
+            experts need the memory.
+        schedule: a function that receives the loaded model and returns the object that chooses the sequences of a step
             (`moegguf.generate.kv_sequences`); None: all of them.
-        options: all keywords of `moegguf.Llama`; flash_attn is None unless given.
+        options: other keywords of `moegguf.Llama`. Unless given, `flash_attn` is None and `verbose` is False.
 
     If the model is batch-invariant (`Llama.batch_invariant`), an answer has the same bits alone and together with
-    others. Otherwise `Sampling(exact=True)` computes a request without others. All methods may be called from any
-    thread. Raises the errors of `Llama`.
+    others, unless its context shifts. Where this does not hold, `Sampling(exact=True)` computes a request without
+    others. All methods may be called from any thread. Raises the errors of `Llama`, and OptionError for options given
+    with a loaded `Llama`.
 
     Example:
         >>> import moegguf
@@ -127,12 +129,13 @@ class Engine:
         """Returns the answers to prompts, in the order of the prompts.
 
         Args:
-            prompts: a text, a list of tokens, or a list of texts and lists of tokens.
-            sampling: options for all prompts, or one `Sampling` for each. None: the model's, else the defaults.
+            prompts: a string, a list of token ids, or a list of strings and lists of token ids.
+            sampling: options for all prompts, or one `Sampling` for each. None: the options in the model's file, and
+                the defaults of `Sampling` for the others.
             fields: further fields of `Sampling` and `Request`, such as `max_tokens=8, temperature=0`.
 
-        An error of one prompt is the `error` of its answer. It is a ContextError for a prompt that is longer than the
-        context, unless `truncate=True` cuts its middle. Raises OptionError, ClosedError.
+        An error of one prompt is the `error` of its answer: for example a ContextError for a prompt that is longer than
+        the context, unless `truncate=True` cuts its middle. Raises OptionError, ClosedError.
 
         Example:
             >>> answers = engine.generate(["Once upon a time", "The capital of France is"], max_tokens=4)
@@ -148,8 +151,9 @@ class Engine:
         sampling: Sampling | abc.Sequence[Sampling] | None = None,
         **fields: Any,
     ) -> list[EngineAnswer]:
-        """Returns the answers to conversations. A conversation is a list of messages; a single one may also be given.
-        The other arguments and the errors are the same as for `generate`.
+        """Returns the answers to conversations. A conversation is a list of messages; a single conversation may also be
+        given. If a conversation is too long, the oldest messages are left out, unless `truncate=False`. The other
+        arguments and the errors are the same as for `generate`.
 
         Example:
             >>> [answer] = engine.chat([{"role": "user", "content": "What does moegguf do?"}], max_tokens=4)
@@ -162,10 +166,10 @@ class Engine:
     async def stream(
         self, prompt: Prompt | abc.Sequence[Message], sampling: Sampling | None = None, **fields: Any
     ) -> AsyncGenerator[Delta, None]:
-        """Yields the parts of an answer to a text, tokens or messages, as they are computed.
+        """Yields the parts of an answer to a string, token ids or messages, as the parts are computed.
 
-        The answer is cancelled when the caller leaves the loop. `fields`: as in `generate`. Raises OptionError,
-        ContextError, ClosedError, and the errors of evaluations.
+        The answer is cancelled when the generator is closed before its end. `fields`: as in `generate`. Raises
+        OptionError and ClosedError, and the error that ended the answer, such as a ContextError.
 
         Example:
             >>> import asyncio
@@ -200,7 +204,8 @@ class Engine:
         return self._llm.stats()
 
     def close(self) -> None:
-        """Cancels all running answers and frees the model. A second call does nothing.
+        """Cancels all answers and frees the model. A loaded `Llama` that was given to the engine stays loaded. A second
+        call does nothing.
 
         Example:
             >>> engine = moegguf.Engine("demo")
@@ -227,8 +232,9 @@ class Engine:
     def _answers(
         self, prompts: abc.Sequence[Any], sampling: Sampling | abc.Sequence[Sampling] | None, fields: dict[str, Any]
     ) -> list[EngineAnswer]:
-        """Returns the answers to `prompts`. Only a few more requests are submitted than can be computed at once, so
-        that thousands of requests do not take memory. An exception or interrupt cancels all of them."""
+        """Returns the answers to `prompts`, in their order. The number of requests that are submitted and not yet
+        collected is at most AHEAD times the number of sequences, so that thousands of prompts need little memory. An
+        exception or interrupt cancels all submitted requests."""
         if sampling is None or isinstance(sampling, Sampling):
             sampling = [sampling or self._sampling] * len(prompts)
         if len(sampling) != len(prompts):
@@ -253,8 +259,9 @@ class Engine:
 
 
 def _request(prompt: Prompt | abc.Sequence[Message], sampling: Sampling, fields: dict[str, Any]) -> Request:
-    """Returns the request for a text, tokens or messages. A text or tokens that are too long for the context are an
-    error, unless `fields` set `truncate`."""
+    """Returns the request for a string, token ids or messages, with the other `fields`. Unless `fields` has `truncate`,
+    a string or token ids that are too long for the context will be an error. Raises OptionError for an unknown
+    field."""
     of_sampling, of_request = Sampling.__dataclass_fields__, Request.__dataclass_fields__
     for name in fields:
         if name not in of_sampling and name not in of_request:

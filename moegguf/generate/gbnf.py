@@ -1,8 +1,8 @@
 """Converts grammars in GBNF, llama.cpp's format, into rules of llguidance's Lark dialect.
 
-Each character becomes a separate terminal. GBNF has no lexer: a text matches if any division into parts matches,
-whereas llguidance's lexer always takes the longest match. Right recursion becomes repetition, which llguidance parses
-in less time.
+Each character, and each class of characters, becomes a separate terminal. GBNF has no lexer: a text matches if any
+division into parts matches, whereas llguidance's lexer always takes the longest match. A rule that ends with itself
+becomes a repetition, which llguidance parses in less time than recursion.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _PIECE = re.compile(
     |(?P<repeat>\{\s*(?P<least>[0-9]+)\s*(?P<has_most>,\s*(?P<most>[0-9]*)\s*)?\})|(?P<mark>[|().*+?])""",
     re.VERBOSE | re.DOTALL,
 )
-NONE_OF = r"^\x{0}"  # a negated class never matches the character 0, as in llama.cpp
+NONE_OF = r"^\x{0}"  # begins a negated class, which never matches the character 0, as in llama.cpp
 _CHARACTER = re.compile(r"\\x([0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})|\\(.)|([^\\])", re.DOTALL)
 _ESCAPES = {"t": "\t", "r": "\r", "n": "\n", **{character: character for character in '\\"[]-'}}
 
 
 class _Symbol(NamedTuple):
-    """A symbol of a Lark rule. `repeat` is "", "*", "+", "?" or {m,n}. `rule`: name of the rule if the symbol refers
-    to one."""
+    """A symbol of a Lark rule. `repeat` is "", "*", "+", "?", "{m,n}" or "{m,}". `rule`: name of the rule that the
+    symbol refers to; "" for a terminal."""
 
     text: str
     repeat: str = ""
@@ -41,8 +41,9 @@ _Alternatives = list[list[_Symbol]]
 
 
 def lark_rules(grammar: str, token_of: Callable[[str], int | None]) -> tuple[str, list[str]]:
-    """Converts a GBNF grammar. Returns the name of the first rule, and all rules. `token_of` returns the number of a
-    token with a given text, or None if the text is not a single token. Raises SchemaError for an invalid grammar."""
+    """Converts a GBNF grammar to Lark. Returns the Lark name of GBNF's rule `root`, and all rules as lines. `token_of`
+    returns the id of the token with a given text, or None if the text is not a single token. Raises SchemaError for an
+    invalid grammar."""
     try:
         return _Parser(grammar, token_of).rules()
     except RecursionError:
@@ -75,7 +76,8 @@ class _Parser:
         return SchemaError(f"line {line} of the grammar needs {wanted}, but has {text!r}; correct it.")
 
     def rules(self) -> tuple[str, list[str]]:
-        """Parses the grammar. Returns the name of the first rule, and all rules as lines."""
+        """Parses the grammar. Returns the Lark name of the rule `root`, and all rules as lines. Raises SchemaError if a
+        rule is used but not defined, or if the grammar has no rule `root`."""
         self._skip_newlines()
         while self._position < len(self._pieces):
             self._read_rule()
@@ -182,8 +184,8 @@ class _Parser:
     # Characters
 
     def _characters(self, text: str) -> Iterator[tuple[str, bool]]:
-        """Yields each character of a text, and True if it was written as an escape. Raises SchemaError for an unknown
-        escape."""
+        """Yields each character of a literal or class, and True if it was written as an escape. Raises SchemaError for
+        an unknown escape, or one that is not a Unicode character."""
         begin = 0
         while begin < len(text):
             found = _CHARACTER.match(text, begin)
@@ -196,7 +198,8 @@ class _Parser:
             begin = found.end()
 
     def _class(self, text: str) -> str:
-        """Returns the regular expression for a character class such as [a-z]."""
+        """Returns the regular expression for a character class such as [a-z]. `text` is the class without its brackets.
+        Raises SchemaError for an empty class."""
         negated = text.startswith("^")
         characters = list(self._characters(text[negated:]))
         if not characters:
@@ -212,8 +215,8 @@ class _Parser:
         return f"[{''.join([NONE_OF, *parts] if negated else parts)}]"
 
     def _token(self, text: str) -> str:
-        """Returns the Lark symbol for a token, which GBNF gives by number or text; with "!" it is any token but this
-        one."""
+        """Returns the Lark symbol for a token, which GBNF writes by its id or its text. With "!" before it, the symbol
+        matches every token except this one. Raises SchemaError if no token has this text."""
         mark = text.removeprefix("!")
         number = int(mark[2:-2]) if mark.startswith("<[") else self._token_of(mark)
         if number is None:
@@ -223,7 +226,8 @@ class _Parser:
     # Right recursion
 
     def _repeated(self) -> dict[str, _Alternatives]:
-        """Returns the rules without right recursion: a rule that ends with itself becomes a repetition."""
+        """Returns the rules with direct right recursion replaced: a rule that ends with itself becomes a repetition. A
+        rule in which every alternative ends with the rule itself stays unchanged."""
         rules = {}
         for name, alternatives in self._rules.items():
             options = [option for symbols in alternatives for option in self._expanded(symbols)]

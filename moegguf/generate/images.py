@@ -1,9 +1,9 @@
 """Images in a conversation: reads and checks image files, and finds their places in messages and in the rendered
 prompt.
 
-The content of a message is a text, or a list of parts that are texts or images: {"type": "text", "text": "..."} and
+The content of a message is a string, or a list of text and image parts: {"type": "text", "text": "..."} and
 {"type": "image", "data": "<the file as base64>"}. Files are untrusted: format and dimensions are read from the header
-before anything is decoded. Does not know models or tokens.
+before an image is decoded. This module knows nothing about models or tokens.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from moegguf.generate.request import Message
 from moegguf.gguf.projector import DECODED_BYTES
 
 MAX_IMAGE_BYTES = 20 << 20
-MAX_ASPECT_RATIO = 64  # long by short side: some projectors would enlarge a very narrow image without limit
-MAX_IMAGES = 64  # limit of one request
-# Bytes per pixel that stb_image takes while it decodes a file (measured): 8-bit; added if interlaced; 16-bit or
-# progressive; GIF.
+MAX_ASPECT_RATIO = 64  # long side / short side: some projectors would enlarge a very narrow image without limit
+MAX_IMAGES = 64  # maximum number of images in a request
+# Bytes of memory per pixel that stb_image takes to decode a file (measured). PLAIN_BYTES: 8-bit PNG, baseline JPEG.
+# INTERLACED_BYTES: added for an interlaced PNG. WIDE_BYTES: 16-bit PNG, progressive JPEG.
 PLAIN_BYTES, INTERLACED_BYTES, WIDE_BYTES, GIF_BYTES = 8, 8, 16, 12
 
 Part = Mapping[str, Any]
 
 
 def with_images(text: str, images: Iterable[str | bytes]) -> str | list[dict[str, str]]:
-    """Returns the content of a message with `images` before `text`. Each image is the bytes of a file, or their
-    base64. Raises OptionError as `image_part` does."""
+    """Returns the content of a message with `images` before `text`; `text` itself if there are no images. Each image is
+    the content of a file, as bytes or as base64. Raises OptionError as `image_part` does."""
     parts = [image_part(base64.b64encode(image).decode() if isinstance(image, bytes) else image) for image in images]
     return [*parts, {"type": "text", "text": text}] if parts else text
 
 
 def image_part(text: str) -> dict[str, str]:
-    """Returns the content part for an image in base64. Raises OptionError if the image is damaged or exceeds a
-    limit."""
+    """Returns the content part for an image in base64. Raises OptionError as `decode_base64` and `read_image` do."""
     read_image(decode_base64(text))
     return {"type": "image", "data": text}
 
 
 def decode_base64(text: str) -> bytes:
-    """Returns the bytes of an image file. Raises OptionError for text that is not base64, or that is too long."""
+    """Returns the bytes of an image file that was sent as base64. White space in `text` is ignored. Raises OptionError
+    for text that is not base64 or is too long."""
     if len(text) > MAX_IMAGE_BYTES * 4 // 3 + 1024:
         raise _too_large(len(text) * 3 // 4)
     try:
@@ -58,7 +58,8 @@ def decode_base64(text: str) -> bytes:
 def read_image(data: bytes) -> Image:
     """Checks an image file. Returns it with the dimensions that its header states.
 
-    Raises OptionError for a format other than PNG, JPEG or GIF, a damaged header, and dimensions beyond the limits.
+    Raises OptionError for a format other than PNG, JPEG or GIF, a damaged header, and a file or image that is too
+    large or too narrow.
     """
     if len(data) > MAX_IMAGE_BYTES:
         raise _too_large(len(data))
@@ -85,8 +86,8 @@ def _too_large(n_bytes: int) -> OptionError:
 
 
 def _dimensions(data: bytes) -> tuple[int, int, int] | None:
-    """Returns the width and height that the decoder (stb_image) will read, and the bytes that it takes per pixel.
-    Returns None if the header is of none of the allowed formats."""
+    """Returns the width and height that the decoder (stb_image) will read, and the bytes of memory per pixel that it
+    takes. Returns None if the header is damaged or its format is not PNG, JPEG or GIF."""
     try:
         if data.startswith(b"\x89PNG\r\n\x1a\n") and data[12:16] == b"IHDR":
             width, height, depth, interlaced = struct.unpack_from(">IIB3xB", data, 16)
@@ -103,7 +104,8 @@ def _dimensions(data: bytes) -> tuple[int, int, int] | None:
 
 
 def text_of(content: Any) -> str:
-    """Returns the text of a message's content, without its images."""
+    """Returns the text of a message's content, without its images. Text parts are joined by line breaks. For None,
+    returns ""."""
     if isinstance(content, str) or content is None:
         return content or ""
     return "\n".join(str(part.get("text", "")) for part in content if part.get("type") == "text")
@@ -121,7 +123,7 @@ def has_images(messages: Sequence[Message]) -> bool:
 
 @dataclass(frozen=True)
 class Marked:
-    """Messages in which each image is replaced by the text `marker`, which is random so that no user can guess it.
+    """Messages in which each image is replaced by the string `marker`, which is random so that no user can guess it.
     `images` has the images in the order of the markers."""
 
     messages: Sequence[Message]
@@ -136,7 +138,8 @@ class Marked:
 
 
 def mark_images(messages: Sequence[Message]) -> Marked:
-    """Replaces each image by a marker. Raises OptionError for an image that cannot be used, or for too many images."""
+    """Returns the messages with a marker in place of each image. Raises OptionError for an image that cannot be used,
+    or for too many images."""
     marker = f"<image-{secrets.token_hex(8)}>"
     parts = [part for message in messages for part in _parts(message) if _is_image(part)]
     if len(parts) > MAX_IMAGES:
@@ -146,7 +149,8 @@ def mark_images(messages: Sequence[Message]) -> Marked:
 
 
 def _with_text(message: Message, marker: str) -> Message:
-    """Returns the message with its parts joined to one text: a line break between two texts, none next to an image."""
+    """Returns the message with its parts joined into one string, in which `marker` replaces each image. A line break
+    separates adjacent texts. A message whose content is not a list of parts is returned unchanged."""
     parts = _parts(message)
     if not parts:
         return message

@@ -1,10 +1,10 @@
-"""The meaning of JSON schemas: the values that several schemas allow together.
+"""Combines JSON schemas: determines which values several schemas allow together.
 
 A *goal* is a set of schemas that must all hold for one value. `Document.alternatives` splits a goal into alternatives
 that have only keywords for single types. References are followed, and `anyOf` becomes alternatives. `oneOf`, `not` and
-`if` become `anyOf` of schemas and of their complements. (The complement of a schema allows all values that the schema
-does not allow.) Most keywords have a complement. If a keyword has none, it is not enforced, and `Document.ignored`
-contains it.
+`if` are replaced with combinations of schemas and their complements. (The complement of a schema allows all values that
+the schema does not allow.) Most keywords have a complement. If a keyword has none, a `oneOf`, `not` or `if` that needs
+the complement is not fully enforced, and `Document.ignored` has an entry for the keyword.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from moegguf.generate.json_references import References
 
 Json = dict[str, Any]
 Goal = tuple[int, ...]
-"""The numbers of schemas in a `Document`. A value must follow all of these schemas. An empty tuple allows any value."""
+"""The numbers that a `Document` gave to schemas. A value must follow all of these schemas. An empty tuple allows any
+value."""
 
 TYPES = ("object", "array", "string", "number", "boolean", "null")
 STRING_KEYWORDS = ("pattern", "minLength", "maxLength", "format")
@@ -41,17 +42,17 @@ _COMBINING = ("$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else")
 _KEPT = {"type", "enum", "unevaluatedItems", *_COMBINING}.union(*_OF_TYPE.values())
 _OPENING = {"additionalProperties", "patternProperties", "unevaluatedProperties"}
 
-# Keywords that only complements have, never a schema of a user.
+# Keywords that only schemas of this module (`Made`) have. In the schema of a user they are ignored.
 ABSENT, EXCLUDED, FRACTIONAL = "absent", "excluded", "fractional"
 
 MAX_ALTERNATIVES = 100  # a oneOf with more alternatives is read as anyOf
 MAX_COMPLEMENTS = 64  # an alternative of a oneOf that needs more combinations does not exclude the other alternatives
-_DEPTH = 3  # levels of nested values that are compared to find out if two alternatives exclude each other
+_DEPTH = 3  # levels of nested values that are compared to decide if two alternatives exclude each other
 
 
 class Made(dict[str, Any]):
-    """A schema that this module made. It has exactly the meaning that JSON Schema defines. The exceptions for schemas
-    of users (see json_schema.py) do not apply to it."""
+    """A schema that this module made. The exceptions from JSON Schema for users' schemas (see json_schema.py) do not
+    apply to such a schema."""
 
 
 class _NoComplementError(Exception):
@@ -62,8 +63,8 @@ class _NoComplementError(Exception):
 class Facts:
     """One alternative of a goal: the values that have one of `types` and satisfy all of `parts`.
 
-    `whole`: True if numbers must be integers. `values`: {key: scalar}, the only scalars that are allowed; None: no
-    such limit.
+    `whole`: True if numbers must be integers. `values`: {key: scalar}, the only values that are allowed; None: the
+    values are not listed.
     """
 
     parts: tuple[Json, ...]
@@ -89,7 +90,7 @@ class Facts:
         return {key_of(value): value for values in self.each(EXCLUDED) for value in values}
 
     def values_of(self, kind: str) -> list[Any] | None:
-        """Returns the only scalars of the type `kind` that are allowed, None if they are not listed."""
+        """Returns the scalars of the type `kind` that are listed and allowed. Returns None if `values` is None."""
         if self.values is None:
             return None
         values = [value for key, value in self.values.items() if key[0] == kind and key not in self.excluded]
@@ -97,7 +98,7 @@ class Facts:
 
     @functools.cached_property
     def numbers(self) -> Numbers:
-        """The numbers that the keywords allow."""
+        """The numbers that the keywords of all parts allow."""
         found = Numbers(self.whole, fractional=any(self.each(FRACTIONAL)))
         for keyword in _BOUNDS:
             for value in self.each(keyword):
@@ -107,7 +108,7 @@ class Facts:
 
     @functools.cached_property
     def property_names(self) -> Sequence[str]:
-        """The names of all properties that have a schema or are required."""
+        """The names of all properties that the parts name in `properties` or `required`."""
         described = itertools.chain.from_iterable(self.each("properties"))
         return tuple(dict.fromkeys([*described, *itertools.chain.from_iterable(self.each("required"))]))
 
@@ -123,7 +124,7 @@ class Facts:
 
     @functools.cached_property
     def patterns(self) -> tuple[str, ...]:
-        """The patterns for names of properties."""
+        """The patterns for names of properties, from `patternProperties` of all parts."""
         return tuple(dict.fromkeys(itertools.chain.from_iterable(self.each("patternProperties"))))
 
     @functools.cached_property
@@ -133,25 +134,26 @@ class Facts:
 
     @functools.cached_property
     def fewest_items(self) -> int:
-        """The least number of items: `minItems`, or all items of a tuple (`prefixItems` without `items` and
-        `minItems`)."""
+        """The minimum number of items: the largest `minItems`, or the length of the longest tuple (`prefixItems`
+        without `items` and `minItems`) if that is more."""
         tuples = (len(part["prefixItems"]) for part in self.parts if _is_tuple(part) and "minItems" not in part)
         return max([self.least("minItems"), *tuples])
 
     @functools.cached_property
     def is_closed(self) -> bool:
-        """True if objects may have only the properties that the schema names."""
+        """True if objects may have only the properties that are named: a user's schema names properties, and none has a
+        keyword that allows others."""
         own = [part for part in self.parts if not isinstance(part, Made)]
         names = any("properties" in part or part.get("required") for part in own)
         return names and not any(part.keys() & _OPENING for part in own)
 
 
 class Document:
-    """The schemas of one root document, each with a number. `count_steps` is called with the amount of work done, and
-    may raise an error to end the work."""
+    """The schemas of one root document, each with a number. `count_steps` is called with the number of steps of work,
+    and may raise an error to end the work."""
 
     def __init__(self, root: Any, count_steps: Callable[[int], None]) -> None:
-        self.ignored: set[str] = set()  # keywords that the grammar does not enforce
+        self.ignored: set[str] = set()  # keywords (with the place, for some) that the grammar does not enforce
         self._references = References(root)
         self._count_steps = count_steps
         self._raw: list[Any] = []  # keeps every schema alive, so that its id() stays unique
@@ -205,8 +207,9 @@ class Document:
         return self._alternatives[key]
 
     def _parts_of(self, goal: Goal) -> Iterator[list[Json]]:
-        """Yields each alternative of a goal as a list of schemas that have only keywords for single types. If a schema
-        refers to itself without a nested value in between, that alternative allows nothing and is left out."""
+        """Yields each alternative of a goal as a list of schemas that have only keywords for single types. An
+        alternative that allows nothing is left out if it has the schema False, or a schema that refers to itself
+        without a nested value in between."""
         start = [
             (number, frozenset[int]()) for number in reversed(goal)
         ]  # (number of a schema, numbers of the schemas that combine it or refer to it), taken from the end
@@ -238,7 +241,8 @@ class Document:
                 yield [plain for number in done if (plain := self._plain(number))]
 
     def _plain(self, number: int) -> Json:
-        """Returns a schema's keywords for single types, without combining keywords such as `anyOf`."""
+        """Returns a schema's keywords for single types, without combining keywords such as `anyOf`, and without an
+        `enum` that lists objects or arrays."""
         if number not in self._plain_parts:
             kept = self._kept[number]
             left_out = {*_COMBINING, "enum"} if _has_composites(kept) else _COMBINING
@@ -248,8 +252,8 @@ class Document:
         return self._plain_parts[number]
 
     def _take_apart(self, number: int) -> tuple[list[int], list[int] | None]:
-        """Returns the schemas that must hold in addition to the keywords for single types, and the alternatives of
-        `anyOf` (None if the schema has no `anyOf`)."""
+        """Returns the schemas that must hold in addition to the schema's own keywords for single types (from `$ref`,
+        `allOf` and others), and the alternatives of `anyOf` (None without `anyOf`). Both are numbers of schemas."""
         key = number, self._compares
         if key not in self._taken_apart:
             kept = self._kept[number]
@@ -263,7 +267,8 @@ class Document:
         return self._taken_apart[key]
 
     def _all_of(self, kept: Json) -> Iterator[Any]:
-        """Converts each combining keyword except `anyOf` to a schema, and yields this schema."""
+        """Yields schemas that must all hold, for the combining keywords except `anyOf`, for dependencies, and for an
+        `enum` that lists objects or arrays."""
         yield from kept.get("allOf", ())
         if "$ref" in kept:
             yield self._references.follow(kept["$ref"])
@@ -286,8 +291,8 @@ class Document:
             self.ignored.add("unevaluatedItems")
 
     def _exactly_one(self, options: Sequence[Any]) -> Made:
-        """Returns an `anyOf` that is equal to a `oneOf`: each alternative excludes the values that another one also
-        allows."""
+        """Returns an `anyOf` that replaces a `oneOf`: each alternative excludes the values that another alternative
+        also allows, unless this needs more than MAX_COMPLEMENTS combinations."""
         overlapping = self._overlapping(options)
         alternatives = []
         for option, others in zip(options, overlapping, strict=True):
@@ -299,8 +304,9 @@ class Document:
         return Made({"anyOf": alternatives})
 
     def _overlapping(self, options: Sequence[Any]) -> list[list[Any]]:
-        """Returns, for each alternative of a `oneOf`, the other alternatives that may allow some of its values. During
-        this comparison a nested `oneOf` is read as `anyOf`, so that a schema may contain itself."""
+        """Returns, for each alternative of a `oneOf`, the other alternatives that may allow some of its values. Returns
+        none for more than MAX_ALTERNATIVES alternatives. During this comparison a nested `oneOf` is read as `anyOf`, so
+        that a schema may contain itself."""
         found: list[list[Any]] = [[] for _ in options]
         if self._compares:
             return found
@@ -339,8 +345,8 @@ class Document:
     # Nested values
 
     def property_goal(self, facts: Facts, name: str | None, matched: Iterable[str] = ()) -> Goal | None:
-        """Returns the goal of the value of a property, None if the property is not allowed. `matched`: the patterns
-        that its name matches. `name` is None for a property that no schema names."""
+        """Returns the goal of a property's value, None if the property is not allowed. `matched`: the patterns that the
+        property's name matches. `name` is None for a property that no schema names."""
         self._count_steps(len(facts.parts))
         found, is_covered = list[Any](), False
         if name in facts.absent:
@@ -360,7 +366,7 @@ class Document:
         return self._goal_of_all(found)
 
     def item_goal(self, facts: Facts, n: int) -> Goal | None:
-        """Returns the goal of the n-th item of an array, None if this item is not allowed."""
+        """Returns the goal of the item with index `n` of an array, None if this item is not allowed."""
         self._count_steps(len(facts.parts))
         found = list[Any]()
         for part in facts.parts:
@@ -378,8 +384,8 @@ class Document:
     # Complements
 
     def _complement(self, schema: Any) -> Made:
-        """Returns a schema that allows exactly the values that `schema` does not allow. If there is no such schema,
-        the result allows every value, and `ignored` has the keyword."""
+        """Returns a schema that allows exactly the values that `schema` does not allow. If a keyword has no complement,
+        the result allows every value, and `ignored` has an entry for the keyword."""
         number = self._number(schema)
         if number not in self._complements:
             kept = self._kept[number]
@@ -468,12 +474,13 @@ _OPPOSITES = {
     "exclusiveMinimum": ("number", "maximum", 0),
     "exclusiveMaximum": ("number", "minimum", 0),
 }
-"""{keyword: (type of the values to which it applies, keyword of its complement, step)}. The number of the complement is
-the number of the keyword plus `step`."""
+"""{keyword: (type of the values to which the keyword applies, keyword of the complement, step)}. The complement's
+keyword has the keyword's value plus `step`."""
 
 
 def key_of(value: Any) -> tuple[str, Any]:
-    """Returns a key that is the same for equal JSON values: the type and a normalized value."""
+    """Returns a key that is the same for equal JSON values: the type and a normalized value. Inside lists and objects,
+    1 and 1.0 are not equal here."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else "boolean", value
     if isinstance(value, int | float):
@@ -504,7 +511,8 @@ def _facts(parts: list[Json]) -> Facts:
 
 
 def _is_tuple(part: Json) -> bool:
-    """Returns True if `prefixItems` of this part lists all items that an array may have."""
+    """Returns True if `prefixItems` of this part lists all items that an array may have: a user's schema without
+    `items`."""
     return "prefixItems" in part and "items" not in part and not isinstance(part, Made)
 
 
@@ -565,8 +573,9 @@ _CHECKS = {keyword: (wanted, check) for wanted, check, keywords in reversed(_RUL
 
 
 def _kept(schema: Any) -> bool | Json:
-    """Returns a schema's supported keywords in the form of JSON Schema 2020-12. A keyword that is null counts as
-    absent (some clients send null), except `const`. Raises SchemaError for an invalid value of a keyword."""
+    """Returns a schema's supported keywords in the form of JSON Schema 2020-12; a bool unchanged. A keyword that is
+    null counts as absent (some clients send null), except `const`. Raises SchemaError for an invalid value of a
+    keyword."""
     if isinstance(schema, bool):
         return schema
     if not isinstance(schema, Mapping):
@@ -582,8 +591,8 @@ def _kept(schema: Any) -> bool | Json:
 
 
 def _of_today(schema: Json) -> Json:
-    """Returns a schema's supported keywords, with keywords of earlier drafts and `const` converted to current
-    keywords."""
+    """Returns a schema's supported keywords. Keywords of earlier drafts are converted to current keywords, and `const`
+    is converted to `enum`."""
     schema = dict(schema)
     for old in ("$dynamicRef", "$recursiveRef"):
         if old in schema:

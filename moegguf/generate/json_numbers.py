@@ -1,8 +1,9 @@
 """Converts the numbers that a JSON schema allows to terminals of a grammar.
 
-Bounds are compared digit by digit, so they are exact however large they are. Without a limit some models write digits
-until the token limit. So a number has up to MAX_DIGITS digits before and after its point, as in llama.cpp, or more if
-its bounds need more. Only a number without bounds may have an exponent, which is limited to the range of a double.
+The regular expressions compare numbers with bounds digit by digit, so that bounds of any size are exact. (Multiples of
+most numbers are left to llguidance, which compares doubles.) Without a limit some models write digits until the token
+limit. So a number has up to MAX_DIGITS digits before and after its point, as in llama.cpp, or more if its bounds need
+more. Only a number without any restriction may have an exponent, which is limited to the range of a double.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from typing import Any
 from moegguf.errors import SchemaError
 
 MAX_DIGITS = 16
-MAX_EXACT = 2**53  # llguidance represents the bounds of multiples as doubles
+MAX_EXACT = 2**53  # limit of the bounds of multiples, which llguidance represents as doubles
 
 _EXPONENT = r"(?:[eE](?:-[0-9]{1,3}|\+?(?:[0-9]{1,2}|1[0-9]{2}|2[0-8][0-9])))?"
 
 
 @dataclass
 class Numbers:
-    """The numbers that a schema allows. A bound that is None does not exist. `whole`: integers only. `fractional`: all
-    numbers except integers."""
+    """The numbers that a schema allows. `least`, `most` and `step` restrict nothing if they are None. `whole`: True:
+    only integers. `fractional`: True: only numbers that are not integers."""
 
     whole: bool = False
     fractional: bool = False
@@ -61,7 +62,8 @@ class Numbers:
         return self.step is None or Fraction(number) % self.step == 0
 
     def is_empty(self) -> bool:
-        """Returns True if no number is within the bounds."""
+        """Returns True if the bounds exclude every number, or every integer (`whole`), or every multiple of `step`.
+        `excluded` and `fractional` are ignored."""
         if self.least is None or self.most is None:
             return False
         if self.whole or self.step is not None:
@@ -77,9 +79,12 @@ class Numbers:
         return _common_multiple(step, Fraction(1)) if self.whole else step
 
     def expression(self) -> str | dict[str, Any]:
-        """Returns the expression of a terminal that matches the allowed numbers. For multiples of a number that is not
-        a power of ten, returns a JSON schema for llguidance instead. Raises SchemaError for such multiples if a bound
-        exceeds 2^53."""
+        """Returns the expression of a terminal that matches the allowed numbers.
+
+        For multiples of a number that is not a power of ten, returns a JSON schema for llguidance instead. This schema
+        does not contain `excluded` and `fractional`. Raises SchemaError for such multiples if the absolute value of a
+        bound exceeds 2^53.
+        """
         n_behind, zeros = self._n_behind(), 0
         if self.step is not None:
             step = self._whole_step()
@@ -133,7 +138,7 @@ class Numbers:
 
 
 def decimal_of(value: float) -> Decimal:
-    """Returns the number exactly as it is written in JSON."""
+    """Returns exactly the decimal number that JSON writes for `value`."""
     return Decimal(repr(value))
 
 
@@ -154,7 +159,8 @@ def _json_number(number: Decimal | Fraction) -> int | float:
 
 
 def _digits(number: Decimal) -> tuple[str, str]:
-    """Returns the digits before and after the decimal point, without a sign, leading zeros and trailing zeros."""
+    """Returns the digits before the decimal point without leading zeros ("0" if none are left), and the digits after
+    it without trailing zeros. The sign is left out."""
     before, _, behind = f"{number.copy_abs():f}".partition(".")
     return before.lstrip("0") or "0", behind.rstrip("0")
 

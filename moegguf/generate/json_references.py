@@ -1,4 +1,4 @@
-"""Resolves references ("$ref") within a JSON schema."""
+"""Resolves references ("$ref") to parts of the JSON schema that contains them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class References:
 
     @functools.cached_property
     def _named(self) -> Mapping[str, Any]:
-        """All parts of the schema that have a name. The key is "#" and the anchor, or the identifier."""
+        """All parts of the schema that have an anchor or identifier, as {name: part}. The name is "#" and the anchor,
+        or the `$id`."""
         todo, named = [self._root], dict[str, Any]()
         while todo:
             part = todo.pop()
@@ -34,8 +35,8 @@ class References:
         return named
 
     def follow(self, reference: str) -> Any:
-        """Returns the schema that a reference refers to. The reference is a JSON pointer or an anchor, optionally
-        after the `$id` of a part of the schema. Raises SchemaError if there is no such schema."""
+        """Returns the part of the schema that `reference` refers to. `reference` is "#" with a JSON pointer or an
+        anchor, or the `$id` of a part, or both. Raises SchemaError if there is no such part."""
         base, _, fragment = reference.partition("#")
         try:
             fragment = unquote(fragment, errors="strict")

@@ -1,10 +1,12 @@
 """Converts JSON schemas to grammars in llguidance's Lark dialect.
 
-JSON schemas, which are untrusted, follow JSON Schema 2020-12, with these exceptions:
-- An object that names its properties has no others, unless `additionalProperties` or `patternProperties` allow them.
+Schemas are untrusted. They are read as JSON Schema 2020-12, with these exceptions:
+- An object that names its properties has no others, unless the schema has `additionalProperties`, `patternProperties`
+  or `unevaluatedProperties`.
 - Properties are written in the order of the schema.
-- A schema without `type` has the type that its other keywords apply to.
-- `prefixItems` without `items` and `minItems` is a tuple: all of its items and no others.
+- A schema without `type`, `enum` and `const` has the type to which its other keywords apply. If they apply to several
+  types, it is the first of object, array, string and number.
+- `prefixItems` without `items` allows no other items. Without `minItems`, too, all of its items are required.
 - Numbers have up to 16 digits before and after the point, unless their bounds need more. Blanks are limited.
 - If an object has more than MAX_MATCHES `patternProperties`, a name may match at most one of them.
 - Unknown keywords and formats are ignored. The few keywords that no grammar can follow are ignored, too, unless the
@@ -24,17 +26,17 @@ from typing import Any, NamedTuple
 from moegguf.errors import SchemaError
 from moegguf.generate.json_document import STRING_KEYWORDS, Document, Facts, Goal, Json
 
-MAX_GRAMMAR_BYTES = 1 << 20  # limit for all schemas of a request, including its tools
+MAX_GRAMMAR_BYTES = 1 << 20  # maximum length of a request's grammar, including the schemas of tools
 MAX_SUBSCHEMAS = 10_000  # limit of subschemas in a request; a subschema that is used several times counts each time
-MAX_STEPS = 100_000  # limit of the work to split the schemas of a request into alternatives, in steps
-MAX_STATES = 5_000  # limit of the grammar's states that count the properties of an object or the items of an array
-MAX_MATCHES = 3  # if an object has more patternProperties than this, a name may match only one of them
+MAX_STEPS = 100_000  # maximum steps of work to split all schemas of a request into alternatives
+MAX_STATES = 5_000  # maximum number of grammar states that count the properties of an object or the items of an array
+MAX_MATCHES = 3  # if an object has more patternProperties than this, a name may match at most one of them
 MAX_PATTERNS = 100  # maximum number of patternProperties of one object that have different schemas
-MAX_UNIQUE = 63  # limit of the values that items may have if they are unique: a grammar parameter has a bit for each
+MAX_UNIQUE = 63  # maximum number of values for the items of a `uniqueItems` array: one bit each in a grammar parameter
 
 WHITESPACE = r" |\n[ \t]{0,20}"
-"""White space that may stand once between the parts of JSON. It is limited, because otherwise some models write blanks
-until the token limit."""
+"""Regular expression for the white space that may stand once between the parts of JSON. White space is limited, because
+otherwise some models write blanks until the token limit."""
 
 SHARED_RULES = (
     rf"J_OPEN: /\{{(?:{WHITESPACE})?/",
@@ -46,8 +48,8 @@ SHARED_RULES = (
     r'J_PLAIN: /"[^"\\\x00-\x1F\x7F]*"/',
     r'J_NAME: /"(?:[^"\\\x00-\x1F\x7F]|\\["\\bfnrt])*"/',
 )
-"""Terminals of all grammars of JSON. J_NAME matches a property name or text that has no unnecessary escapes. With such
-escapes, a name that is excluded could be written in a form that the grammar does not recognize."""
+"""Terminals of all grammars of JSON. J_NAME matches a property name or string value that has no unnecessary escapes.
+With such escapes, an excluded name could be written in a form that the grammar does not recognize."""
 
 
 ANY = "(?s:.*)"
@@ -66,7 +68,7 @@ class Repeat(NamedTuple):
 
 
 Symbol = str | Repeat
-"""A `Rule`, a `Repeat`, or the text of a terminal."""
+"""A `Rule`, a `Repeat`, or the name or expression of a terminal."""
 
 
 class Schemas:
@@ -78,9 +80,9 @@ class Schemas:
         self._numbers = itertools.count()
 
     def grammar(self, schema: Any, strict: bool = False, root: Any = None) -> str:
-        """Adds the rules for a schema. Returns the name of the rule for JSON that follows it. `root`: the document in
-        which `$ref` is looked up if `schema` is only a part of it. Raises SchemaError for a schema that is invalid or
-        too large, and for a strict schema with keywords that no grammar can follow."""
+        """Adds the rules for a schema. Returns the name of the rule for JSON that follows the schema. `root`: the
+        document in which `$ref` is looked up; None: the schema itself. Raises SchemaError for a schema that is invalid
+        or too large, or that nothing matches, and for a strict schema with keywords that no grammar can follow."""
         try:
             json.dumps(schema, allow_nan=False)
             document = Document(schema if root is None else root, self._count_steps)
@@ -164,7 +166,7 @@ class _Writer:
         return self._names[expression]
 
     def _leaf(self, form: Json) -> str:
-        """Returns the name of a rule for a number or string, whose schema `form` llguidance itself converts."""
+        """Returns the name of a rule for a number or string. llguidance itself converts the schema `form`."""
         expression = f"%json {json.dumps({**form, 'x-guidance': _leaf_options()})}"
         if expression not in self._names:
             self._names[expression] = name = f"json_{next(self.numbers)}"
@@ -245,14 +247,15 @@ class _Writer:
         yield "J_BEGIN", rest
 
     def _item(self, facts: Facts, n: int, *schemas: Any) -> Rule | None:
-        """Returns the rule of an array's n-th item, which must also follow `schemas`. Returns None if such an item is
-        not allowed."""
+        """Returns the rule of an array's item with index `n`, which must also follow `schemas`. Returns None if such an
+        item is not allowed."""
         goal = self.document.item_goal(facts, n)
         return None if goal is None else self.rule(self.document.together(goal, *schemas))
 
     def _rest(self, one: Rule | None, n: int, least: int, most: int | None, end: str) -> Rule:
-        """Returns the rule for the remainder of an array or object after its first `n` items or properties: further
-        ones and the closing terminal `end`. Each further one follows the rule `one`; None allows no further ones."""
+        """Returns the rule for the remainder of an array or object after its first `n` items or properties. The
+        remainder is further items or properties, which each follow the rule `one`, and the closing terminal `end`. If
+        `one` is None, no further ones are allowed. `least` and `most` limit the total number; None: no limit."""
         alternatives: list[Sequence[Symbol]] = [(end,)] if n >= least else []
         room = None if most is None else most - n
         if one and (room is None or room > 0):
@@ -265,7 +268,7 @@ class _Writer:
 
     def _containing_items(self, facts: Facts, least: int, most: int | None, contained: list[Any]) -> Rule | None:
         """Returns the rule for an array's items and end if some items must follow the schema of `contains`. Returns
-        None if counting them would take too many states."""
+        None if there are several `contains`, or if counting would take more than MAX_STATES states."""
         fewest, limit = facts.least("minContains", 1), facts.most("maxContains")
         n_items = max(facts.n_prefix, least, most or 0, 1)  # number of items up to which the state counts
         n_found = max(fewest, limit or 0)
@@ -288,7 +291,8 @@ class _Writer:
 
     def _unique_items(self, facts: Facts, least: int, most: int | None) -> list[Sequence[Symbol]] | None:
         """Returns the alternatives for an array whose items all differ. The rule has a parameter with one bit for each
-        value that already occurred. Returns None if an item may have more than MAX_UNIQUE values."""
+        value, which is set if the value already occurred. Returns None if the items are not scalars from a list of at
+        most MAX_UNIQUE values, or if there is `prefixItems`."""
         goal = self.document.item_goal(facts, 0)
         values = None if goal is None or facts.n_prefix else self._few(goal)
         if values is None or len(values) > MAX_UNIQUE:
@@ -307,7 +311,8 @@ class _Writer:
         return [("J_BEGIN", f"{first}::0x0")]
 
     def _few(self, goal: Goal) -> list[str] | None:
-        """Returns the JSON texts of all values of a goal if it allows only a few scalars, otherwise None."""
+        """Returns the JSON texts of all values of a goal if it allows only null, booleans and listed scalars, otherwise
+        None. Also returns None if strings must follow further keywords such as `pattern`."""
         texts = list[str]()
         for facts in self.document.alternatives(goal):
             for kind in facts.types:
@@ -370,7 +375,9 @@ class _Writer:
         return pairs
 
     def _pattern_groups(self, facts: Facts) -> list[list[str]]:
-        """Returns the patterns of `patternProperties`. Patterns whose values follow the same goal are in one group."""
+        """Returns the patterns of `patternProperties` in groups. If a single part has this keyword, patterns whose
+        values follow the same goal are in one group; otherwise each pattern is a group. Raises SchemaError for too many
+        groups."""
         is_one = len(list(facts.each("patternProperties"))) == 1
         groups: dict[Any, list[str]] = {}
         for pattern in facts.patterns:
@@ -384,8 +391,8 @@ class _Writer:
         return list(groups.values())
 
     def _name_pattern(self, pattern: str) -> str:
-        """Returns the terminal for property names in which `pattern` matches any part. The names are written without
-        escapes."""
+        """Returns the terminal for property names or other strings in which `pattern` matches any part. The strings are
+        written without escapes."""
         if pattern not in self._patterns:
             self._patterns[pattern] = self._terminal(rf'/"(?:{_search(pattern)})"/')
         return self._patterns[pattern]
@@ -434,12 +441,12 @@ def _literal(values: Iterable[Any]) -> str:
 
 
 def _comma(n: int) -> tuple[str, ...]:
-    """Returns the comma that an item or property needs if `n` others stand before it; nothing for n = 0."""
+    """Returns the comma before an item or property that follows `n` others; nothing if `n` is 0."""
     return ("J_COMMA",) if n else ()
 
 
 def _texts_of(value: Any) -> list[str]:
-    """Returns the JSON texts of a scalar; 1.0 has two, "1.0" and "1"."""
+    """Returns the JSON texts of a scalar. A float that is an integer has two, such as "1.0" and "1"."""
     texts = [json.dumps(value, ensure_ascii=False)]
     return [*texts, str(int(value))] if isinstance(value, float) and value.is_integer() else texts
 
@@ -469,7 +476,8 @@ def _rules_in(symbols: Sequence[Symbol]) -> Iterator[Rule]:
 
 
 def _text_of(symbols: Sequence[Symbol], possible: Container[str]) -> str | None:
-    """Returns the text of an alternative for the grammar. Returns None if it needs a rule that is not in `possible`."""
+    """Returns the text of an alternative for the grammar. Returns None if the alternative needs a rule that is not in
+    `possible`."""
     texts = []
     for symbol in symbols:
         if isinstance(symbol, Repeat):

@@ -1,8 +1,9 @@
 """The sequences of a context: their tokens in the KV cache, shared prefixes, free cells, and the tokens of each step.
 
-A step contains one token of each decoding sequence. The rest of its token limit goes to prompts. A schedule may choose
-which sequences take part. A *place* is one sequence id of the KV cache. When an answer has ended, its place keeps the
-tokens, for later prompts that begin with them. Only one thread may use this module's objects.
+A step contains one token (and the draft) of each decoding sequence that takes part. The rest of the step's token limit
+goes to prompts. A schedule may choose which sequences take part. A *place* is one sequence id of the KV cache. When an
+answer has ended, its place keeps the tokens, for later prompts that begin with them. Only one thread may use this
+module's objects.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from moegguf.generate.sequence import KvSequence, Sequence
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
 
-MIN_SHARED_TOKENS = 32  # a prompt waits for a prefix of at least this length if another prompt is about to compute it
-MIN_SHIFTED = 4  # tokens that `num_keep` cannot protect, so that a shift can drop some; llama.cpp's number
+MIN_SHARED_TOKENS = 32  # a prompt waits if another prompt will compute this many more tokens of a shared prefix
+MIN_SHIFTED = 4  # number of tokens that `num_keep` cannot protect, so that a shift can drop some, as in llama.cpp
 MIXED_STEP_TOKENS = 128  # token limit of a step in which sequences decode, if all experts are in memory
 
 
@@ -39,16 +40,16 @@ class Schedule(Protocol):
 
     def choose(self, running: tuple[Sequence, ...]) -> Iterable[Sequence]:
         """Returns the sequences of `running` (never empty, oldest first) that take part in the next step. Prompts get
-        tokens in the returned order until the step is full. The other sequences stay in the KV cache. If nothing is
-        returned, all sequences take part."""
+        tokens in the returned order until the step is full. The other sequences stay in the KV cache. None or an empty
+        list lets all sequences take part."""
 
     def ran(self, step: Step) -> None:
-        """Receives the sequences, tokens and time of a step. The batch loop calls this after each step."""
+        """Receives the sequences, tokens and time of a step. The batch loop calls this after each computed step."""
 
 
 class KvSequences:
     """The places of a model's KV cache, and the choice of tokens for each step. `step_tokens`: token limit of a step
-    in which some sequences decode. None: MIXED_STEP_TOKENS if every expert has its own slot, otherwise
+    in which some sequences decode. None: MIXED_STEP_TOKENS if all experts are in memory, otherwise
     DEFAULT_UBATCH_TOKENS, but never more than the size of a pass."""
 
     def __init__(self, llm: Llama, step_tokens: int | None = None) -> None:
@@ -69,18 +70,18 @@ class KvSequences:
     # Places of sequences in the KV cache
 
     def place(self, sequence: Sequence) -> None:
-        """Assigns a free place to a sequence; at least one must be free. Chooses the place that loses the fewest
-        tokens; among equal ones, the least recently used."""
+        """Assigns a free place to a sequence; at least one must be free. Chooses the place that loses the fewest tokens
+        (see `loss`). A sequence with images gets place 0. Drops the place's tokens after the shared prefix."""
         free = [kv for kv in self._all if kv.sequence is None]
         if len(self._all) == 1:  # methods of `Llama` also change the only place, so its tokens are read from `Llama`
             free[0].tokens = self._llm.input_ids[: self._llm.n_tokens].tolist()
         if sequence.prompt.images is not None:
-            free = self._all[:1]  # images are evaluated in place 0; the sequence computes alone
+            free = self._all[:1]  # images are evaluated in place 0; the sequence is computed alone
         shared = {kv.seq_id: self._common_prefix(kv, sequence) for kv in free}
 
         def loss(kv: KvSequence) -> tuple[int, bool, int]:
-            """Returns a sort key, the number of lost tokens first. Among equal places, those whose prefix cannot be
-            copied to another place come first."""
+            """Returns a sort key: the number of lost tokens first. Among equal places, places whose shared prefix
+            cannot be copied to another place come first, then the least recently used."""
             n_shared = shared[kv.seq_id]
             is_copied = not n_shared or self._llm.context.can_copy(kv.seq_id)
             return len(kv.tokens) - n_shared, is_copied, kv.n_used
@@ -94,8 +95,9 @@ class KvSequences:
         sequence.has_begun = False
 
     def release(self, sequence: Sequence) -> None:
-        """Frees the place of a sequence. Its tokens stay in the KV cache for later prompts that begin with them. After
-        a context shift, only the first `n_clean` tokens stay: the values of later ones depend on dropped tokens."""
+        """Calls `store` for a sequence, and frees its place. The tokens stay in the KV cache for later prompts that
+        begin with them. If `n_clean` is set, only the first `n_clean` tokens stay, because the values of later ones
+        depend on tokens that a shift dropped."""
         kv = sequence.place
         if sequence.draft:  # drafted tokens that were not accepted are dropped
             self.truncate(kv, len(kv.tokens))
@@ -115,13 +117,14 @@ class KvSequences:
         del kv.tokens[n_tokens:]
 
     def drop_lost(self) -> None:
-        """Corrects the token lists of all places after a failed pass, in which the context may have lost tokens."""
+        """Drops the tokens of a failed pass from all places, and shortens the token lists of places whose tokens the
+        context has lost."""
         for kv in self._all:
             self.truncate(kv, len(kv.tokens))
 
     def replace(self, kv: KvSequence, tokens: list[int], owner: str, state: bytes) -> bool:
-        """Replaces the tokens of a place that no sequence uses. `state` is llama.cpp's state of these tokens. Returns
-        False if the context has no room for them; the place is then empty."""
+        """Replaces the tokens of a place that no sequence uses. `state` is llama.cpp's state of the new tokens. Returns
+        False if llama.cpp cannot place this state in the context; the place is then empty."""
         self.truncate(kv, 0)
         self._make_room(len(tokens))
         if not self._llm.context.write_state(kv.seq_id, tokens, state):
@@ -137,23 +140,25 @@ class KvSequences:
                 kv.tokens.clear()
 
     def drop_unused(self) -> bool:
-        """Empties the least recently used place that no sequence uses. Returns False if all such places were empty."""
+        """Empties the least recently used of the places that have tokens and no sequence. Returns False if there is no
+        such place."""
         unused = [kv for kv in self._all if kv.sequence is None and kv.tokens]
         if unused:
             self.truncate(min(unused, key=lambda kv: kv.n_used), 0)
         return bool(unused)
 
     def _make_room(self, n_tokens: int) -> None:
-        """Empties places that no sequence uses, until the KV cache has room for `n_tokens` more tokens."""
+        """Empties places that no sequence uses, until the KV cache has room for `n_tokens` more tokens or all such
+        places are empty. Does nothing if the context has a single place."""
         n_cells = self._llm.plan.kv_tokens or self._llm.n_ctx()
         while sum(len(kv.tokens) for kv in self._all) + n_tokens > n_cells:
             if len(self._all) == 1 or not self.drop_unused():
                 return
 
     def shift(self, sequence: Sequence) -> None:
-        """Drops the older half of a sequence's tokens if its context is almost full and the request allows it. If the
-        sequence computes alone, the cells of the later tokens are moved. Otherwise these tokens are evaluated again,
-        because other sequences may share their cells at the old positions."""
+        """Drops the older half of a sequence's tokens after the first `num_keep`, if its context is almost full and the
+        sequence may shift. If no other sequences are computed, the cells of the later tokens are moved. Otherwise these
+        tokens are evaluated again, because other sequences may share their cells at the old positions."""
         kv = sequence.place
         if not sequence.shifts or len(kv.tokens) < sequence.n_ctx - 1:
             return
@@ -173,15 +178,15 @@ class KvSequences:
     # Contexts on disk
 
     def store(self, sequence: Sequence, n_new: int, goes_on: bool = True) -> None:
-        """Writes a sequence's new tokens to disk, after a step that added `n_new` tokens. `goes_on` is False at the
-        end of the prompt or the answer."""
+        """Writes a sequence's new tokens to disk, after a step that added `n_new` tokens. Does nothing without a prefix
+        cache, or after a shift that moved cells. `goes_on` is False at the end of the prompt or the answer."""
         cache, kv = self._llm.prefix_cache, sequence.kv
         if cache is not None and kv is not None and kv.n_clean is None:
             cache.store(kv.seq_id, kv.tokens, n_new, kv.owner, goes_on)
 
     def store_unused(self) -> bool:
-        """Continues to write places to disk that no sequence uses, if there was too much to write at once. Returns
-        True if there is still more to write."""
+        """Continues to write the tokens of unused places to disk, if there was too much to write at once. Returns True
+        if there is still more to write."""
         cache = self._llm.prefix_cache
         if cache is None or not cache.behind:
             return False
@@ -193,9 +198,10 @@ class KvSequences:
     # The tokens of a step
 
     def select_sequences(self, chosen: Iterable[Sequence], n_step: int) -> list[Sequence]:
-        """Selects the sequences of a step and sets `n_next`, the number of tokens of each. Every decoding sequence
-        gets one token, and prompts get the rest of the step's token limit. If there are more sequences than tokens in
-        a batch, they take turns; `n_step`, the number of the step, determines the turn."""
+        """Selects the sequences of a step and sets `n_next`, the number of tokens of each. Decoding sequences get one
+        token each, and prompts get the rest of the step's token limit. Prompts that get none, or that have to wait for
+        a prefix, are left out. If there are more sequences than tokens in a batch, they take turns; `n_step`, the
+        number of the step, determines the turn."""
         chosen = list(chosen)
         most = self._llm.n_batch
         if len(chosen) > most:  # divide them into turns of about equal length
@@ -230,7 +236,7 @@ class KvSequences:
                 n_left -= n
                 prompts.append(each)
         step += prompts
-        if self._own_cells:  # the sequences of one ubatch must have consecutive numbers
+        if self._own_cells:  # the sequences of one ubatch must have consecutive ids
             step.sort(key=lambda each: each.place.seq_id)
         return step
 
@@ -275,9 +281,9 @@ class KvSequences:
         return n_shared if self._llm.context.copy(source.seq_id, target.seq_id, n_shared) else n_held
 
     def _awaits(self, sequence: Sequence, other: Sequence) -> bool:
-        """Returns True if a prompt has to wait until `other` has computed a prefix that both share. A recurrent state
-        can be copied only at the end of this prefix. So for such models this method also reduces `other.n_next`, to
-        make the next step stop there."""
+        """Returns True if the prompt of `sequence` has to wait until `other` has computed a prefix that both share. A
+        recurrent state can be copied only at the end of this prefix. So for models with such a state, this method also
+        reduces `other.n_next`, to make the step stop there."""
         n_shared = common_tokens(other.context, sequence.context[:-1])
         if n_shared < sequence.n_evaluated + MIN_SHARED_TOKENS:
             return False
@@ -288,8 +294,8 @@ class KvSequences:
         return True
 
     def _common_prefix(self, kv: KvSequence, sequence: Sequence) -> int:
-        """Returns the number of tokens of a place that a sequence can reuse. At least one token of the sequence is left
-        to evaluate."""
+        """Returns the number of tokens of a place that a sequence can reuse; 0 if the owners differ. At least one token
+        of the sequence is left to evaluate."""
         if kv.owner != sequence.owner or not sequence.reuses_prefix:
             return 0
         n = common_tokens(kv.tokens, sequence.context[:-1])

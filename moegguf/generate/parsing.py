@@ -1,9 +1,9 @@
-"""Makes deltas from tokens: complete code points, no stop strings, and thinking and tool calls separated from the
-text.
+"""Makes deltas from tokens. Deltas contain only complete code points and no stop strings. Thinking and tool calls are
+separated from the text.
 
-The result does not depend on how the text is divided into chunks. Text is held back only while it may still become a
-mark (a delimiter such as "<tool_call>"). No text is lost: a text that turns out not to be a call is sent as text.
-Parsers get only text; `Transcript` knows the tokens.
+The joined deltas do not depend on how the text is divided into chunks. Text is held back while it may still become a
+stop string, a mark (a delimiter such as "<tool_call>") or a call. Text that turns out not to be a call is sent as text.
+Parsers receive only text; `Transcript` receives the tokens.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _LONGEST_HEADER = 300
 
 
 class AnswerParser:
-    """Base class: separates thinking and calls from the text of one answer. Subclasses implement `_parse`. It consumes
-    the text in `_held`, yields whenever it needs more text, and returns once `_ended` is True."""
+    """Base class: separates thinking and calls from the text of one answer. Subclasses implement `_parse`, which
+    consumes the text in `_held`, yields whenever it needs more text, and returns once `_ended` is True."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -48,7 +48,7 @@ class AnswerParser:
         self._steps = self._parse()
 
     def feed(self, text: str) -> Delta:
-        """Adds a chunk of text. Returns the parts that are certain now, which are often empty."""
+        """Adds a chunk of text. Returns a delta with the parts that are certain now. The delta is often empty."""
         self._held += text
         next(self._steps, None)
         delta = Delta(self._text, self._thinking, tuple(self._calls))
@@ -57,7 +57,8 @@ class AnswerParser:
         return delta
 
     def end(self, *, cut: bool = False) -> Delta:
-        """Returns the text that was held back, at the end of the answer. `cut`: the token limit ended the answer."""
+        """Ends the answer. Returns a delta with everything that was held back. `cut`: True: the token limit ended the
+        answer."""
         self._ended, self._cut = True, cut
         return self.feed("")
 
@@ -68,8 +69,8 @@ class AnswerParser:
         self._text += text
 
     def _write_until(self, marks: re.Pattern[str], texts: Iterable[str]) -> Generator[None, None, re.Match[str] | None]:
-        """Writes the text before the first of the marks. Returns this mark, or None at the end of the answer. `texts`:
-        the marks as texts, whose beginnings are held back."""
+        """Writes the text before the first of the marks. Returns the match of this mark, or None at the end of the
+        answer. `texts`: the marks as strings. Text that may be the beginning of one of them is held back."""
         while True:
             match = marks.search(self._held)
             if self._ended and self._held in self._endings:
@@ -113,7 +114,8 @@ class ChannelParser(AnswerParser):
             header = yield from self._header()
 
     def _header(self) -> Generator[None, None, str | None]:
-        """Consumes a header and returns it. Returns "" if the answer has no headers, None at the end of the answer."""
+        """Consumes a header and returns it. Returns "" if the text does not begin with a header, None at the end of the
+        answer."""
         while not self._ended:
             body = self._held.lstrip()
             if not any(body.startswith(begin[: len(body)]) for begin in ("to=", *self._marks)):
@@ -166,7 +168,8 @@ class ChannelParser(AnswerParser):
             self._text += text
 
     def _calls_in(self, text: str) -> list[Call] | None:
-        """Returns the calls in the text of a message to a function. The token limit may have cut the text."""
+        """Returns the calls in the text of a message to a function, None if there are none. The token limit may have
+        cut the text."""
         for form in self._formats:
             if form.open and form.open in text and (calls := form.calls(text.strip(), self._types, final=True)):
                 return calls
@@ -189,7 +192,7 @@ class MarkParser(AnswerParser):
 
     form: the format of the model's answers, with the marks of thinking.
 
-    formats: the formats of calls; none: calls are not parsed.
+    formats: the formats of calls. If there are none, calls are not parsed.
 
     prompt_end: the end of the prompt.
 
@@ -213,7 +216,7 @@ class MarkParser(AnswerParser):
         self._json_only = next((each for each in formats if not each.open), None)
         self._marks = [mark for mark in (*self._formats, form.text_close) if mark]
         self._opens = re.compile("|".join(map(re.escape, self._marks)) or r"(?!)")
-        # A mark at the end of the prompt is read as if the model had written it.
+        # An opening mark of calls at the end of the prompt is read as if the model had written it.
         self._prompt_mark = self._held = form.begun(prompt_end) if formats and continuation is None else ""
         self._endings = form.endings if formats or form.text_close else frozenset()
 
@@ -233,7 +236,8 @@ class MarkParser(AnswerParser):
                 yield from self._read_call(self._formats[match[0]])
 
     def _begin_text(self) -> Iterator[None]:
-        """Consumes the opening mark of the text, or a call if the whole answer is one."""
+        """Consumes the opening mark of the text. If the answer begins with JSON and calls have no marks, reads the
+        answer as a call."""
         opened = self._form.text_open.strip()
         if not (self._think or self._formats or self._json_only or opened):
             return
@@ -248,8 +252,8 @@ class MarkParser(AnswerParser):
             yield from self._read_only_call(self._json_only)
 
     def _body(self, marks: Iterable[str]) -> Generator[None, None, str]:
-        """Waits until the held text can no longer become one of `marks`. Returns it without leading blanks; "" at the
-        end of the answer."""
+        """Waits until the held text has more than blanks and is not an incomplete mark of `marks`. Returns the held
+        text without leading blanks; "" if the answer has ended."""
         while not self._ended:
             body = self._held.lstrip()
             if body and not any(len(body) < len(mark) and mark.startswith(body) for mark in marks):
@@ -258,8 +262,8 @@ class MarkParser(AnswerParser):
         return ""
 
     def _read_thinking(self, think: ThinkMarks) -> Generator[None, None, bool]:
-        """Consumes the thinking if the answer begins with it. Returns True if the answer continues a text, whose
-        blanks must stay."""
+        """Consumes the thinking if the answer begins with thinking. Returns True if the answer continues the text of a
+        message, so that leading blanks must stay; otherwise False."""
         if self._continuation is not None:
             if not self._continuation.in_thinking:
                 return True
@@ -288,7 +292,8 @@ class MarkParser(AnswerParser):
         self._held = begun
 
     def _read_call(self, form: ToolFormat) -> Iterator[None]:
-        """Consumes a call with its marks. If it turns out not to be a call, writes it as text."""
+        """Consumes a block of calls with its marks. A block that turns out to have no valid call is written as
+        text."""
         n_read, n_marks = len(form.open), 0  # searched characters; closing marks that are part of values
         while True:
             if not form.may_begin(self._held):
@@ -309,7 +314,7 @@ class MarkParser(AnswerParser):
                 break
             n_read, n_marks = end, n_marks + 1
         begin = 0
-        if calls is None:  # an earlier opening mark was never closed and is text
+        if calls is None:  # perhaps an earlier opening mark was never closed and is text
             begin = self._held.rfind(form.open, 0, at)
             calls = form.calls(self._held[begin:end], self._types)
         self._text += self._held[: begin if calls else end]
@@ -321,13 +326,13 @@ class MarkParser(AnswerParser):
             self._held = self._held.lstrip()
 
     def _write_mark(self, mark: str) -> None:
-        """Writes a mark that does not begin a call as text, unless the prompt contains this mark."""
+        """Writes a mark that does not begin a call as text, unless this mark stands at the end of the prompt."""
         self._text += "" if self._prompt_mark else mark
         self._held, self._prompt_mark = self._held.removeprefix(mark), ""
 
     def _read_only_call(self, form: ToolFormat) -> Iterator[None]:
-        """Reads an answer that is only JSON. It can be a call only if its first key is in _CALL_KEYS; otherwise it is
-        text."""
+        """Reads an answer that begins with JSON. If the first key is in _CALL_KEYS, waits for the end of the answer and
+        reads all of it as a call. Otherwise leaves the answer to be written as text."""
         while not self._ended:
             match = _MAYBE_CALL.match(self._held)
             assert match is not None
@@ -337,7 +342,8 @@ class MarkParser(AnswerParser):
         self._end_call(form)
 
     def _end_call(self, form: ToolFormat) -> None:
-        """Reads a call without a closing mark, which the end of the answer ends."""
+        """Reads a block of calls without a closing mark, which extends to the end of the answer. A block without a
+        valid call is written as text."""
         block = self._without_ending(self._held)
         calls = form.calls(block, self._types, final=True)
         if calls is None and self._cut:
@@ -365,8 +371,8 @@ def answer_parser(
 ) -> AnswerParser:
     """Returns the parser of one answer, which separates thinking and the calls of `tools` from the text.
 
-    `prompt_end`: the end of the prompt, which may already contain the opening mark of thinking. `continuation`: given
-    if the answer continues a message; blanks at its start then belong to the text.
+    `tools`: if there are none, calls are not parsed. `prompt_end`: the end of the prompt, which may already contain the
+    opening mark of thinking. `continuation`: given if the answer continues a message.
     """
     form = answer_format(template or "")
     formats = form.tools if tools else ()
@@ -378,7 +384,8 @@ def answer_parser(
 
 
 class StopStrings:
-    """Passes text on up to the first stop string, which is then in `found`. Empty stop strings are ignored."""
+    """Passes text on up to the first stop string. `found` is this stop string, "" as long as none was found. Empty stop
+    strings are ignored."""
 
     def __init__(self, stops: Iterable[str]) -> None:
         self.found = ""
@@ -392,7 +399,8 @@ class StopStrings:
         return len(self._held)
 
     def feed(self, text: str) -> str:
-        """Adds text. Returns the text that is certainly not part of a stop string; "" once a stop string was found."""
+        """Adds text. Returns the text that is certainly not part of a stop string; nothing that follows a stop string
+        is returned."""
         if self.found:
             return ""
         text = self._held + text
@@ -405,7 +413,7 @@ class StopStrings:
         return text[:n_passed]
 
     def end(self) -> str:
-        """Returns the characters that were held back, at the end of the text."""
+        """Returns the characters that were held back. Called at the end of the text."""
         text, self._held = self._held, ""
         return text
 
@@ -417,13 +425,13 @@ class Transcript:
     vocabulary: Vocabulary
     stops: Iterable[str] = ()
     parser: AnswerParser | None = None
-    special: bool = False  # True: the parser gets the text of control tokens
+    special: bool = False  # True: the text includes the text of control tokens
     with_tokens: bool = False  # True: deltas contain their tokens
 
     def __post_init__(self) -> None:
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._stops = StopStrings(self.stops)
-        self._held: deque[tuple[int, int, TokenLogprob | None]] = deque()  # (first character, token, logprob)
+        self._held: deque[tuple[int, int, TokenLogprob | None]] = deque()  # (index of first character, token, logprob)
         self._n_fed = self._n_passed = 0  # decoded characters, sent characters; only if deltas have tokens or logprobs
 
     @property
@@ -440,8 +448,8 @@ class Transcript:
         return self._delta(self._stops.feed(text))
 
     def end(self, *, cut: bool = False) -> Delta | None:
-        """Returns a delta with the text that was held back, at the end of the answer; None if it is empty. `cut`: the
-        token limit ended the answer."""
+        """Ends the answer. Returns a delta with everything that was held back; None if there is nothing. `cut`: True:
+        the token limit ended the answer."""
         rest = "" if self._stops.found else self._decode(b"", True)
         delta = self._delta(self._stops.feed(rest) + self._stops.end())
         if self.parser is None:
@@ -463,7 +471,8 @@ class Transcript:
         return delta if delta.text or delta.thinking or delta.tool_calls else None
 
     def _released(self, n_more: int) -> list[tuple[int, TokenLogprob | None]]:
-        """Returns the tokens that begin within the next `n_more` characters. Tokens of a stop string are left out."""
+        """Returns the tokens, with logprobs, that begin within the next `n_more` characters. Tokens that begin in a
+        stop string are left out."""
         self._n_passed += n_more
         all_passed = not self._stops.found and not self._stops.n_held
         released = []
@@ -473,8 +482,8 @@ class Transcript:
 
 
 def new_transcript(request: Request, prompt: Prompt, vocabulary: Vocabulary) -> Transcript:
-    """Returns the transcript for an answer to `request`. Only an answer to a prompt from a chat template gets a
-    parser."""
+    """Returns the transcript for an answer to `request`. It has a parser only if a chat template rendered the prompt,
+    and if the request has tools or the template supports thinking."""
     tools = () if request.tool_choice == "none" else request.tools
     template, parser = prompt.template, None
     if template is not None and (tools or "thinking" in capabilities_of(template)):

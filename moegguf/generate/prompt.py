@@ -1,10 +1,10 @@
-"""Makes the tokens of a request's prompt. They come from messages that the chat template renders, from an earlier
-context, or from a text, which may have a gap that the model fills.
+"""Makes the tokens of a request's prompt. The sources are messages that the chat template renders, an earlier context,
+and a text, which may have a gap that the model fills.
 
-If a conversation does not fit the context, whole messages are left out, the oldest first; then the longest message is
-cut at its beginning. Any other prompt that does not fit keeps its first tokens and loses the older half of the others,
-as in llama.cpp. A context that becomes full during an answer loses its tokens in the same way. This module evaluates
-nothing.
+A request may allow that a prompt that is too long is shortened. In a conversation, whole messages are left out, the
+oldest first; then the longest message is cut at its beginning. Any other prompt keeps some first and some last tokens,
+in total as many as a full context keeps when it is shifted, as in llama.cpp. A prompt with a gap is never shortened.
+This module evaluates nothing.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from moegguf.gguf.experts import ExpertLayout
 if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
 
-MAX_WHOLE_CHARACTERS = 512 << 10  # a longer text is not tokenized as a whole before its tokens are estimated
-TOKEN_CHARACTERS = 32  # a rendered prompt may have this many characters per token of the context, or (if more):
-COPIES = 4  # a rendered prompt may have this many times the characters of its conversation
-USUAL_CHARACTERS = 4  # characters per token, roughly
+MAX_WHOLE_CHARACTERS = 512 << 10  # the number of tokens of a longer text is estimated before the text is tokenized
+TOKEN_CHARACTERS = 32  # maximum characters of a rendered prompt per token of the context; COPIES may allow more
+COPIES = 4  # a rendered prompt may have this number of times the characters of its messages and tools
+USUAL_CHARACTERS = 4  # typical number of characters per token, for estimates
 HEADROOM_CHARACTERS = 8  # characters of a cut message that are tokenized for each token that may stay
-ANSWER_DIVISOR = 8  # a truncated conversation leaves 1/8 of the context for the answer
-MESSAGE_TOKENS = 8  # tokens of the template's marks around a message, roughly
+ANSWER_DIVISOR = 8  # a shortened conversation leaves 1/8 of the context for the answer; `max_tokens` if that is less
+MESSAGE_TOKENS = 8  # estimated number of tokens in the template's marks around a message
 
 Token = TypeVar("Token")
 
@@ -45,14 +45,14 @@ class Prompt:
     """The prompt of a request, as tokens and as text."""
 
     tokens: list[int]  # tokens of the prompt, including placeholders for images
-    end: str = ""  # the whole text of the prompt; "" if it is not known or far too long
-    n_tokens: int = 0  # tokens of the whole text; an estimate if it is far too long, and `tokens` is incomplete
+    end: str = ""  # the whole text of the prompt; "" if not known, or for a conversation that is far too long
+    n_tokens: int = 0  # tokens of the whole prompt; an estimate for a text that is far too long; 0: not counted
     template: str | None = None  # the chat template that rendered the messages
     continuation: Continuation | None = None  # given if the answer continues a message
     cut_messages: int = 0  # number of messages that were left out
     cut_tokens: int = 0  # number of tokens that were left out
     images: ImagePrompt | None = None
-    stops: tuple[str, ...] = ()  # texts that end the answer, like end tokens
+    stops: tuple[str, ...] = ()  # strings that end the answer, as end tokens do
 
     @property
     def text_tokens(self) -> list[int]:
@@ -63,9 +63,10 @@ class Prompt:
 def read_prompt(llm: Llama, request: Request) -> Prompt:
     """Returns the prompt of `request`.
 
-    Raises ContextError if the prompt does not fit the context even after truncation. Raises CapabilityError if the
-    prompt needs a capability that the model lacks. Raises TemplateError if the chat template fails. Raises OptionError
-    for an empty prompt, unless the model has a BOS token.
+    Raises ContextError if the prompt does not fit the context, even after being shortened if the request allows this.
+    Raises CapabilityError if the prompt needs a capability that the model lacks. Raises TemplateError if the chat
+    template fails. Raises OptionError for an invalid token or image, for an empty list of messages, and for an empty
+    prompt unless the model has a BOS token.
     """
     vocabulary = llm.vocabulary
     context = _context_tokens(llm, request)
@@ -92,14 +93,15 @@ def render_prompt(llm: Llama, request: Request) -> str:
 
 
 def count_prompt(llm: Llama, request: Request) -> int:
-    """Returns the number of tokens of a conversation's prompt, which may be too long for the context. For one that is
-    far too long, returns an estimate. Raises CapabilityError and TemplateError as `read_prompt` does."""
+    """Returns the number of tokens of a conversation's prompt, which may be too long for the context. For a
+    conversation that is far too long, returns an estimate. Raises CapabilityError and TemplateError as `read_prompt`
+    does."""
     return _Renderer(llm, request)(request.messages or ()).n_tokens
 
 
 def template_of(layout: ExpertLayout, *, with_tools: bool) -> str:
-    """Returns the chat template for a conversation. A model may have a separate template for conversations with
-    tools."""
+    """Returns the chat template for a conversation. A model may have a separate template for conversations with tools.
+    For a model without a template, returns CHATML."""
     return (layout.tool_template if with_tools else None) or layout.chat_template or CHATML
 
 
@@ -113,8 +115,8 @@ def check_fits(n_tokens: int, n_ctx: int) -> None:
 
 
 def tokenize(vocabulary: Vocabulary, text: str, n_ctx: int, *, special: bool = True) -> Prompt:
-    """Returns the tokens of a text. A text that needs more than twice the context is not tokenized completely, only
-    its first and last characters."""
+    """Returns a prompt with the tokens of `text`. A text longer than MAX_WHOLE_CHARACTERS that needs more than twice
+    the context (by estimate) is not tokenized completely, only its beginning and its end."""
     if far := _far(vocabulary, text, n_ctx, special=special):
         return far
     tokens = vocabulary.tokens(text, special=special)
@@ -122,8 +124,8 @@ def tokenize(vocabulary: Vocabulary, text: str, n_ctx: int, *, special: bool = T
 
 
 def _far(vocabulary: Vocabulary, text: str, n_ctx: int, *, special: bool = True) -> Prompt | None:
-    """Returns only the first and last tokens of a text, if it is long and needs more than twice the context; otherwise
-    None."""
+    """Returns a prompt with only the first and last tokens of a text that is longer than MAX_WHOLE_CHARACTERS and needs
+    more than twice the context (by estimate). Returns None for any other text."""
     if len(text) <= MAX_WHOLE_CHARACTERS:
         return None
     half = MAX_WHOLE_CHARACTERS // 2
@@ -133,8 +135,9 @@ def _far(vocabulary: Vocabulary, text: str, n_ctx: int, *, special: bool = True)
 
 
 def _context_tokens(llm: Llama, request: Request) -> list[int]:
-    """Returns the tokens of `request.context`, which may contain texts. Raises OptionError for a number that is not
-    a token of the model, and ContextError for a text that is far too long."""
+    """Returns the tokens of `request.context`, which may contain strings. If the first element is a string, BOS comes
+    first. Raises OptionError for a number that is not a token of the model, and ContextError for a string that is far
+    too long."""
     vocabulary, n_ctx = llm.vocabulary, request.sampling.context_within(llm.n_ctx())
     vocabulary.check(each for each in request.context if isinstance(each, int))
     first = [] if request.begins_with_token or not request.context else vocabulary.bos_tokens
@@ -170,9 +173,12 @@ def _completion(llm: Llama, request: Request, prompt: str, context: list[int]) -
 
 
 def _file_tokens(vocabulary: Vocabulary, files: Sequence[tuple[str, str]], n_ctx: int) -> list[int]:
-    """Returns the tokens of other files in llama-server's format. If the model has tokens for a repository (arXiv
-    2409.12186), each file follows its name. The last name is then the constant "filename" of the file with the gap.
-    For other models the files are snippets without names. Raises ContextError."""
+    """Returns the tokens of `files`, which are (name, text), in llama-server's format; [] if there are no files.
+
+    If the model has tokens for a repository (arXiv 2409.12186), each text follows its name. At the end, the constant
+    "filename" is the name of the file with the gap. For other models the files are snippets without names. Raises
+    ContextError for a file that does not fit the context.
+    """
     tokens, marks = list[int](), vocabulary.repository_tokens
     if not files:
         return tokens
@@ -190,8 +196,9 @@ def _file_tokens(vocabulary: Vocabulary, files: Sequence[tuple[str, str]], n_ctx
 
 
 def _fitted(llm: Llama, request: Request, tokens: list[int], n_more: int = 0) -> Prompt:
-    """Returns the prompt with these tokens; if they are too many, some in the middle are cut out. `n_more`: tokens
-    that are already missing in the middle. Raises ContextError if `request` does not allow the cut."""
+    """Returns the prompt with these tokens. If they are too many, some in the middle are cut out. `n_more`: number of
+    tokens that are already missing in the middle. Raises ContextError if a cut is necessary, but `truncate` or `shift`
+    of the request is False."""
     n_ctx, n_whole = request.sampling.context_within(llm.n_ctx()), len(tokens) + n_more
     if n_whole < n_ctx:
         return Prompt(tokens)
@@ -224,8 +231,8 @@ def _conversation(llm: Llama, request: Request, context: list[int]) -> Prompt:
 
 
 class _Renderer:
-    """Makes prompts from messages, with the text of a last message that the answer continues. Raises CapabilityError
-    if the request has tools or thinking but the chat template does not support them."""
+    """Makes prompts from messages. If the answer continues the last message, the prompt ends with this message's text.
+    Raises CapabilityError if the request has tools or thinking but the chat template does not support them."""
 
     def __init__(self, llm: Llama, request: Request) -> None:
         self._llm, self.vocabulary, self._request = llm, llm.vocabulary, request
@@ -239,7 +246,8 @@ class _Renderer:
         self._first = [] if request.context else self.vocabulary.bos_tokens
 
     def __call__(self, messages: Sequence[Message]) -> Prompt:
-        """Renders and tokenizes the messages. Raises TemplateError, and for images CapabilityError and OptionError."""
+        """Renders and tokenizes the messages. For messages that are far too long, returns only an estimate of
+        `n_tokens`. Raises TemplateError, and for images CapabilityError and OptionError."""
         n_ctx = self._request.sampling.context_within(self._llm.n_ctx())
         text = "".join(text_of(message.get("content")) for message in messages)
         if far := _far(self.vocabulary, text, n_ctx):
@@ -268,14 +276,14 @@ class _Renderer:
         return Prompt(tokens, text, len(tokens), self.template, continuation, images=images, stops=stops)
 
     def image_tokens(self, message: Message) -> int:
-        """Returns the number of tokens of a message's images."""
+        """Returns the number of tokens of a message's images; 0 if the model has no projector."""
         images, projector = mark_images([message]).images, self._llm.context.open_projector()
         if not images or projector is None:
             return 0
         return len(projector.tokenize([""] * (len(images) + 1), images).tokens)
 
     def _n_given(self, messages: Sequence[Message]) -> int:
-        """Returns the number of characters in the messages and tools that the template gets."""
+        """Returns the number of characters in the messages and tools that the template receives."""
         values = [value for message in messages for value in message.values()]
         return sum(len(str(value)) for value in (*values, *self._tools))
 
@@ -312,7 +320,7 @@ class _Renderer:
 
 
 def _shown(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a tool without `strict`, as the template gets it, because `strict` only concerns the answer."""
+    """Returns a tool for the template, without its field `strict`, which only concerns the constraint of the answer."""
     function = tool.get("function")
     if not isinstance(function, Mapping):
         return tool
@@ -320,8 +328,12 @@ def _shown(tool: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _truncated(llm: Llama, request: Request, messages: Sequence[Message], render: _Renderer) -> Prompt:
-    """Returns the prompt of a conversation that leaves room for an answer. If it is too long, only system messages and
-    the newest other messages stay."""
+    """Returns the prompt of a conversation.
+
+    If the prompt leaves too little room for an answer and the request has `truncate`, only system messages and the
+    newest other messages stay. If these still fill the context and the request has `shift`, the longest message is cut.
+    Raises ContextError if the prompt does not fit the context then.
+    """
     whole, n_ctx = render(messages), request.sampling.context_within(llm.n_ctx())
     n_answer, limit = max(1, n_ctx // ANSWER_DIVISOR), request.sampling.max_tokens
     n_room = n_ctx - (min(n_answer, limit) if limit and limit > 0 else n_answer)
@@ -337,8 +349,8 @@ def _truncated(llm: Llama, request: Request, messages: Sequence[Message], render
 
 
 def _newest(messages: Sequence[Message], render: _Renderer, n_room: int) -> tuple[list[Message], Prompt]:
-    """Returns the newest messages that fit into `n_room` tokens, and their prompt. If none fit, returns the fewest
-    possible."""
+    """Returns the messages of a shortened conversation that fits into `n_room` tokens, and its prompt. If no shortened
+    conversation fits, returns the shortest one."""
     conversation, vocabulary = Conversation(messages), render.vocabulary
     others = [message.get("role") != "system" for message in messages]
     texts = [
@@ -348,7 +360,7 @@ def _newest(messages: Sequence[Message], render: _Renderer, n_room: int) -> tupl
     exact = sum(map(len, texts)) <= MAX_WHOLE_CHARACTERS
     sizes = [len(vocabulary.tokens(text)) if exact else len(text) // USUAL_CHARACTERS for text in texts]
     images = [render.image_tokens(message) if other else 0 for message, other in zip(messages, others, strict=True)]
-    sizes = [size and size + MESSAGE_TOKENS for size in map(add, sizes, images)]  # estimates, the same in each request
+    sizes = [size and size + MESSAGE_TOKENS for size in map(add, sizes, images)]  # estimates, equal in every request
     fixed = render(conversation.fixed)
     begin = conversation.steady_begin(sizes, n_room - fixed.n_tokens)
     found = render(conversation.kept(begin))
@@ -361,8 +373,9 @@ def _newest(messages: Sequence[Message], render: _Renderer, n_room: int) -> tupl
 
 
 def _with_cut_text(messages: Sequence[Message], render: _Renderer, n_ctx: int) -> Prompt | None:
-    """Returns a prompt in which the beginning of the longest message is cut off. The prompt then has no more tokens
-    than after a shift of the context. Returns None if the other messages already fill the context."""
+    """Returns a prompt in which the beginning of the longest message is cut off, so that the prompt has no more tokens
+    than a full context after a shift. System messages are not cut. Returns None if there is no message to cut, or if
+    the other messages leave no room."""
     at = longest(messages)
     if at is None or not isinstance(messages[at]["content"], str):
         return None
@@ -384,15 +397,15 @@ def _with_cut_text(messages: Sequence[Message], render: _Renderer, n_ctx: int) -
 
 
 def n_after_shift(n_ctx: int, n_keep: int) -> int:
-    """Returns the number of tokens left of a full context after a shift: the first `n_keep` stay, the others are
-    halved. At least one token is dropped."""
+    """Returns the number of tokens that are left of a full context after a shift. The first `n_keep` tokens stay, and
+    the older half of the others (at least one token) is dropped."""
     n_keep = min(max(n_keep, 0), n_ctx - 1)
     return n_ctx - max((n_ctx - n_keep) // 2, 1)
 
 
 def cut_middle(tokens: Sequence[Token], n_ctx: int, n_keep: int) -> list[Token]:
-    """Returns the first `n_keep` tokens of a prompt that is too long, and its last tokens, as many as a shift would
-    leave.
+    """Returns the first `n_keep` and the last tokens of a prompt that is too long. The result has the number of tokens
+    that a shift leaves of a full context.
 
     `tokens` may lack some tokens in the middle of the prompt.
     """
@@ -402,10 +415,10 @@ def cut_middle(tokens: Sequence[Token], n_ctx: int, n_keep: int) -> list[Token]:
 
 
 class Conversation:
-    """A conversation, and the messages at which a shortened conversation may begin: never between a call and its
-    results.
+    """A conversation that can be shortened. System messages and the user's last message always stay.
 
-    System messages and the user's last message always stay.
+    `begins` has the indices of the messages with which a shortened conversation may begin. These are messages of the
+    user, and the assistant's messages after the user's last one, so that a call is never separated from its results.
     """
 
     def __init__(self, messages: Sequence[Message]) -> None:
@@ -431,12 +444,13 @@ class Conversation:
         ]
 
     def steady_begin(self, n_tokens: Sequence[int], room: int) -> int:
-        """Returns the index of the message to begin with, so that the messages have about `room` tokens or fewer.
+        """Returns the index of the message to begin with, so that the messages have about `room` tokens or fewer. 0
+        means that all messages stay.
 
-        The number of dropped tokens is rounded up to a multiple of half of the room. So several turns begin at the
-        same message, and the context already contains most of their prompts.
+        The number of dropped tokens is rounded up to a multiple of half of the room. So several successive turns begin
+        at the same message, and the context already contains most of their prompts.
 
-        n_tokens: tokens of each message, 0 for system messages.
+        n_tokens: number of tokens of each message, 0 for system messages.
         """
         sums, step = [0, *accumulate(n_tokens)], max(1, room // 2)
         n_least = -(-(sums[-1] - room) // step) * step
@@ -447,8 +461,8 @@ class Conversation:
 
 
 def longest(messages: Sequence[Message]) -> int | None:
-    """Returns the index of the message with the longest text, without system messages; None if no other message has a
-    text."""
+    """Returns the index of the message with the longest text. System messages, and contents that are lists of parts,
+    are ignored. Returns None if no other message has a text."""
     sizes = {
         i: len(message["content"])
         for i, message in enumerate(messages)

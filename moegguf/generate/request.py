@@ -1,4 +1,5 @@
-"""A request to a model, the deltas of its answer, and the summary at its end: plain data that fits in JSON."""
+"""Plain data: a request to a model, the progress of its prompt, the deltas of its answer, and the summary at the
+end."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from typing import Any
 from moegguf.engine.stats import Stats
 
 Message = dict[str, Any]
-"""`role` (system, user, assistant, tool) and `content`: a text, or a list of texts and images (images.py). Where known
-also `thinking`, `tool_calls` (each {"id", "function": {"name", "arguments": object}}), `tool_name` and
-`tool_call_id`."""
+"""A message of a conversation, with the keys `role` (system, user, assistant, tool) and `content`, which is a string or
+a list of texts and images (images.py). Optional keys: `thinking`, `tool_calls` (each {"id", "function": {"name",
+"arguments": object}}), `tool_name` and `tool_call_id`."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Sampling:
     llama-server.
 
     Attributes:
-        temperature: 0 takes the likeliest token.
+        temperature: 0 takes the likeliest token (if XTC applies, the likeliest that XTC leaves).
         top_n_sigma: keeps only the tokens whose logit is within this number of standard deviations of the highest one;
             0 or less keeps all.
         xtc_probability: the chance that XTC applies: all tokens with a probability of at least `xtc_threshold` are
@@ -28,23 +29,25 @@ class Sampling:
         dry_multiplier: a token that would continue a repetition of `length` tokens has its logit lowered by
             `dry_multiplier * dry_base ** (length - dry_allowed_length)`, if `length` is at least
             `dry_allowed_length`; 0: no penalty.
-        dry_penalty_last_n: number of last tokens that are searched for repetitions; -1: the whole context.
-        dry_sequence_breakers: texts that end a repetition.
-        mirostat: 1 or 2 uses this version of Mirostat instead of the samplers that leave tokens out. It aims at an
-            entropy of `mirostat_tau`, at the rate `mirostat_eta`. 0: no Mirostat.
-        max_tokens: limit of the answer. None: until the model ends the answer or the context is full; if the context
-            shifts, at most ten contexts.
-        num_keep: first tokens after BOS that stay when the context shifts; -1: the prompt.
-        seed: None is random.
-        exact: the answer has the same bits whatever other requests are computed. For a batch-invariant model
-            (`Llama.batch_invariant`) this always holds. Another model computes such a request without others and from
-            an empty context. It also computes a request with a seed from an empty context. The last bits of its other
-            answers depend on the other sequences of a pass.
-        reasoning_budget_tokens: tokens of thinking, after which `reasoning_budget_message` and the end of the thinking
-            are forced; 0: no thinking; None: no limit.
-        text_bias: texts and biases; each token of a text gets the bias, in addition to `logit_bias`.
-        ignore_eos: no token ends the answer, unless the answer follows a format.
-        num_ctx: tokens of the model's context that the request may use; None: all.
+        dry_penalty_last_n: number of most recent tokens that are searched for repetitions; -1: the whole context; 0: no
+            penalty.
+        dry_sequence_breakers: strings that end a repetition.
+        mirostat: 1 or 2 uses this version of Mirostat instead of the samplers that leave tokens out, unless
+            `temperature` is 0. It aims at an entropy of `mirostat_tau`, at the rate `mirostat_eta`. 0: no Mirostat.
+        max_tokens: maximum number of tokens of the answer. None or below 1: until the model ends the answer or the
+            context is full; if the context shifts, at most ten times the length of the context.
+        num_keep: number of first tokens, not counting BOS, that stay when the context shifts; -1: the whole prompt.
+        seed: None: a random seed.
+        exact: True: the answer has the same bits whatever other requests are computed. For a batch-invariant model
+            (`Llama.batch_invariant`) this always holds unless the context shifts. Otherwise such a request is computed
+            without others. A model that is not batch-invariant computes requests with `exact` or a seed from an empty
+            context.
+        reasoning_budget_tokens: number of thinking tokens after which `reasoning_budget_message` and the end of the
+            thinking are forced; 0: no thinking; None: no limit.
+        text_bias: (string, bias) pairs; each token of a string gets the bias, in addition to `logit_bias`.
+        ignore_eos: True: end tokens are never sampled, so only stop strings and limits end the answer. No effect if the
+            answer has a required format, such as a schema, a grammar or a call.
+        num_ctx: number of tokens of the model's context that the request may use; None: all.
     """
 
     temperature: float = 0.8
@@ -80,7 +83,7 @@ class Sampling:
     num_ctx: int | None = None
 
     def context_within(self, n_ctx: int) -> int:
-        """Returns how many tokens a request may use of a context of `n_ctx` tokens.
+        """Returns the number of tokens that a request may use in a context of `n_ctx` tokens.
 
         Example:
             >>> moegguf.Sampling(num_ctx=1024).context_within(4096)
@@ -99,24 +102,24 @@ class Request:
 
     messages: tuple[Message, ...] | None = None
     prompt: str | None = None
-    # Tokens before the prompt, from the summary of an earlier answer with `return_context`. A text in it is tokenized;
-    # if the context begins with a text, BOS stands before it.
+    # Token ids and strings before the prompt, such as the tokens in the summary of an earlier answer with
+    # `return_context`. A string is tokenized. If the first element is a string, BOS is added before it.
     context: tuple[int | str, ...] = ()
     suffix: str | None = None  # text after the gap that the model fills
     files: tuple[tuple[str, str], ...] = ()  # (name, text) of other files, as information for filling the gap
     tools: tuple[Mapping[str, Any], ...] = ()  # OpenAI's format: {"type": "function", "function": {...}}
     tool_choice: str = "auto"  # "auto", "none", "required" or the name of a tool
     format: str | Mapping[str, Any] | None = None  # "json", or a JSON schema that the answer follows
-    strict: bool = False  # True: a keyword of the schema that cannot be followed is an error
+    strict: bool = False  # True: a schema keyword that no grammar can enforce is an error; False: it is ignored
     grammar: str | None = None  # grammar in GBNF that the answer follows
-    think: bool | str | None = None  # a bool, or a level such as "high" for some templates; None: thinks if it can
+    think: bool | str | None = None  # True, False, or (some templates) a level such as "high"; None: thinks if it can
     template: str | None = None  # Jinja template instead of the model's own
     template_options: Mapping[str, Any] = field(default_factory=dict)
     truncate: bool = (
-        True  # True: leaves out the oldest messages, but no system message, if not all fit; False: ContextError
+        True  # True: if not all messages fit, leaves out the oldest, but no system message; False: ContextError
     )
-    # True: drops the older half of the context when an answer fills it. If `truncate` is True as well, also cuts a
-    # message or prompt that is still too long.
+    # True: if the model can shift its context, drops the older half of the tokens after `num_keep` when an answer fills
+    # the context. If `truncate` is True as well, also cuts a message or prompt that is still too long.
     shift: bool = True
     continue_final_message: bool = True  # True: if the last message is the assistant's, the answer continues it
     begins_answer: bool = True  # True: the template adds the header of an answer, which nearly all models need
@@ -128,8 +131,8 @@ class Request:
     # used up, the first of the ending texts is forced. (): the marks of the model's template.
     think_marks: tuple[str, ...] = ()
     return_tokens: bool = False  # True: deltas contain their tokens
-    repeat_limit: int = 0  # repetitions of one token (apart from white space) that end the answer; 0: no limit
-    owner: str = ""  # only requests with the same owner may reuse each other's computed tokens
+    repeat_limit: int = 0  # more repetitions of one token end the answer, or many more of a short cycle; 0: no limit
+    owner: str = ""  # only requests with equal `owner` may reuse each other's computed tokens
     lora_scale: float | None = None  # scale of the LoRA adapter; None: the scale that the model was loaded with
     client_key: str = ""  # key of the client that may see which experts the request uses
     sampling: Sampling = field(default_factory=Sampling)
@@ -146,7 +149,7 @@ class Request:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A function call by the model. `arguments`: the parsed JSON object."""
+    """A function call by the model. `arguments`: {name: value}, with values that JSON can represent."""
 
     id: str
     name: str
@@ -169,7 +172,7 @@ class TokenChance:
 
 @dataclass(frozen=True)
 class TokenLogprob(TokenChance):
-    """A token of an answer or a prompt. `top`: the likeliest tokens at its position."""
+    """A token of an answer or a prompt. `top`: the likeliest tokens at its position, the likeliest first."""
 
     top: tuple[TokenChance, ...] = ()
 
@@ -182,15 +185,15 @@ class Delta:
     thinking: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()  # logprobs of the tokens in this part
-    # The prompt's tokens without BOS, in the first delta of a request with `prompt_logprobs`. The first logprob is
-    # always 0.
+    # The prompt's tokens without an added BOS, in the first delta of a request with `prompt_logprobs`. The first
+    # token's logprob is always 0.
     prompt: tuple[TokenLogprob, ...] = ()
     tokens: tuple[int, ...] = ()  # tokens of this part, if the request has `return_tokens`
 
 
 def join(deltas: Sequence[Delta]) -> Delta:
-    """Returns one delta with the content of all, in their order. (Thinking precedes text in an answer, even within
-    one delta.)"""
+    """Returns one delta with the contents of all deltas in their order. (Thinking precedes text in an answer, even
+    within one delta.)"""
     if len(deltas) == 1:
         return deltas[0]
     return Delta(
@@ -230,7 +233,7 @@ class AnswerSummary:
     cut_messages: int = 0  # messages that were left out so that the prompt fits the context
     cut_tokens: int = 0  # tokens that were left out of the prompt
     n_shifts: int = 0  # number of times that the full context lost its older half
-    context: tuple[int, ...] = ()  # tokens of prompt and answer, if the request had `return_context`
+    context: tuple[int, ...] = ()  # tokens of prompt and answer if the request had `return_context`, otherwise empty
     # Counts of all computation while the answer was computed, including computation for other answers. `answer_stats`
     # counts only from the answer's first token on.
     stats: Stats = field(default_factory=Stats)

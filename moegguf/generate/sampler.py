@@ -1,7 +1,7 @@
-"""Choice of the next token: llama.cpp's samplers, in llama-cpp-python's order, and then the constraint.
+"""Chooses the next token with llama.cpp's samplers, in llama-cpp-python's order, under an optional constraint.
 
-A constraint is a mask over the model's tokens, computed by llguidance. First, only the sampled token is checked. If
-the constraint forbids it, all forbidden tokens are masked and the samplers run again, as in llama.cpp's
+llguidance computes which tokens the constraint's grammar allows. First, only the sampled token is checked. If the
+constraint forbids it, all forbidden tokens are masked and the samplers run again, as in llama.cpp's
 `common_sampler_sample` (common/sampling.cpp). The first answer with a constraint imports llguidance.
 """
 
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from moegguf.generate.thinking_budget import ThinkingBudget
 
 _TOKEN = re.compile(r"<\[(\^?)[0-9]+\]>")  # a token in a grammar, written by its number
-MIROSTAT_TOKENS = 100  # tokens with which Mirostat 1 estimates the distribution; llama.cpp's number
-MAX_BREAKERS = 32  # texts; each is compared with every token of the vocabulary
-MAX_BREAKER_BYTES = 40  # llama.cpp would cut longer texts
-MAX_STEP_S = 1.0  # maximum seconds that llguidance may compute for one token
+MIROSTAT_TOKENS = 100  # number of tokens with which Mirostat 1 estimates the distribution, as in llama.cpp
+MAX_BREAKERS = 32  # maximum number of DRY sequence breakers; each is compared with every token of the vocabulary
+MAX_BREAKER_BYTES = 40  # maximum length of a DRY sequence breaker; llama.cpp would cut longer ones
+MAX_STEP_S = 1.0  # maximum CPU seconds that llguidance may compute for one token
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,  # work on the regexes of one grammar: about 20 ms
     "step_lexer_fuel": 200_000,  # work on regexes for one token: about 15 ms
@@ -54,8 +54,8 @@ _LIMITS: dict[str, Any] = {
 class MatcherTokens:
     """A model's vocabulary for `Matcher`. `n_tokens`: number of tokens. `end_tokens`: the end-of-generation tokens.
 
-    In `tokenizer` the end-of-generation tokens are special tokens without text. The tokenizer's own end token is an
-    additional token with the number `n_tokens`.
+    In `tokenizer` the end-of-generation tokens are special tokens, which match no text of a grammar. The tokenizer's
+    own end token is an additional token with the id `n_tokens`.
     """
 
     tokenizer: LLTokenizer
@@ -67,10 +67,11 @@ _matcher_tokens: WeakKeyDictionary[Vocabulary, MatcherTokens] = WeakKeyDictionar
 
 
 def matcher_tokens(vocabulary: Vocabulary) -> MatcherTokens:
-    """Returns a model's tokens for its matchers. They are made once per model: 0.5 s and 60 MB for 150,000 tokens.
+    """Returns a model's tokens for its matchers. They are made once per model, which takes 0.5 s and 60 MB for 150,000
+    tokens.
 
-    End-of-generation tokens have no text. Other control tokens keep their text, because the marks around thinking and
-    calls are control tokens in some models and plain text in others.
+    End-of-generation tokens match no text of a grammar. Other control tokens keep their text, because the marks around
+    thinking and calls are control tokens in some models and plain text in others.
     """
     from llguidance import LLTokenizer, TokenizerWrapper
 
@@ -93,14 +94,15 @@ class _Tokens:
         self.special_token_ids = [*end_tokens, self.eos_token_id]
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Never used: llguidance would only tokenize forced text, which is switched off."""
+        """Returns no tokens. llguidance would only tokenize forced text, and forced text is switched off."""
         return []
 
 
 class Matcher:
     """Follows a grammar: computes which tokens may come after the tokens accepted so far.
 
-    Raises SchemaError if the grammar cannot be compiled, exceeds the limits, or allows no text.
+    Raises SchemaError if the grammar cannot be compiled, exceeds the limits, allows no text, or does not match the
+    message that the answer continues.
     """
 
     def __init__(self, constraint: Constraint, tokens: MatcherTokens) -> None:
@@ -112,7 +114,7 @@ class Matcher:
         grammar = LLMatcher.grammar_from_lark('%llguidance {"no_forcing": true}\n' + constraint.lark)
         limits = LLParserLimits(**_LIMITS)
         try:
-            # the sandbox has bytes instead of the model's tokens, so token numbers become 0
+            # the sandbox compiles with bytes instead of the model's tokens, so token numbers become 0
             reply_of({"grammar": _TOKEN.sub(r"<[\g<1>0]>", grammar), "limits": _LIMITS})
         except LimitedError as error:
             raise SchemaError(f"the format cannot be followed: {error}; simplify the schema or the grammar.") from error
@@ -150,7 +152,7 @@ class Matcher:
         """Returns [n_tokens], True for each token that may come next. This includes end-of-generation tokens if the
         answer may end here.
 
-        Raises SchemaError if no token may come next, or if the computation exceeds its limits.
+        Raises SchemaError if neither a token nor the end may come next, or if the computation exceeds its limits.
         """
         if self._mask is None:
             with self._step():
@@ -206,8 +208,8 @@ class Sampler:
     """Samples the tokens of one answer from the logits of the last pass. `prompt`: tokens that repetition penalties
     count, too. `budget` may force the tokens that end the thinking, unless the constraint forbids them.
 
-    Raises OptionError if logit_bias has a token that the model lacks, or a value that is not a number. Raises
-    SchemaError for a constraint that cannot be followed.
+    Raises OptionError if logit_bias has a token that the model lacks, or the value NaN, and for invalid DRY sequence
+    breakers. Raises SchemaError for a constraint that cannot be followed.
     """
 
     def __init__(
@@ -231,7 +233,8 @@ class Sampler:
             self._candidates = self._bindings._internals.LlamaTokenDataArray(n_vocab=self._n_vocab)
 
     def _add_samplers(self, sampling: Sampling, prompt: Sequence[int], *, ends: bool) -> None:
-        """Adds the samplers for these options to the chain. `ends`: False forbids the end-of-generation tokens."""
+        """Adds the samplers for these options to the chain. `ends`: False forbids the end-of-generation tokens. Raises
+        OptionError."""
         chain, vocabulary = self._chain, self._llm.vocabulary
         biases = dict(sampling.logit_bias)
         for text, bias in sampling.text_bias:
@@ -271,7 +274,8 @@ class Sampler:
             chain.add_dist(seed)
 
     def _add_penalties(self, sampling: Sampling) -> int:
-        """Adds the repetition penalties. Returns the number of last tokens that they count, 0 if there are none."""
+        """Adds the repetition penalties. Returns the number of most recent tokens that they count, 0 if they are
+        off."""
         if (sampling.repeat_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.0, 0.0, 0.0):
             return 0
         n_last = self._n_last(sampling, sampling.repeat_last_n)
@@ -281,8 +285,8 @@ class Sampler:
         return n_last
 
     def _add_dry(self, sampling: Sampling) -> int:
-        """Adds the DRY sampler, which penalizes repeated sequences. Returns the number of last tokens that it reads, 0
-        if it is off. Raises OptionError."""
+        """Adds the DRY sampler, which penalizes repeated sequences. Returns the number of most recent tokens that the
+        sampler looks at, 0 if it is off. Raises OptionError for too many or too long sequence breakers."""
         n_last = self._n_last(sampling, sampling.dry_penalty_last_n)
         if not sampling.dry_multiplier or not n_last:
             return 0
@@ -298,15 +302,15 @@ class Sampler:
         return n_last
 
     def _n_last(self, sampling: Sampling, n_last: int) -> int:
-        """Returns `n_last`, or the length of the context if it is negative."""
+        """Returns `n_last`. If `n_last` is negative, returns the number of context tokens that the request may use."""
         return sampling.context_within(self._llm.n_ctx()) if n_last < 0 else n_last
 
     def sample(self, row: int = -1) -> int | None:
         """Returns the next token, sampled from a row of the last pass's logits (-1: the last row). Returns None if the
         answer is complete and the model has no end-of-generation token.
 
-        Raises SchemaError if every token that the constraint allows has the logit -inf. Also raises the errors of
-        `Context.check_logits`.
+        Raises SchemaError as `Matcher.mask` does, and if every token that the constraint allows has the logit -inf.
+        Without a constraint, raises the errors of `Context.check_logits`.
         """
         token = self._forced()
         if token is not None:

@@ -1,20 +1,20 @@
 """A process that renders chat templates with jinja2, and compiles grammars: `python -m moegguf.generate.sandbox`.
 
 Templates come from model files and are untrusted. jinja2's ImmutableSandboxedEnvironment blocks access to Python's
-internals. The operating system limits memory, and a timer ends this process when a template takes too long. The
-configuration of jinja2 is the same as in transformers, so that prompts are equal to the prompts with which models were
-trained.
+internals. The operating system limits memory, and a timer ends this process when a template takes too long. Apart from
+the differences described in `Sandbox`, jinja2 is configured as in transformers, so that prompts are equal to the
+prompts with which models were trained.
 
-Grammars are made from untrusted JSON schemas. llguidance limits most of its work, but not all of the compilation. So a
-grammar is compiled here first; if this ends in time, so will the compilation in the main process.
+Grammars come from untrusted requests. llguidance limits most of its work, but not all of the compilation. So a grammar
+is compiled here first. If this compilation ends in time, the compilation in the main process will, too.
 
 The process reads one request per line of standard input, and exits at the end of the input. A request has a template,
 variables, and the maximum number of characters of the output; or it has a grammar and its limits. Each request has a
 limit of computing time in seconds. The process writes one line for each request, with the text, or with an error and
 its message. The error is "refused", "syntax", "long", "stopped" or "failed". A "syntax" error also has its line.
 
-The tool calls in messages are JSON. If a template writes their arguments without a filter, they are written as JSON,
-as in OpenAI's API, and not as Python objects.
+If a template writes an object or list of a tool call without a filter, the output is JSON, as in OpenAI's API, and not
+Python's text of the object.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_MEMORY_BYTES = 512 << 20  # limit, in addition to the memory used before the first template
-MAX_COMPILED = 32  # compiled templates in the cache
+MAX_MEMORY_BYTES = 512 << 20  # limit of address space, in addition to the space used before the first request
+MAX_COMPILED = 32  # maximum number of compiled templates in the cache
 
 
 class RefusedError(Exception):
-    """Raised if a template calls raise_exception(), because the model does not support the conversation."""
+    """Raised if a template calls raise_exception(), usually because the model does not support the conversation."""
 
 
 class OutputError(Exception):
@@ -50,7 +50,7 @@ class OutputError(Exception):
 
 
 class Json:
-    """Base class of objects and arrays in a tool call: str() of them is JSON."""
+    """Base class of objects and arrays in a tool call. str() returns their JSON, and + joins this JSON to a string."""
 
     def __str__(self) -> str:
         return _to_json(self)
@@ -67,15 +67,15 @@ class Json:
 
 
 class JsonObject(Json, dict[str, Any]):
-    """An object in a tool call. str() of it is JSON."""
+    """An object in a tool call. str() returns its JSON."""
 
 
 class JsonArray(Json, list[Any]):
-    """An array in a tool call. str() of it is JSON."""
+    """An array in a tool call. str() returns its JSON."""
 
 
 def _as_json(value: Any) -> Any:
-    """Returns a copy in which str() of objects and arrays is JSON."""
+    """Returns a copy of `value` in which str() of objects and arrays returns their JSON."""
     if isinstance(value, dict):
         return JsonObject((key, _as_json(item)) for key, item in value.items())
     return JsonArray(map(_as_json, value)) if isinstance(value, list) else value
@@ -135,8 +135,8 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Returns JSON as in transformers: without HTML escapes, keys in their order. An undefined value becomes its text,
-    and an iterator becomes a list."""
+    """Returns JSON as in transformers: without HTML escapes, and with keys in their order unless `sort_keys` is True.
+    An undefined value becomes its text, and an iterator becomes a list."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys,
         default=lambda value: str(value) if isinstance(value, jinja2.Undefined) else list(value),
@@ -156,8 +156,8 @@ def _compile(template: str, lenient: bool) -> jinja2.Template:
 
 
 def _render(template: str, variables: dict[str, Any], characters: int) -> str:
-    """Returns the rendered text. If a template uses a part of a variable or field that does not exist, it is rendered
-    again with `Blank`. For example, the description of a tool is optional."""
+    """Returns the rendered text. If the template reads a field of a value that does not exist, or computes with such a
+    value, it is rendered again with `Blank`. For example, the description of a tool is optional."""
     try:
         return "".join(_bounded(_compile(template, False).generate(variables), characters))
     except jinja2.UndefinedError:
@@ -165,7 +165,8 @@ def _render(template: str, variables: dict[str, Any], characters: int) -> str:
 
 
 def reply_to(template: str, variables: dict[str, Any], characters: int) -> dict[str, Any]:
-    """Renders one template and returns the reply to the request. `characters`: the limit of the output."""
+    """Renders one template and returns the reply to the request. `characters`: maximum number of characters of the
+    output."""
     try:
         for message in variables["messages"]:
             if "tool_calls" in message:
@@ -188,8 +189,8 @@ def reply_to(template: str, variables: dict[str, Any], characters: int) -> dict[
 
 
 def compile_grammar(grammar: str, limits: dict[str, Any]) -> dict[str, Any]:
-    """Compiles a grammar and returns an empty reply, even for an invalid grammar: the caller compiles it again and
-    finds the error. If the compilation takes too long, the process is killed."""
+    """Compiles a grammar and returns a reply with an empty text. An invalid grammar is not an error here, because the
+    caller compiles the grammar again and finds the error. If the compilation takes too long, the process is killed."""
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
     matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=LLParserLimits(**limits))

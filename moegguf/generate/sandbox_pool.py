@@ -1,5 +1,5 @@
-"""Child processes that render chat templates and compile grammars (sandbox.py), with limits of time and memory. These
-texts are untrusted, so a process may be killed.
+"""Child processes that render chat templates and compile grammars (sandbox.py), with limits of time and memory.
+Templates and grammars are untrusted, so a process may be killed.
 
 The first request starts a process, which is kept for the next request. Simultaneous requests start further processes,
 up to MAX_PROCESSES; more requests wait. The child processes end with this process.
@@ -26,8 +26,8 @@ Child = subprocess.Popen[bytes]
 
 
 class LimitedError(Exception):
-    """A request failed. `kind`: the error from sandbox.py, such as "syntax". `line`: line in the template, 0 if
-    unknown."""
+    """Raised if a request fails. `kind`: the error named by sandbox.py, such as "syntax". `line`: line in the template;
+    0 for errors without a line."""
 
     def __init__(self, kind: str, message: str, line: int = 0) -> None:
         super().__init__(message)
@@ -36,9 +36,9 @@ class LimitedError(Exception):
 
 
 def reply_of(request: Mapping[str, Any]) -> str:
-    """Sends a request to a child process and returns the text of its reply. Values that JSON does not have are sent as
-    their text. Raises LimitedError if the request fails or exceeds a limit of
-    time, memory or output."""
+    """Sends a request to a child process and returns the text of the reply. Mappings are sent as objects, and other
+    values that JSON cannot represent as strings. Raises LimitedError if the request fails or exceeds a limit of time,
+    memory or output."""
     try:
         text = json.dumps(
             {**request, "seconds": MAX_S}, ensure_ascii=False,
@@ -57,8 +57,8 @@ def reply_of(request: Mapping[str, Any]) -> str:
 
 
 def start() -> None:
-    """Starts the first process in advance, so that the first template does not have to wait a tenth of a second for
-    it."""
+    """Starts the first process in advance, so that the first request does not have to wait about a tenth of a second
+    for the start."""
     with suppress(LimitedError), _process():
         pass
 
@@ -82,7 +82,7 @@ def _reply(process: Child, line: bytes) -> dict[str, Any]:
 @contextmanager
 def _process() -> Iterator[Child]:
     """Lends a child process for one request. An exception kills the process, because otherwise the next request could
-    read this one's reply. Raises LimitedError if no process can be started."""
+    read the reply to this request. Raises LimitedError if no process can be started."""
     with _running:
         process = None
         try:
@@ -124,7 +124,7 @@ def close() -> None:
             _kill(_idle.pop())
 
 
-_idle: list[Child] = []  # processes without a request; the last used one is the last of the list
+_idle: list[Child] = []  # processes without a request; the most recently used one is the last
 _running = BoundedSemaphore(MAX_PROCESSES)
 
 

@@ -26,27 +26,28 @@ if TYPE_CHECKING:
     from moegguf.engine.stats import Stats
 
 
-MAX_CONTEXTS = 10  # length limit of an answer when the context shifts, in contexts; Ollama's number
+MAX_CONTEXTS = 10  # if the context can shift, an answer has at most this many times its length, as in Ollama
 
-MAX_PERIOD = 4  # longest cycle of tokens in which repetition is found
-CYCLE_PATIENCE = 8  # a cycle of several tokens may repeat this many times as often as one token: number tables do
+MAX_PERIOD = 4  # maximum length, in tokens, of a cycle that counts as repetition
+CYCLE_PATIENCE = 8  # a cycle may repeat this many times as often as a single token, as tables of numbers do
 AT_SCALE = " adapter at "  # separates the owner from the adapter's scale with which the tokens were computed
 
 _tickets = itertools.count(1)
 
 
 def owner_part(owner: str) -> tuple[str, str]:
-    """Splits the text that names the owner of computed tokens. Returns the owner without the adapter's scale, and the
-    part with the scale ("" if there is none)."""
+    """Splits a name that `Sequence.owner` returned. Returns the request's owner, and the rest from AT_SCALE on with the
+    adapter's scale ("" if there is none)."""
     alone, at, scale = owner.partition(AT_SCALE)
     return alone, at + scale
 
 
 class AnswerEvents(Protocol):
-    """Callbacks for one answer, called on the batch loop's thread. An exception from a callback ends the whole loop."""
+    """Callbacks for one answer, which the batch loop's thread calls. An exception from a callback ends the whole loop.
+    After the loop was closed, another thread may call `on_end`."""
 
     def on_progress(self, progress: PromptProgress) -> object:
-        """Called when a part of the prompt was evaluated."""
+        """Called after each pass that evaluated a part of the prompt, and before the first pass of a long prompt."""
         return None
 
     def on_delta(self, delta: Delta) -> object:
@@ -65,7 +66,7 @@ class KvSequence:
     owner: str = ""  # owner of these tokens
     sequence: Sequence | None = None  # the sequence that uses the place, None: free
     n_used: int = 0  # number of the step that used it last
-    # number of leading tokens whose values do not depend on tokens that a shift has dropped; None: no shift
+    # number of leading tokens whose values do not depend on tokens that a shift has dropped; None: all tokens
     n_clean: int | None = None
 
 
@@ -74,8 +75,8 @@ class Task:
     """Work that needs the whole model: the batch loop runs it while no answer is computed."""
 
     run: Callable[[], object]
-    stop: Callable[[], object]  # called by another thread to end `run`
-    fail: Callable[[Exception], object]  # called instead of `run` if the task is cancelled before its start
+    stop: Callable[[], object]  # ends `run` early; called by another thread, or by the loop's thread before `run`
+    fail: Callable[[Exception], object]  # called instead of `run` if the task is cancelled or the loop ends first
     client_key: str = ""  # key of the client that started the task
     keeps_context: bool = False  # True: the task computes nothing, and the tokens in the context stay
     ticket: int = field(default_factory=lambda: next(_tickets))  # order of arrival
@@ -83,24 +84,24 @@ class Task:
 
 
 class Sequence:
-    """A request while the batch loop computes it. Its `summary` is complete at the end.
+    """A request while the batch loop computes it. The `summary` is complete when the answer has ended.
 
     A `Schedule` may read `ticket`, `context`, `n_evaluated`, `number`, `decodes` and `generated`. `prompt`, `sampler`,
-    `shifts`, `n_ctx` and `limit` exist after `read`.
+    `shifts`, `n_ctx` and `limit` exist after `read` if `error` is None.
     """
 
     prompt: Prompt
     sampler: Sampler
     shifts: bool  # True: if the context is full, its older half is dropped
     n_ctx: int  # tokens of the context that this request may use
-    limit: int  # maximum number of tokens of the answer
+    limit: int  # maximum number of tokens of the answer; 0: no token is sampled
 
     def __init__(self, request: Request, events: AnswerEvents) -> None:
         self.ticket = next(_tickets)  # order of arrival
         self.request = request
         self.events = events
         self.summary = AnswerSummary(finish="cancelled")
-        self.context: list[int] = []  # prompt and answer so far: tokens to evaluate before the next one is sampled
+        self.context: list[int] = []  # tokens of prompt and answer so far; a shift removes some of them
         self.generated: list[int] = []  # tokens of the answer, without an end token
         self.n_next = 0  # tokens of `context` that the next pass evaluates
         self.draft: tuple[int, ...] = ()  # drafted tokens that the next pass evaluates after the tokens of `context`
@@ -112,15 +113,15 @@ class Sequence:
         self.ended = False  # True after the last token was sampled
         self._llm: Llama
         self._prompt_logprobs: list[TokenLogprob] = []  # not sent yet
-        self._last_texts = deque[bytes](maxlen=MAX_PERIOD)  # texts of the last tokens, the newest one first
-        self._n_repeats = Counter[int]()  # {n: number of last tokens that each equal the n-th token before}
+        self._last_texts = deque[bytes](maxlen=MAX_PERIOD)  # texts of the most recent tokens, the newest first
+        self._n_repeats = Counter[int]()  # {n: number of most recent tokens that each equal the token n places before}
         self._start_s = 0.0
         self._before: Stats | None = None  # the model's counters when the sequence began
         self._first: Stats | None = None  # the model's counters at the first sampled token
 
     def read(self, llm: Llama) -> None:
-        """Makes the prompt, the sampler and the limits from the request. If the request cannot be answered, sets
-        `error`. It is usually a ContextError, TemplateError, CapabilityError, SchemaError or OptionError."""
+        """Makes the prompt, the sampler and the limits from the request. Sets `error` if the request cannot be
+        answered, usually to a ContextError, TemplateError, CapabilityError, SchemaError or OptionError."""
         self._llm = llm
         request = self.request
         try:
@@ -154,14 +155,15 @@ class Sequence:
 
     @property
     def owner(self) -> str:
-        """The owner of the computed tokens. Only requests of the same owner with the same scale of the model's adapter
-        may reuse them."""
+        """The name of the owner of the computed tokens: the request's owner, and the scale of the model's adapter if it
+        differs from the loaded one. Only requests with an equal name may reuse the tokens."""
         request, scale = self.request, self.request.lora_scale
         is_loaded = scale is None or scale == self._llm.lora_scale
         return request.owner if is_loaded else f"{request.owner}{AT_SCALE}{scale}"
 
     def computes_with(self, other: Sequence) -> bool:
-        """Returns True if both sequences may be in one pass. A pass has only one scale of the model's adapter."""
+        """Returns True if both sequences may be in one pass: neither must be computed alone, and both have one scale of
+        the model's adapter."""
         default = self._llm.lora_scale
         scales = {default if each.request.lora_scale is None else each.request.lora_scale for each in (self, other)}
         return len(scales) == 1 and not self.alone and not other.alone
@@ -194,7 +196,7 @@ class Sequence:
 
     @property
     def n_evaluated(self) -> int:
-        """The number of tokens of `context` that are in the KV cache."""
+        """The number of tokens of `context` that are in the KV cache; 0 if the sequence has no place."""
         return len(self.kv.tokens) if self.kv is not None else 0
 
     @property
@@ -226,8 +228,9 @@ class Sequence:
         return PromptProgress(n_tokens, self.summary.cached_tokens, min(self.n_evaluated, n_tokens), seconds)
 
     def note_prompt(self, n_done: int, n_tokens: int, row: int) -> None:
-        """Keeps the logprobs of the `n_tokens` prompt tokens that a pass has evaluated after the first `n_done`.
-        `row`: index of the last one in the logits."""
+        """Keeps the logprobs of prompt tokens from a pass that evaluated `n_tokens` of them after the first `n_done`.
+        The logits of each evaluated token determine the logprob of the next one. `row`: row of the logits for the last
+        evaluated token."""
         tokens, known = self.prompt.tokens, self._prompt_logprobs
         vocabulary, has_own_begin = self._llm.vocabulary, self.request.begins_with_token or len(tokens) == 1
         n_bos = 0 if has_own_begin else len(vocabulary.bos_tokens)
@@ -239,7 +242,8 @@ class Sequence:
 
     def sample(self, row: int, stats: Callable[[], Stats]) -> Exception | None:
         """Samples the next token from a row of the logits and sends the new part of the answer. The token may end the
-        answer. Returns the error, None if there is none. `stats` returns the model's counters."""
+        answer. If `limit` is 0, ends the answer instead. Returns the error, None if there is none. `stats` returns the
+        model's counters."""
         if self._prompt_logprobs:
             self.events.on_delta(Delta(prompt=tuple(self._prompt_logprobs)))
             self._prompt_logprobs = []
@@ -280,7 +284,7 @@ class Sequence:
 
     def _repeats(self, token: int) -> bool:
         """Returns True if the answer should end because it only repeats one token, or (after many more tokens) a short
-        cycle of tokens. Tokens that differ only in white space count as equal."""
+        cycle of tokens. Leading and trailing white space of a token's text is ignored."""
         if not (limit := self.request.repeat_limit):
             return False
         text = self._llm.vocabulary.piece(token, special=True).strip()
@@ -296,8 +300,8 @@ class Sequence:
         self.ended, self.summary.finish = True, reason
 
     def complete(self, stats: Stats, error: Exception | None) -> Exception | None:
-        """Sends the text that was held back, and completes the summary. Returns `error`, or else the error of parsing
-        the text."""
+        """Completes the summary. If `error` is None, also sends the text that was held back. Returns `error`, or the
+        error of parsing this text; None if there is neither."""
         try:
             delta = self._transcript.end(cut=self.summary.finish == "length") if error is None else None
         except Exception as found:

@@ -1,7 +1,8 @@
-"""llama-server's slots: saves the tokens of a place in the context to a file, restores them, or erases them.
+"""Saves, restores and erases llama-server's slots. A slot is a place in the context.
 
-A file contains the tokens and llama.cpp's state of them. It is restored only if the model computes the same bits. To
-check this, the file contains a name that identifies the model, the build and the load options (`PrefixCache.name`).
+A file contains the tokens of a place and llama.cpp's state of them. A file is restored only if the model computes the
+same bits. To check this, the file contains a name that identifies the model, the build and the load options
+(`PrefixCache.name`).
 The batch loop's thread calls this module between passes.
 """
 
@@ -25,13 +26,14 @@ if TYPE_CHECKING:
     from moegguf.engine.llama import Llama
 
 MAGIC = b"moegslt1"
-_HEADER = struct.Struct("<8s16sI")  # MAGIC, hash of the rest of the file, bytes of the JSON description
+_HEADER = struct.Struct("<8s16sI")  # MAGIC, hash of all after the header, size of the JSON description
 _NOT_WHOLE = "is no slot that was saved whole; save it again."
 
 
 def run_action(llm: Llama, places: KvSequences, action: str, slot: int, owner: str, **fields: Any) -> dict[str, Any]:
-    """Saves, restores or erases a slot that belongs to `owner`. Returns the counts for llama-server's reply. Raises
-    OptionError, UnknownIdError, CapabilityError, StorageError."""
+    """Runs an action on a slot for `owner`: "save", "erase" or "restore". Only tokens that belong to `owner` are saved
+    or erased. Returns the counts for llama-server's reply. Raises OptionError, UnknownIdError, CapabilityError,
+    StorageError."""
     if not 0 <= slot < len(places):
         raise OptionError(f"a slot is a number from 0 to {len(places) - 1}, but is {slot}.")
     kv = places[slot]

@@ -1,7 +1,7 @@
 """Renders a conversation to a prompt with the model's chat template, which is untrusted.
 
-Templates get the variables that transformers defines, and are rendered in child processes with limits of time and
-memory. Does not know models or tokens.
+Templates receive the variables that transformers and llama-server define, and are rendered in child processes with
+limits of time and memory. This module knows nothing about models or tokens.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ def render(
 
     `tools` have OpenAI's form. `bos` and `eos` are the texts of these tokens.
 
-    think: True, False or a level. It becomes the variables that templates know: enable_thinking (Qwen, GLM), thinking
-    (DeepSeek, Granite), thinking_mode (MiniMax), thinking_budget (Seed), reasoning_effort (gpt-oss). None sets only
-    enable_thinking, to True as in llama-server, unless `options` has it.
+    think: True, False or a level such as "high". Templates read the value from different variables: enable_thinking
+    (Qwen, GLM), thinking (DeepSeek, Granite), thinking_mode (MiniMax), thinking_budget (Seed; only set by False),
+    reasoning_effort (gpt-oss; only set by a level). None sets only enable_thinking, to True as in llama-server, unless
+    `options` has this variable.
 
     options: further variables.
 
-    begins_answer: True adds the header of an answer to the end of the prompt.
+    begins_answer: True: the template adds the header of an answer to the end of the prompt.
 
     Raises LongPromptError for a prompt of more than `characters` characters. Raises TemplateError if the template is
     too long or invalid, rejects the conversation, fails, or exceeds the limits of time or memory.
@@ -77,8 +78,8 @@ def render(
 
 
 def _reasoning(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options together with synonyms: other templates have other names for the same choice. llama-server
-    adds the same ones."""
+    """Returns the options, with synonyms added for `preserve_reasoning` and `reasoning_effort`, because templates have
+    different names for these choices. llama-server adds the same synonyms. Given options are not replaced."""
     added = dict[str, Any]()
     if isinstance(keeps := options.get("preserve_reasoning"), bool):
         added = {"preserve_thinking": keeps}

@@ -1,9 +1,9 @@
 """Finds out the form in which a chat template expects a conversation.
 
-The content of a message is a text or a list of parts. The arguments of a call are an object or a text. Some templates
-do not support system messages. Templates do not declare which forms they expect, and a template that gets another form
-leaves out the text. So `forms_of` renders short conversations in which each text begins with a marker, once for each
-template. It chooses the forms that lose no marker, as llama.cpp does (common/jinja/caps.cpp). Messages are then
+The content of a message is a string or a list of parts. The arguments of a call are an object or a string. Some
+templates do not support system messages. Templates do not declare which forms they expect. A template that receives
+another form leaves out the text or fails. So `forms_of` renders short conversations in which each text begins with a
+marker, and chooses the forms that lose the fewest markers, as llama.cpp does (common/jinja/caps.cpp). Messages are then
 rendered in these forms in limited processes (sandbox_pool.py).
 """
 
@@ -22,7 +22,7 @@ from moegguf.generate.request import Message
 from moegguf.generate.sandbox_pool import LimitedError, reply_of
 
 MAX_CHARACTERS = 16 << 20  # maximum number of characters of a prompt
-MAX_KNOWN = 64  # templates whose forms are cached
+MAX_KNOWN = 64  # maximum number of templates whose forms are cached
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -34,8 +34,8 @@ class Forms:
     part_roles: frozenset[str] = frozenset()  # roles whose content must be a list of parts
     merges_system: bool = False  # system messages become the beginning of the next user message
     user_results: bool = False  # results of tools are user messages
-    null_content: bool = False  # the content of a message with only calls is null, not ""
-    text_arguments: bool = False  # the arguments of a call are a JSON text, not an object
+    null_content: bool = False  # the content of a message with calls but no text is null, not ""
+    text_arguments: bool = False  # the arguments of a call are a string of JSON, not an object
     empty_tools: bool = False  # if there are no tools, `tools` is an empty list, not null
 
     def messages(self, messages: Iterable[Message]) -> list[Message]:
@@ -51,8 +51,8 @@ class Forms:
         return formed
 
     def _message(self, message: Message) -> Message:
-        """Returns a copy with only the fields that templates use. Absent fields stay absent, because templates
-        distinguish them from empty ones."""
+        """Returns a copy with further names of fields that templates read, and without fields that are None. Absent
+        fields except `content` stay absent, because templates distinguish them from empty ones."""
         formed = {key: value for key, value in message.items() if value is not None and key not in ("images", "index")}
         formed.setdefault("content", "")
         if thinking := formed.get("thinking"):
@@ -71,13 +71,14 @@ class Forms:
         if self.text_arguments and not isinstance(given, str):
             function["arguments"] = json.dumps(given, ensure_ascii=False)
         elif not self.text_arguments and isinstance(given, str):
-            with suppress(ValueError):  # arguments that are invalid JSON stay a text
+            with suppress(ValueError):  # arguments that are invalid JSON stay a string
                 function["arguments"] = json.loads(given)
         return {"id": call.get("id", ""), "type": "function", "function": function}
 
 
 def _without_system(messages: Iterable[Message]) -> Iterator[Message]:
-    """Yields the messages without system messages. Their text is put before the text of the next user message."""
+    """Yields the messages without system messages, whose texts are put before the text of the next user message. If
+    there is no such message, the texts become a user message at the end."""
     texts = list[str]()
     for message in messages:
         if message.get("role") == "system":
@@ -92,7 +93,7 @@ def _without_system(messages: Iterable[Message]) -> Iterator[Message]:
 
 
 def default_variables() -> dict[str, Any]:
-    """Returns the variables that every template gets, with llama-server's values."""
+    """Returns the variables that every template receives, with llama-server's values."""
     now = datetime.now()
     return {
         "add_generation_prompt": True,
@@ -112,8 +113,8 @@ def rendered(
     variables: Mapping[str, Any],
     characters: int = MAX_CHARACTERS,
 ) -> str:
-    """Renders a conversation in these forms. Raises LimitedError if the template fails or the prompt has more than
-    `characters` characters."""
+    """Renders a conversation in these forms. Raises LimitedError if the template fails or exceeds a limit, or if the
+    prompt has more than `characters` characters."""
     formed = forms.messages(messages)
     if "length 9" in template:
         _shorten_ids(formed)
@@ -124,7 +125,7 @@ def rendered(
 
 
 def _shorten_ids(messages: Iterable[Message]) -> None:
-    """Replaces the ids of calls by ids that Mistral's templates accept: nine letters and digits."""
+    """Replaces the ids of calls with ids that Mistral's templates accept: nine letters and digits."""
 
     def shortened(text: Any) -> str:
         return "".join(c for c in str(text) if c.isascii() and c.isalnum())[-9:].rjust(9, "0")
@@ -153,9 +154,9 @@ class _Probe:
     tools: Tools = ()
 
     def n_lost(self, template: str, forms: Forms) -> int:
-        """Returns the number of markers that are missing in the prompt. Merging the system message counts as one more,
-        so that it is chosen only if a template rejects system messages or fails. Raises LimitedError for an error that
-        other forms cannot avoid."""
+        """Returns the number of markers that are missing in the prompt. If the template rejects the conversation or
+        fails, all markers count as missing. Merging system messages counts as one more, so that other forms that lose
+        no marker are preferred. Raises LimitedError for a syntax error, or if the template exceeds a limit."""
         marks = {word for word in json.dumps(self.messages).split('"') if word.startswith(_MARK)}
         try:
             prompt = rendered(template, forms, self.messages, self.tools, default_variables())
@@ -222,8 +223,8 @@ _PROBES = (
 
 @functools.lru_cache(MAX_KNOWN)
 def forms_of(template: str) -> Forms:
-    """Returns the forms that a template expects. Raises LimitedError for a template that cannot be rendered in any
-    form."""
+    """Returns the forms that a template expects. Raises LimitedError if the template has a syntax error or exceeds a
+    limit."""
     forms = Forms()
     for probe in _PROBES:
         forms = _best(template, probe, forms)
@@ -231,7 +232,7 @@ def forms_of(template: str) -> Forms:
 
 
 def _best(template: str, probe: _Probe, known: Forms) -> Forms:
-    """Returns the first of a probe's forms that loses the fewest markers."""
+    """Returns the `known` forms with the first of the probe's choices that loses the fewest markers."""
     losses = dict[Forms, int]()
     for choice in probe.choices:
         if any(choice.get(field) and word not in template for field, word in _WORDS.items()):

@@ -1,7 +1,7 @@
-"""The budget of an answer's thinking: the number of thinking tokens, and the tokens that end the thinking after them.
+"""Limits the number of thinking tokens of an answer. When the budget is used up, forces tokens that end the thinking.
 
-The marks of thinking are searched in the text, as the parser of the answer does, because tokens may divide a mark in
-different ways. A `Sampler` takes the tokens in `forced` instead of the tokens that the model would choose.
+The text, not the tokens, is searched for the marks of thinking, because tokens may divide a mark in different ways. A
+`Sampler` takes the token in `forced` instead of the token that it would sample.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class _Channels(NamedTuple):
     """The marks in the format of models whose messages have a channel or a recipient.
 
-    `open` and `close` match the start and the end of a message of thinking. `next_message` begins another message. If
-    `answer` follows, this message is the answer.
+    `open` and `close` match the start and the end of a message of thinking. `next_message` ends such a message and
+    begins another one. If `answer` follows, the other message is the answer.
     """
 
     open: re.Pattern[str]
@@ -47,7 +47,7 @@ _RECIPIENTS = _Channels(
     "<|eom|><|start|>assistant",
     " to=user<|message|>",
 )
-_WINDOW = 512  # last characters of the text that are searched for a mark
+_WINDOW = 512  # number of most recent characters that are searched for a mark
 
 
 @dataclass
@@ -60,8 +60,8 @@ class ThinkingBudget:
     n_left: int  # tokens left for all thinking of the answer
     ends: list[list[int]]  # tokens that end the thinking the first time, the second time, ...; the last entry repeats
     only_first: bool = False  # True: only the start of the answer can be thinking
-    message: Sequence[int] = ()  # tokens forced before the end
-    text: str = ""  # text since the last mark, at most _WINDOW characters; at first the end of the prompt
+    message: Sequence[int] = ()  # tokens forced before the end tokens, unless the model has begun the end tokens
+    text: str = ""  # text since the last mark, at most _WINDOW characters; with channels, at first the prompt's end
     thinks: bool = False
 
     def __post_init__(self) -> None:
@@ -77,7 +77,7 @@ class ThinkingBudget:
         return self._forced[0] if self._forced else None
 
     def release(self) -> None:
-        """Stops forcing tokens, because the required format of the answer does not allow the forced one."""
+        """Stops forcing tokens. Called if the constraint of the answer forbids the forced token."""
         self._forced.clear()
 
     def accept(self, token: int) -> None:
@@ -93,7 +93,8 @@ class ThinkingBudget:
         self._look()
 
     def _look(self) -> None:
-        """Finds the start and the end of thinking in the text. Forces the end if the budget is used up."""
+        """Finds the start and the end of thinking in the text. If the answer thinks and the budget is used up, forces
+        the end of the thinking."""
         if not self.thinks and (match := self.open.search(self.text)):
             self.thinks = True
             self.text = self.text[match.end() :]
@@ -109,8 +110,8 @@ class ThinkingBudget:
             self._force()
 
     def _force(self) -> None:
-        """Forces the message and the tokens that end the thinking; if the model has already begun them, only the
-        rest."""
+        """Forces `message` and the tokens that end the thinking. If the model has already written the first of these
+        end tokens, forces only the rest of them."""
         end, last = self.ends[0], list(self._last)
         if len(self.ends) > 1:
             del self.ends[0]

@@ -1,8 +1,8 @@
 """Reads the tool calls that models write: JSON objects, names with arguments between marks, Python's and Gemma's
 forms.
 
-A reader gets the text of a block of calls. It returns the calls, or None if the text is not a call. The text is then
-normal text, not an error. `call_format.py` learns from a chat template which reader to use.
+A reader receives the text of a block of calls. It returns the calls, or None if the text is not a call. Such a text is
+normal text, not an error. `call_format.py` learns from a chat template which readers to use.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from moegguf.generate.json_references import References
 from moegguf.generate.request import ToolCall
 
 Call = tuple[str, dict[str, Any]]
-"""Name and arguments."""
+"""A tool call: (name, arguments)."""
 
 NAME_PATTERN = r"[\w./-]{1,128}"
-MAX_NESTING = 64  # levels of nested values in formats that are not JSON
+MAX_NESTING = 64  # maximum levels of nested values in the formats of ElementCalls and RelaxedCalls
 
 
 def _reject_constant(constant: str) -> None:
@@ -33,8 +33,8 @@ def _reject_constant(constant: str) -> None:
 
 
 def _finite(text: str) -> float:
-    """Returns a JSON number. Raises ValueError for a number that is too large for a double, because inf is not valid
-    JSON."""
+    """Returns the value of a JSON number. Raises ValueError for a number that is too large for a double, because inf is
+    not valid JSON."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text[:20]} is too large")
@@ -52,7 +52,7 @@ def ends_within_string(text: str) -> bool:
 
 
 def json_value(text: str) -> Any:
-    """Returns the value of a JSON text, None if it is not valid JSON."""
+    """Returns the value of a JSON text. Returns None for null, and for a text that is not valid JSON."""
     try:
         return _DECODER.decode(text)
     except (ValueError, RecursionError):
@@ -68,7 +68,8 @@ def json_at(text: str, at: int) -> tuple[Any, int] | None:
 
 
 def literal_value(text: str) -> Any:
-    """Returns the value of a JSON or Python literal. Returns the text itself if it is neither."""
+    """Returns the value of a JSON or Python literal. Returns `text` itself if it is neither, or if JSON cannot
+    represent the value."""
     stripped = text.strip()
     value = json_value(stripped)
     if value is not None or stripped == "null":
@@ -96,8 +97,8 @@ class Parameter:
     root: Any = None  # the whole schema, in which references are resolved
 
     def parts(self, combining: Sequence[str] = _COMBINING) -> Iterator[Mapping[str, Any]]:
-        """Yields the schema itself, and all schemas that it contains by the keywords `combining` or refers to by
-        "$ref"."""
+        """Yields the schema itself, and the schemas that it includes, directly or indirectly, by one of the keywords
+        `combining` or by "$ref"."""
         todo = [(self.schema, 0)]
         while todo:
             schema, depth = todo.pop()
@@ -114,7 +115,7 @@ class Parameter:
             todo += [(part, depth + 1) for part in reversed(inner)]
 
     def kinds(self) -> set[str]:
-        """Returns the JSON types that a value may have; an empty set if the schema does not restrict the type."""
+        """Returns the JSON types that the schema and its parts name or imply; an empty set if there are none."""
         found = set[str]()
         for part in self.parts():
             kind = part.get("type")
@@ -127,13 +128,14 @@ class Parameter:
         return found
 
     def properties(self) -> Iterator[str]:
-        """Yields the names of the properties if the value is an object."""
+        """Yields the names of the properties that the schema and its parts describe."""
         for part in self.parts():
             if isinstance(properties := part.get("properties"), Mapping):
                 yield from properties
 
     def property(self, name: str) -> Parameter:
-        """Returns the parameter for a property of an object; without a schema if the property has none."""
+        """Returns the parameter for a property of an object. If no schema describes the property, the returned
+        parameter has no schema."""
         for part in self.parts():
             properties = part.get("properties")
             if isinstance(properties, Mapping) and name in properties:
@@ -141,7 +143,8 @@ class Parameter:
         return Parameter()
 
     def items(self) -> Parameter:
-        """Returns the parameter for the items of a list; without a schema if the items have none."""
+        """Returns the parameter for the items of a list. If no schema describes the items, the returned parameter has
+        no schema."""
         return Parameter(next((part["items"] for part in self.parts() if "items" in part), None), self.root)
 
 
@@ -151,7 +154,7 @@ NO_TYPES: Types = {}
 
 
 def types_of(tools: Sequence[Mapping[str, Any]]) -> Types:
-    """Returns the schemas of the parameters of all tools."""
+    """Returns the parameters of all tools, with their schemas."""
     types = {}
     for tool in tools:
         function = tool.get("function", tool)
@@ -163,8 +166,9 @@ def types_of(tools: Sequence[Mapping[str, Any]]) -> Types:
 
 
 def parameter_value(text: str, parameter: Parameter) -> Any:
-    """Converts the text of a parameter to its value. The text stays a string if the schema allows strings but no other
-    type except null. Otherwise, and without a schema, a text that is JSON or a Python literal is converted."""
+    """Converts the text of a parameter to its value. If the schema allows strings but no other type except null, the
+    text stays a string; only the text "null" becomes None if null is allowed. Otherwise, and without a schema, a text
+    that is JSON or a Python literal is converted."""
     kinds = parameter.kinds()
     if "string" in kinds and not kinds & {"integer", "number", "boolean", "object", "array"}:
         return None if "null" in kinds and text.strip() == "null" else text
@@ -175,8 +179,8 @@ def parameter_value(text: str, parameter: Parameter) -> Any:
 
 
 def call_of(value: Any, *, name_is_key: bool = False) -> Call | None:
-    """Converts a JSON object to a call: {"name", "arguments"}, {"function": {...}} or variants of them. With
-    `name_is_key` also {NAME: arguments}. Returns None if the object is not a call."""
+    """Converts a JSON object to a call: {"name", "arguments"}, {"function": {...}} or variants of them. If
+    `name_is_key` is True, also converts {NAME: arguments}. Returns None if `value` is not a call."""
     if not isinstance(value, dict):
         return None
     if name_is_key and len(value) == 1:
@@ -197,7 +201,7 @@ def call_of(value: Any, *, name_is_key: bool = False) -> Call | None:
 
 
 def calls_in(value: Any, *, name_is_key: bool = False) -> list[Call] | None:
-    """Returns the calls in a JSON object or a list of objects; None if any of them is not a call."""
+    """Returns the calls in a JSON object or a list of objects; None if any of these objects is not a call."""
     calls = [call_of(item, name_is_key=name_is_key) for item in (value if isinstance(value, list) else [value])]
     found = [call for call in calls if call is not None]
     return found if len(found) == len(calls) else None
@@ -215,8 +219,8 @@ def _behind(pattern: str | re.Pattern[str], text: str, at: int) -> int:
 
 
 def pattern_of(text: str) -> str:
-    """Returns a regular expression for a mark. In the place of blanks, it matches any blanks or none; in the place of
-    a number, any number."""
+    """Returns a regular expression for the mark `text`. Where `text` has blanks, the expression matches any blanks or
+    none. Where `text` has a number, the expression matches any number."""
     parts = re.split(r"(\s+|\d+)", text)
     return "".join(r"\s*" if part.isspace() else r"\d+" if part.isdigit() else re.escape(part) for part in parts)
 
@@ -225,8 +229,8 @@ class Reader:
     """Base class: reads the calls in a block, which is given without its outer marks. Subclasses implement `_next`."""
 
     def __call__(self, text: str, types: Types = NO_TYPES, *, final: bool = False) -> list[Call] | None:
-        """Returns the calls in a block, None if the text is not a call. `final`: the answer has ended, so marks at the
-        end of the text may be missing."""
+        """Returns the calls in a block, None if the text is not a call. `final`: True: the answer has ended, so marks
+        at the end of the text may be missing."""
         calls = list[Call]()
         at = 0
         while (at := _behind(_SEPARATORS, text, at)) < len(text):
@@ -249,7 +253,7 @@ class Reader:
 
 @dataclass(frozen=True)
 class JsonCalls(Reader):
-    """Reads JSON objects and lists of them. `name_is_key`: True if an object has the form {NAME: arguments}."""
+    """Reads JSON objects and lists of them. `name_is_key`: True if an object may have the form {NAME: arguments}."""
 
     name_is_key: bool = False
 
@@ -261,7 +265,7 @@ class JsonCalls(Reader):
 
 @dataclass(frozen=True)
 class MarkedCalls(Reader):
-    """Base class for names between marks. All marks are regular expressions."""
+    """Base class for readers of calls whose names stand between marks. All marks are regular expressions."""
 
     before: str = ""  # mark before a name
     between: str = ""  # mark between name and arguments
@@ -289,9 +293,9 @@ class TaggedCalls(MarkedCalls):
     """
 
     key_open: str = ""  # mark before an argument's name
-    key_close: str = ""  # mark after an argument's name
+    key_close: str = ""  # text between an argument's name and its value
     value_close: str = ""  # mark after an argument's value
-    string_sign: str = ""  # name of the type of strings, if `key_close` has a group
+    string_sign: str = ""  # text of the group in `key_close` that marks a value as a string; "" without a group
 
     def _next(self, text: str, at: int, types: Types, final: bool) -> tuple[list[Call], int] | None:
         begin = re.compile(rf"(?:{self.before})?\s*({NAME_PATTERN})\s*{self.between}").match(text, at)
@@ -351,7 +355,7 @@ class ElementCalls(MarkedCalls):
         return None if close is None and not (final and at == len(text)) else ([(begin[1], arguments)], at)
 
     def is_open(self, text: str) -> bool:
-        """Returns True if the last element is not closed yet."""
+        """Returns True if the last tag in the text opens an element."""
         marks = re.findall(rf"{re.escape(self.sign)}<(/?)", text)
         return bool(marks) and not marks[-1]
 
@@ -430,7 +434,8 @@ class PythonCalls(MarkedCalls):
 
 
 def _unescaped(text: str, quote: str) -> str:
-    """Returns the value of a Python string literal; `text` itself if the literal is not valid."""
+    """Returns the value of the Python string literal with the content `text`. If this literal is not valid, returns
+    `text` itself."""
     quoted = f"{quote * 3}{text}{quote * 3}"
     value = literal_value(quoted)
     return value if isinstance(value, str) and value != quoted else text
@@ -518,7 +523,8 @@ _MISTRAL = re.compile(
 
 
 class MistralCalls(Reader):
-    """Reads the text after Mistral's [TOOL_CALLS]: a JSON list, or names that are followed by [ARGS] and an object."""
+    """Reads the text after Mistral's [TOOL_CALLS]: JSON objects and lists, or names that are each followed by a JSON
+    object, with or without [CALL_ID] and [ARGS] in between."""
 
     def _next(self, text: str, at: int, types: Types, final: bool) -> tuple[list[Call], int] | None:
         begin = _MISTRAL.match(text, at)
