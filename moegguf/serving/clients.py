@@ -17,7 +17,7 @@ distinguish. BACKGROUND stands for all requests of low priority."""
 
 current_owner: ContextVar[str] = ContextVar("current_owner", default="")
 """The owner of the data that the current request computes and stores, as `owner_of` returns it. "" stands for all
-clients that send no API key."""
+clients that send no valid API key."""
 
 
 def is_visible(owner: str) -> bool:

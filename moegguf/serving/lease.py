@@ -45,8 +45,9 @@ _tickets = itertools.count(1)
 class LeaseRequest:
     """A request that waits for a model and, when it is granted, uses the model.
 
-    `overrides` include parameters of the entry, and overrides of the last request with the same name. If no later
-    request of this name comes, the name stops using the model `keep_alive_s` seconds after `last_used_s`.
+    Before the wait, the manager adds options to `overrides`: parameters of the entry, and overrides of the last request
+    with the same name. If no later request of this name comes, the name stops using the model `keep_alive_s` seconds
+    after `last_used_s`.
     """
 
     entry: ModelEntry

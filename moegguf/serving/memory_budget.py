@@ -38,8 +38,8 @@ RAM = "RAM"
 Room = Mapping[str, int]
 """{RAM or name of a device: bytes}"""
 ListGpus = Callable[[], Sequence[Device] | None]
-"""A function that returns the GPUs, each with the bytes that are free for all models together. It returns None if all
-GPUs have failed."""
+"""A function that returns the GPUs, each with the bytes that are free for all models together, or None if all GPUs have
+failed."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ class Admission:
     """The decision about a load. If `reserve` and `unload` are empty, the load must wait until other models are
     idle."""
 
-    reserve: Room = field(default_factory=dict)  # bytes to reserve; if not empty, the model is loaded now
+    reserve: Room = field(default_factory=dict)  # {place: bytes to reserve}; not empty: the model is loaded now
     unload: tuple[str, ...] = ()  # names of the models to unload first
     short: Room = field(default_factory=dict, compare=False)  # {place: bytes missing before the unloads}
 

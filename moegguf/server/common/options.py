@@ -184,7 +184,7 @@ class Options(SamplingOptions):
 
 
 class Loading(Body):
-    """The fields that are common to all request bodies that may load a model."""
+    """The fields `options` and `keep_alive`, which most request bodies that load a model have."""
 
     options: Options | None = None
     keep_alive: int | float | str | None = None

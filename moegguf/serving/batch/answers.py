@@ -214,7 +214,7 @@ def _checked(kind: type[Checked], request: Mapping[str, Any]) -> Checked:
 
 
 def response_entry(requests: Requests, line: RequestLine, status: int, body: Any) -> Entry:
-    """Returns the output line for a request to which an endpoint has replied. `status` may be an error."""
+    """Returns the output line for a request to which an endpoint has replied, with success or with an error."""
     response = {"status_code": status, "request_id": f"req_{uuid.uuid4().hex}", "body": body}
     return {"id": requests.id_of(line), "custom_id": line.custom_id, "response": response, "error": None}
 
@@ -297,8 +297,8 @@ class Journal:
             self._note(number, json.loads(self._line(number)))
 
     def append(self, number: int, entry: Entry) -> None:
-        """Stores the answer to a line. Outside a transaction, the stored answer survives a kill of this process at
-        once.
+        """Stores the answer to a line. After the return, the answer survives a kill of this process, unless a
+        transaction is open.
 
         Raises StorageError; the journal is then unchanged.
         """

@@ -146,8 +146,9 @@ class Replica:
     async def call(
         self, conversation: str, kind: str, fields: Mapping[str, Any], client: str
     ) -> AsyncGenerator[Event | Failure | Any]:
-        """Yields the events of an answer if `kind` is "generate", otherwise the value of `Calls.value`. An error is
-        yielded as `Failure`. Closing the generator stops an answer within a token.
+        """Yields the events of an answer if `kind` is "generate", otherwise one item: the value that `Calls.value`
+        returns. An error of moegguf is yielded as `Failure`. Closing the generator stops an answer after the current
+        pass.
 
         Only the router uses `conversation`. `client` is the client whose turn the request takes.
         """

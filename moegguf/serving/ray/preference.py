@@ -14,7 +14,7 @@ from moegguf.serving.wire import encode
 
 DIGEST_BYTES = 8
 MAX_CONVERSATIONS = 4096  # maximum number of conversations whose replica is remembered
-BEGINNING = 256  # characters of a prompt, or tokens of a context, that identify a conversation
+BEGINNING = 256  # number of first characters of a prompt, or first tokens of a context, that identify a conversation
 MAX_IMBALANCE = 4  # a replica with this many requests more than the least loaded replica is not preferred
 
 
