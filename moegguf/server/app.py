@@ -1,7 +1,7 @@
 """The ASGI application: all routes, the access checks before them, the error handlers, and a log of requests.
 
 In front of Ray Serve's replicas (`moegguf.serving.ray`) some endpoints are missing, such as those that change models.
-Their paths reply with status 501 and with advice from `INSTEAD`.
+The paths in `INSTEAD` then reply with status 501 and with advice.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ INSTEAD = {  # {path that is missing in front of Ray: what to do instead}
 
 
 def request_log(app: ASGIApp) -> ASGIApp:
-    """Middleware that logs each request when its response has ended: client, method, path, status, time and size."""
+    """Middleware that logs each HTTP request when its response has ended: client, key (if there are several), method,
+    path, status, seconds and bytes."""
 
     async def logged(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or not log.isEnabledFor(logging.INFO):
@@ -93,7 +94,7 @@ def request_log(app: ASGIApp) -> ASGIApp:
                 **key,
                 "method": scope["method"],
                 "path": scope["path"],
-                "status": status,  # 0: the client disconnected before a status was sent
+                "status": status,  # 0: no status was sent here, for example because the client disconnected
                 "seconds": round(time.perf_counter() - start_s, 3),
                 "bytes": n_bytes,
             }
@@ -112,11 +113,11 @@ def make_app(
 ) -> Starlette:
     """Returns the application, which enters `manager` at startup and exits it at shutdown.
 
-    The default of `routes` is all routes. In this case batches that an earlier server did not finish are continued.
-    `app.state` has the other arguments.
+    Without `routes`, the application has all routes and a store of responses, and continues batches that an earlier
+    server did not finish. `app.state` has the other arguments.
     """
     state = batches.new_state(manager, catalog, settings)
-    state.ending = threading.Event()  # set at shutdown, so that endless streams end
+    state.ending = threading.Event()  # set by the server when it shuts down, so that endless streams end
     state.batches = Batches(
         data_folder() / "batches",
         partial(batches.reply_in_process, state),

@@ -1,5 +1,5 @@
 """/v1/files and /v1/batches: a client uploads a file of requests and gets a file of answers. The requests of a batch
-are answered while no other request waits.
+have lower priority than other requests.
 
 A batch calls OpenAI's endpoints in this process, with the same checks and objects as over HTTP. Its requests pass no
 access control, since the client that created the batch passed it. They do not count towards `ALL_BODIES_BYTES`.
@@ -71,8 +71,8 @@ def new_state(
 
 
 async def reply_in_process(state: State, url: str, body: bytes) -> Reply:
-    """Answers a POST request in this process, with lower priority than clients' requests. Cancelling the call stops the
-    answer, as a client's disconnect does."""
+    """Answers a POST request in this process, with lower priority than clients' requests. Returns errors as replies.
+    Cancelling the call stops the answer, as a client's disconnect does."""
     kind = ENDPOINTS[url]
     current_client.set(BACKGROUND)
     try:
@@ -98,7 +98,7 @@ def _file_object(file: StoredFile) -> dict[str, Any]:
 
 
 class _ExpiresAfter(Body):
-    """The time after which a file is deleted, within OpenAI's limits."""
+    """The time after a file's creation at which the file is deleted, within OpenAI's limits."""
 
     anchor: Literal["created_at"]
     seconds: Annotated[Whole, Field(ge=3600, le=2_592_000)]
@@ -110,7 +110,7 @@ class _FileForm(Body):
 
 
 async def _create_file(request: Request) -> Response:
-    """Stores an uploaded file. Raises HttpError 400, 413, StorageError, BusyError."""
+    """Stores an uploaded file. Raises HttpError, StorageError, BusyError."""
     with _batches(request).files.new() as file:
         filename, fields = await read_form(request, file.write, request.app.state.settings.upload_bytes)
         if filename is None:
@@ -192,7 +192,7 @@ def _batch_object(batch: Batch) -> dict[str, Any]:
 
 
 async def _create_batch(request: Request) -> Response:
-    """Creates a batch from an uploaded file. Raises HttpError 400, UnknownIdError, BatchFileError, BusyError,
+    """Creates a batch from an uploaded file. Raises HttpError, UnknownIdError, BatchFileError, BusyError,
     StorageError."""
     body = await read_body(request, _BatchBody)
     kept_s = body.output_expires_after.seconds if body.output_expires_after else None
@@ -210,7 +210,8 @@ async def _retrieve_batch(request: Request) -> Response:
 
 
 async def _cancel_batch(request: Request) -> Response:
-    """Begins to cancel a batch. Raises HttpError 409 if the batch has ended, UnknownIdError, StorageError."""
+    """Begins to cancel a batch. Raises HttpError 409 if the batch has ended or writes its files already,
+    UnknownIdError, BusyError, StorageError."""
     batches = _batches(request)
     batch = batches.get(request.path_params["batch"])
     if batch.status in CANCELLABLE:

@@ -1,5 +1,5 @@
-"""The client and the owner of the current request. HTTP and the CLI set them; queues, contexts, files and batches read
-them."""
+"""The client and the owner of the current request. The HTTP server, batches and Ray's replicas set them. Queues read
+the client; worker calls, files, batches and responses read the owner."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ ROUNDS = 100_000  # hashing a key takes about 30 ms, so that guessing the key of
 BACKGROUND = "background"
 current_client: ContextVar[str] = ContextVar("current_client", default="")
 """The client whose turn the current request takes in a queue. "" stands for all clients that the frontends cannot
-distinguish. BACKGROUND stands for all requests that are served after the requests of other clients."""
+distinguish. BACKGROUND stands for all requests of low priority."""
 
 current_owner: ContextVar[str] = ContextVar("current_owner", default="")
 """The owner of the data that the current request computes and stores, as `owner_of` returns it. "" stands for all
-clients that send no API key."""
+clients that send no valid API key."""
 
 
 def is_visible(owner: str) -> bool:
@@ -28,6 +28,6 @@ def is_visible(owner: str) -> bool:
 
 @cache
 def owner_of(key: str) -> str:
-    """Returns the owner that belongs to an API key: a hash of the key in 32 hexadecimal digits. It is the same on each
-    server and after a restart, and does not reveal the key."""
+    """Returns the owner that belongs to an API key: a hash of the key in 32 hexadecimal digits. The hash is the same on
+    every server and after a restart, and does not reveal the key."""
     return hashlib.pbkdf2_hmac("sha256", key.encode(), SALT, ROUNDS, 16).hex()

@@ -1,4 +1,5 @@
-"""Plain data: the events of an answer, the state of loaded models, and snapshots of their experts.
+"""Defines plain data: load options, the events of an answer, the state of loaded models, and snapshots of their
+experts.
 
 The events of an answer are `PromptProgress` and `Delta` of `moegguf.generate.request`, and one `Done` at the end.
 """
@@ -17,7 +18,7 @@ from moegguf.options import LOAD_PARAMETERS
 
 @dataclass(frozen=True)
 class LoadOverrides:
-    """Load options of a request or of a model's name. None stands for the server's setting."""
+    """Load options of a request or of a model's name. None means that the option is not set here."""
 
     n_ctx: int | None = None
     n_batch: int | None = None
@@ -28,7 +29,8 @@ class LoadOverrides:
 
     @classmethod
     def of(cls, parameters: Mapping[str, Any]) -> LoadOverrides:
-        """Converts load options with Ollama's names. None, 0 and a missing option stand for the server's setting."""
+        """Returns the load options in `parameters`, which have Ollama's names. A missing option, and a value of None, 0
+        or "", becomes None."""
         known = {ours: parameters.get(name) for name, ours in LOAD_PARAMETERS.items()}
         return cls(**{f.name: known[f.name] or None for f in fields(cls)})
 
@@ -43,8 +45,8 @@ class Done:
     """The last event of an answer."""
 
     summary: AnswerSummary
-    load_s: float  # seconds for loading the model for this request; 0 if it was already loaded
-    decisions: Mapping[str, Any] = field(default_factory=dict)  # `Llama.decisions`
+    load_s: float  # seconds of the load that the request waited for; 0: the model was already loaded
+    decisions: Mapping[str, Any] = field(default_factory=dict)  # value of `Llama.decisions()` that the worker sent last
 
 
 Event = PromptProgress | Delta | Done
@@ -61,55 +63,56 @@ class LoadedName:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in memory. Sizes in bytes are planned sizes."""
+    """A model in memory. Sizes in bytes are planned, not measured."""
 
-    name: str  # the first of `names`
+    name: str  # name of the first of `names`; if `names` is empty, the entry's name
     digest: str
     pid: int
     n_ctx: int
-    size_bytes: int  # all memory of the model
+    size_bytes: int  # all memory of the model, in RAM and on GPUs
     vram_bytes: int  # the part of size_bytes on GPUs
     expires: datetime | None  # time at which the model is unloaded if it stays idle (aware UTC); None: never
     busy: bool
     stopping: bool
     queue: int  # number of waiting requests
     n_requests: int
-    stats: Stats  # statistics since the load
+    stats: Stats  # statistics since the load, as the worker sent them last
     plan: Mapping[str, Any] = field(default_factory=dict)  # moegguf.engine.plan.Plan as JSON
-    decisions: Mapping[str, Any] = field(default_factory=dict)  # Llama.decisions()
+    decisions: Mapping[str, Any] = field(default_factory=dict)  # value of `Llama.decisions()` that the worker sent last
     names: tuple[LoadedName, ...] = ()
-    expert_cache_bytes: int = 0  # the part of size_bytes for experts in RAM
-    vram_cache_bytes: int = 0  # the part of size_bytes for experts on GPUs
-    n_parallel: int = 1  # requests that the model can answer at once
-    n_answering: int = 0  # requests that the model is answering now
-    last_answer_tokens: int = 0  # tokens of the last answer to the owner who reads this state
-    last_answer_s: float = 0.0  # seconds from the first to the last token of this answer
+    expert_cache_bytes: int = 0  # value of the budget `expert_cache` (`planned_budgets`)
+    vram_cache_bytes: int = 0  # value of the budget `vram_cache` (`planned_budgets`); 0: no GPU has slots
+    n_parallel: int = 1  # maximum number of requests that the model answers at once
+    n_answering: int = 0  # number of granted requests that generate or embed
+    last_answer_tokens: int = 0  # tokens of the last answer to the owner of the current request
+    last_answer_s: float = 0.0  # seconds from the end of this answer's prompt to its end
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of all experts of a loaded model. A client that shows the experts reads it a few times per second.
+    """The state of all experts of a loaded model.
 
     `state`, `uses` and `loads` have one number for each expert, layer by layer. With the setting `tells_clients_apart`
-    they count only the requests of one client (`ExpertUses`). In snapshots from `since`, uses and loads are uint8.
+    they cover only the requests of one client (`ExpertUses`). In snapshots from `since`, uses and loads are uint8.
     """
 
     model: str
-    layers: tuple[int, ...]  # numbers (il) of the layers that have experts
+    layers: tuple[int, ...]  # numbers (il) of the layers that have experts; empty: the model has no expert store
     n_expert: int
     state: bytes  # 0 on disk, 1 loading, 2 in RAM, 3 in VRAM (`moegguf.engine.session.Place`)
-    uses: bytes  # uint32: uses of each expert since the model was loaded
-    loads: bytes  # uint32: loads of each expert into a slot since the model was loaded
+    uses: bytes  # uint32: look-ups since the load; layers that hold every expert may count them only while watched
+    loads: bytes  # uint32: number of times since the load that the expert was assigned a slot
     stats: Stats
     busy: bool
     seconds: float  # time since the model was loaded
     answer_tokens: int = 0  # tokens of all answers since the model was loaded
-    tokens_per_s: float = 0.0  # speed of all answers together, 0 when idle
+    tokens_per_s: float = 0.0  # speed of all answers together, which `since` computes
 
     def since(self, before: Snapshot | None) -> Snapshot:
         """Returns a copy with the uses and loads (255 or less) since an earlier snapshot, and the speed since then.
 
-        If `before` is None, or was taken before the model was loaded again, the copy has no uses and loads.
+        Uses, loads and speed are 0 if `before` is None, has other layers, or is from an earlier load (its `seconds` are
+        larger).
         """
         import numpy as np
 

@@ -1,4 +1,4 @@
-"""Counts which experts each client's requests use, so that a client learns nothing about another client's prompts.
+"""Counts which experts each client's requests use, so that one client's snapshots do not show the experts of others.
 
 The store counts the uses of all passes together. Successive passes that compute only for one client are counted for
 this client. A pass that computes for several clients is not counted for any client.
@@ -15,11 +15,12 @@ import numpy.typing as npt
 from moegguf.engine.session import Session
 
 Maps = tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]]
-"""State, uses and loads of each expert, each (n_layer, n_expert)."""
+"""State, uses and loads of each expert: three arrays of shape (n_layer, n_expert)."""
 
 
 class ExpertUses:
-    """The uses of a model's experts by each client. The computing thread calls `begin_pass`, any thread `maps`."""
+    """The uses of a model's experts by each client. The computing thread calls `begin_pass`; any thread may call
+    `maps`."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -41,8 +42,9 @@ class ExpertUses:
         """Returns the current state of each expert, and its uses and loads since the model was loaded. With
         `client_key` None, all requests count.
 
-        For one client, only uses and loads in its passes count. The state is also from its last passes, and is 0 for
-        experts that these passes did not use. Later states would depend on other clients' prompts.
+        For one client, only the client's own passes count. Loads count only for experts that these passes used. The
+        state is from the client's last passes, and is 0 for experts that these passes did not use, since later states
+        would depend on other clients' prompts.
         """
         with self._lock:
             if client_key is None:
@@ -54,8 +56,8 @@ class ExpertUses:
         return self._views.get(client_key, (nothing.astype(np.uint8), nothing, nothing))
 
     def _view(self, client_key: str) -> Maps:
-        """Returns the maps of the client whose passes run now. Only loads of experts that it used are counted, since
-        other loads may belong to an earlier request."""
+        """Returns the maps of the client whose passes run now. Only loads of experts that the client used in these
+        passes are added, since other loads may belong to an earlier request."""
         uses, loads = (now - begun for now, begun in zip(self._session.store.activity(), self._begun, strict=True))
         used = uses > 0
         _, uses_before, loads_before = self._last(client_key)

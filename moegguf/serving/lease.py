@@ -1,7 +1,7 @@
 """The state of a model in the manager (`ManagedModel`), and the use of a model by one request (`Lease`).
 
 A `ManagedModel` has the files, the names that use them, waiting and current requests, expiry, memory and the worker
-process. It only holds this state. model_manager.py starts and ends processes, and grants requests.
+process. model_manager.py starts and ends the processes, and decides when a request is granted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from moegguf.generate.embedding import Embeddings
 
 MAX_WAIT_S = 30.0  # seconds after which a waiting background request is served like other requests
-BESIDE_ANSWERS = ("tokenize", "pieces", "count", "render")  # messages to which a model replies while it generates
+# kinds of messages to which a worker replies while it generates
+BESIDE_ANSWERS = ("tokenize", "pieces", "count", "render")
 
 
 _tickets = itertools.count(1)
@@ -44,21 +45,23 @@ _tickets = itertools.count(1)
 class LeaseRequest:
     """A request that waits for a model and, when it is granted, uses the model.
 
-    `overrides` include parameters of the entry, and overrides of the last request with the same name. If no later
-    request of this name comes, the name stops using the model `keep_alive_s` seconds after `last_used_s`.
+    Before the wait, the manager adds options to `overrides`: parameters of the entry, and overrides of the last request
+    with the same name. If no later request of this name comes, the name stops using the model `keep_alive_s` seconds
+    after `last_used_s`.
     """
 
     entry: ModelEntry
     overrides: LoadOverrides
     keep_alive_s: float
-    will_answer: bool = True  # True: the request generates or embeds; a model serves `n_parallel` of these at once
-    ticket: int = field(default_factory=_tickets.__next__)  # position in the order of arrival, for all models
+    will_answer: bool = True  # True: generates or embeds; at most `n_parallel` such requests use a model at once
+    # number that increases in the order of arrival, for all models together
+    ticket: int = field(default_factory=_tickets.__next__)
     since_s: float = field(default_factory=time.monotonic)
     client: str = field(default_factory=current_client.get)
-    load_s: float = 0.0  # seconds that the load took for which the request waited; 0: no load
+    load_s: float = 0.0  # seconds of the load that the request waited for; 0: the model was already loaded
     last_used_s: float = 0.0  # time of the last use, on the event loop's clock
     granted: asyncio.Future[Any] = field(default_factory=asyncio.Future)
-    model: ManagedModel = field(init=False)  # the model for which the request waits
+    model: ManagedModel = field(init=False)  # the model for which the request waits, or which it uses
 
     @property
     def name(self) -> str:
@@ -71,7 +74,7 @@ class LeaseRequest:
         return self.client == BACKGROUND and time.monotonic() - self.since_s < MAX_WAIT_S
 
     def end(self, error: Exception | None = None) -> None:
-        """Ends the wait for the model. With an `error`, the waiting caller gets this error."""
+        """Ends the wait for the model, unless it has ended. With an `error`, the waiting caller gets this error."""
         if not self.granted.done():
             if error is None:
                 self.granted.set_result(None)
@@ -79,15 +82,16 @@ class LeaseRequest:
                 self.granted.set_exception(error)
 
     def same_load(self, other: LeaseRequest) -> bool:
-        """Returns True if both requests need the same files with the same load options."""
+        """Returns True if both requests need files with equal contents (`ModelEntry.weights`) and equal load
+        options."""
         return self.overrides == other.overrides and self.entry.weights == other.entry.weights
 
 
 def in_turn(requests: Iterable[LeaseRequest], served: Mapping[str, int]) -> list[LeaseRequest]:
-    """Returns the requests in the order in which they are served now.
+    """Returns the requests in the order in which they would be served now.
 
-    The next client is the client that has waited longest since one of its requests began or ended (`served` has the
-    ticket of this time). So before each request of a client, every other client gets one request at most. Background
+    A request counts from the later of two times: its arrival, and the last time that a request of its client began or
+    ended. `served` has the ticket of this second time for waiting clients. The earliest request comes first. Background
     requests come last until they have waited for MAX_WAIT_S.
     """
 
@@ -98,14 +102,14 @@ def in_turn(requests: Iterable[LeaseRequest], served: Mapping[str, int]) -> list
 
 
 def files_key(entry: ModelEntry) -> str:
-    """Returns a text that is equal for model entries with the same files."""
+    """Returns a string that is equal for model entries with the same files."""
     return "\0".join(map(str, entry.all_files))
 
 
 def process_key(entry: ModelEntry, overrides: LoadOverrides) -> str:
-    """Returns a text that is equal for requests that share a process: requests with equal files and load options.
+    """Returns a string that is equal for requests that share a process: requests with equal files and load options.
 
-    The context length is not part of the text, because the longest context serves all requests.
+    The context length is not part of the string, because a longer context also serves requests for shorter contexts.
     """
     n_batch = overrides.n_batch or DEFAULT_UBATCH_TOKENS
     others = overrides.n_threads, n_batch, overrides.expert_cache, overrides.draft, overrides.mirror
@@ -117,25 +121,27 @@ class ManagedModel:
 
     def __init__(self, key: str, entry: ModelEntry) -> None:
         self.key = key  # identifies the model (`process_key`)
-        self.entry = entry  # the entry for which the model's memory was last measured
+        # the entry for which the model's memory was measured last; at first, the first request's entry
+        self.entry = entry
         self.task: asyncio.Task[None]  # the manager's task that loads and unloads the model
         self.files: tuple[FileVersion, ...] = ()  # versions of the files when the model was measured
         self.files_changed = False  # True if a file has changed since the model was measured
-        self.uses: dict[str, LeaseRequest] = {}  # {name that uses the loaded model: its last request}
+        # {name that uses the loaded model: last granted request with this name}
+        self.uses: dict[str, LeaseRequest] = {}
         self.waiting: list[LeaseRequest] = []  # waiting requests in their order of arrival
         self._served: dict[str, int] = {}  # {waiting client: ticket when one of its requests last began or ended}
         self.unloads: set[str] = set()  # names that stop using the model after their current answer
         self.users: set[LeaseRequest] = set()  # requests that were granted and have not ended
-        self.process: WorkerProcess | None = None  # the process that has loaded the model
-        self.load_share = 0.0  # share of the file that the process has read so far
+        self.process: WorkerProcess | None = None  # the process that has loaded the model; None: not loaded
+        self.load_share = 0.0  # share of the model that was read in the current or last load, 0 to 1
         self.ending = asyncio.Event()  # set when the process must end, or has ended
         self._timer: asyncio.TimerHandle | None = None
-        self.overrides = LoadOverrides()  # load options with which the model was loaded
+        self.overrides = LoadOverrides()  # load options of the current or last load
         self.ready = Ready(n_ctx=0)
-        self.default_n_ctx = 0  # context length of a load without overrides
+        self.default_n_ctx = 0  # context length of a load whose request does not set one
         # {RAM or device: bytes}, reserved from the decision to load until the process has ended
         self.used: dict[str, int] = {}
-        self.cache_bytes: dict[str, int] = {}  # {name of a budget: the part of `used` for its slots}
+        self.cache_bytes: dict[str, int] = {}  # {name of a budget: the bytes of `used` that count for this budget}
         self.changing_budget = asyncio.Lock()
         # {name of a budget: value that a client has set while the model was loaded}; a reload keeps these values
         self.asked_budgets: dict[str, ExpertCache] = {}
@@ -144,16 +150,16 @@ class ManagedModel:
 
     @property
     def name(self) -> str:
-        """Returns the first name that uses the model. If the model is not loaded, returns the name of its entry."""
+        """Returns the first name that uses the model. If no name uses the model, returns the name of its entry."""
         return next(iter(self.uses), self.entry.name)
 
     @property
     def queue(self) -> list[LeaseRequest]:
-        """Returns the waiting requests in the order in which they will be served."""
+        """Returns the waiting requests in the order in which they would be served now."""
         return in_turn(self.waiting, self._served)
 
     def grant(self, request: LeaseRequest) -> None:
-        """Ends the wait of a request, which uses the model from now on."""
+        """Ends a request's wait: from now on the request uses the model."""
         self.waiting.remove(request)
         self.users.add(request)
         self.n_requests += request.will_answer
@@ -166,7 +172,7 @@ class ManagedModel:
         self._note_served(request)
 
     def _note_served(self, request: LeaseRequest) -> None:
-        if not request.will_answer:  # the request takes no turn, because no other request waits for it
+        if not request.will_answer:  # the request takes no turn, because other requests do not wait for it
             return
         self._served[request.client] = next(_tickets)
         clients = {other.client for other in self.waiting}  # other clients need no entry: their next tickets are higher
@@ -175,7 +181,8 @@ class ManagedModel:
     def expires_s(self, name: str) -> float:
         """Returns the time (on the event loop's clock) at which `name` stops using the model.
 
-        The time is inf while requests with this name use the model or wait.
+        The time is inf while a request with this name uses the model or waits for it, and if the keep-alive time is
+        inf.
         """
         if any(request.name == name for request in (*self.waiting, *self.users)):
             return math.inf
@@ -187,17 +194,17 @@ class ManagedModel:
 
     @property
     def answering(self) -> list[LeaseRequest]:
-        """Returns the requests that are generating or embedding now."""
+        """Returns the granted requests that generate or embed."""
         return [request for request in self.users if request.will_answer]
 
     @property
     def is_ready(self) -> bool:
-        """True if the model is loaded and will not be unloaded soon."""
+        """True if the model is loaded and `ending` is not set."""
         return self.process is not None and not self.ending.is_set()
 
     @property
     def has_room(self) -> bool:
-        """True if the model is answering fewer requests than it can answer at once."""
+        """True if fewer requests generate or embed than the model can answer at once."""
         return len(self.answering) < self.ready.n_parallel
 
     @property
@@ -206,29 +213,30 @@ class ManagedModel:
         return self.ending.is_set() or any(not self.has_others(name) for name in self.unloads)
 
     def set_timer(self, at_s: float, call: Callable[[], object]) -> None:
-        """Replaces the timer by a call of `call` at the time `at_s` (on the event loop's clock; inf: never)."""
+        """Cancels the earlier timer and calls `call` at the time `at_s` (on the event loop's clock). inf: `call` is
+        never called."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if at_s == math.inf else asyncio.get_running_loop().call_at(at_s, call)
 
     def reset(self) -> None:
-        """Frees the reserved memory and clears the state of the load, after the process has ended."""
+        """Clears the state of the load, after the process has ended. The reserved memory counts as free again."""
         self.process, self.used, self.n_requests = None, {}, 0
         self.uses, self.unloads, self.ending = {}, set(), asyncio.Event()
         self.set_timer(math.inf, self.reset)
 
     @property
     def devices(self) -> list[str]:
-        """Returns the GPUs on which the model has memory. The list is empty if only the CPU computes."""
+        """Returns the names of the devices on which memory is reserved for the model. RAM is not a device."""
         return [place for place in self.used if place != RAM]
 
     def places_of(self, budget: str) -> list[str]:
-        """Returns the places (RAM, devices) whose memory a budget takes. `budget`: "expert_cache" or "vram_cache"."""
+        """Returns the places (RAM, devices) whose memory a budget takes. `budget` is "expert_cache" or "vram_cache"."""
         return [RAM] if budget == "expert_cache" else self.devices or [RAM]
 
     def set_budgets(self, n_bytes: Mapping[str, int]) -> None:
-        """Changes the bytes that are counted for slots. `n_bytes`: {budget: bytes}. Several devices share a change in
-        proportion to their used bytes."""
+        """Changes the bytes that are counted for budgets. `n_bytes`: {name of a budget: bytes}. Several devices share a
+        change in proportion to their used bytes."""
         for budget, n in n_bytes.items():
             places, change = self.places_of(budget), n - self.cache_bytes[budget]
             total = sum(self.used[place] for place in places)
@@ -242,8 +250,7 @@ class ManagedModel:
     def serves(self, request: LeaseRequest) -> bool:
         """Returns True if the loaded model has the files and the context length that `request` needs.
 
-        A longer context also serves a request for a shorter context: the tokens are the same, and a reload would lose
-        cached data.
+        A longer context also serves a request for a shorter context, because a reload would lose cached data.
         """
         if request.entry.weights != self.entry.weights or self.files_changed:
             return False
@@ -253,8 +260,8 @@ class ManagedModel:
         return n_ctx <= max(self.ready.n_ctx, self.overrides.n_ctx or 0)
 
     def look_at_files(self) -> None:
-        """Sets `files_changed` if a file was written or replaced since the model was measured. Deleted files do not
-        count."""
+        """Sets `files_changed` to True if a file was written or replaced since the model was measured, else to False.
+        Deleted files do not count."""
         self.files_changed = any(file.is_changed() for file in self.files)
 
     def status(self) -> LoadedModel:
@@ -320,8 +327,8 @@ class Calls(ABC):
                     raise
 
     async def value(self, kind: str, **fields: Any) -> Any:
-        """Returns the value of a message: for "count" the number of tokens in a conversation's prompt, for "render" the
-        prompt's text. Raises the errors of `moegguf.generate.prompt.count_prompt` and `render_prompt`."""
+        """Returns the value of a call: for "count" the number of tokens in a conversation's prompt, for "render" the
+        prompt's text. Raises the worker's error, or WorkerError."""
         async with aclosing(self.events(kind, **fields)) as events:
             async for value in events:
                 last = value
@@ -330,7 +337,8 @@ class Calls(ABC):
     async def embed(
         self, inputs: Sequence[Any], *, truncate: bool = True, normalize: bool = True, num_ctx: int | None = None
     ) -> Embeddings:
-        """Returns vectors of texts, or of lists of tokens. Raises the errors of `moegguf.generate.embedding.embed`."""
+        """Returns the vectors of `inputs`: strings or lists of tokens. Raises the errors of
+        `moegguf.generate.embedding.embed`."""
         from moegguf.generate.embedding import Embeddings
 
         fields = {"inputs": list(inputs), "truncate": truncate, "normalize": normalize, "num_ctx": num_ctx}
@@ -352,7 +360,8 @@ class Calls(ABC):
         return dict(await self.value("slot", action=action, slot=slot, **fields))
 
     async def tokenize(self, text: str, special: bool = True) -> list[int]:
-        """Returns the tokens of a text. `special`: adds the BOS token, and recognizes names of special tokens."""
+        """Returns the tokens of a string. `special`: adds the BOS token if the model has it, and recognizes names of
+        special tokens."""
         return list(await self.value("tokenize", text=text, special=special))
 
     async def pieces(self, tokens: Sequence[int]) -> tuple[bytes, ...]:
@@ -360,7 +369,7 @@ class Calls(ABC):
         return build(tuple[bytes, ...], await self.value("pieces", tokens=list(tokens)))
 
     async def detokenize(self, prompt: Sequence[int | str]) -> str:
-        """Returns the text of a list of tokens and texts."""
+        """Returns the text of a list of tokens and strings, joined. Invalid UTF-8 is replaced by U+FFFD."""
         pieces = iter(await self.pieces([each for each in prompt if isinstance(each, int)]))
         return b"".join(to_utf8(each) if isinstance(each, str) else next(pieces) for each in prompt).decode(
             errors="replace"
@@ -370,12 +379,12 @@ class Calls(ABC):
 class Lease(Calls):
     """The use of a model by one request, inside `async with`.
 
-    When the model has finished an answer, the next request is granted, even if the reader of this answer is slower. The
-    lease's next call then waits in the queue again. Leaving the block cancels a running answer.
+    When the worker has finished an answer, the next request is granted, even if this answer was not yet read to its
+    end. Another answer in this lease waits in the queue again. Leaving the block cancels a running answer.
     """
 
-    entry: ModelEntry  # set when the model is granted
-    load_s: float  # seconds of the last load for this lease; 0 if the model was already loaded
+    entry: ModelEntry  # the granted request's entry; set when the model is granted
+    load_s: float  # seconds of the load that the lease waited for; 0: the model was already loaded
 
     def __init__(self, acquire: Callable[[], Awaitable[LeaseRequest]], release: Callable[[LeaseRequest], None]) -> None:
         """`acquire` waits for the model and returns the granted request; `release` ends this request."""
@@ -396,17 +405,18 @@ class Lease(Calls):
             self._request.cancel()  # the model is released when the worker has stopped the answer
 
     async def answer(self, request: Request, *, stream: bool = True) -> AsyncGenerator[Event, None]:
-        """Yields `PromptProgress` for a long prompt, then `Delta`s, and at the end `Done`. Without `stream` there is
-        one `Delta` with the whole answer. Closing the generator stops the answer.
+        """Yields `PromptProgress` for a long prompt, then `Delta`s, and at the end `Done`. Without `stream`, there is
+        no progress and one `Delta` at most. Closing the generator stops the answer.
 
-        Raises the errors of `moegguf.generate.sequence.Sequence.read`.
+        Raises the errors of `moegguf.generate.sequence.Sequence.read`, and WorkerError.
         """
         async with aclosing(self.events("generate", request=request, stream=stream)) as events:
             async for event in events:
                 yield self._event(event)
 
     async def rest(self) -> list[Event]:
-        """Returns the unread events of a cancelled answer, up to its end. Raises the answer's error."""
+        """Returns the unread events of the last answer, up to its end; an empty list without an answer. Raises the
+        answer's error."""
         request = self._request
         return [self._event(event) async for event in request.events()] if request else []
 

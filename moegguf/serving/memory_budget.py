@@ -1,7 +1,8 @@
 """Computes the memory that a model needs, the memory that is available, and which idle models must be unloaded.
 
-Each model has a plan with all memory that it can use, and plans with less memory. Plans are made from the headers of
-the model's files, before anything is loaded. A worker gets the plan for its load. Does not know processes.
+Each model has a plan with all the memory that it can use, and plans with less memory. Plans are made from the headers
+of the model's files, before anything is loaded. A worker gets the plan for its load. This module knows nothing about
+processes.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ IN_THE_PLAN = ("expert_cache", "vram_cache", "placement", "n_seq_max", "kv_token
 
 RAM = "RAM"
 Room = Mapping[str, int]
-"""Bytes in RAM, and on devices by their names."""
+"""{RAM or name of a device: bytes}"""
 ListGpus = Callable[[], Sequence[Device] | None]
-"""A function that returns the GPUs, each with the bytes that are free for all models together. It returns None if all
-GPUs have failed."""
+"""A function that returns the GPUs, each with the bytes that are free for all models together, or None if all GPUs have
+failed."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class ModelSize:
 
 def load_options(entry: ModelEntry, overrides: LoadOverrides, settings: Settings) -> dict[str, Any]:
     """Returns the options with which a model is loaded. If several sources have an option, the first of these counts:
-    the request, the draft model of the name, the server's or command's options, the name's other files."""
+    `overrides`, the draft model of the entry, `settings.loading`, other files of the entry."""
     files = files_of(entry)
     given = {**files, **settings.loading}
     given |= {name: path for name, path in files.items() if name == "draft"}
@@ -70,7 +71,8 @@ def measure(
     """Returns the memory that `entry` needs when it is loaded with `overrides`. Reads file headers, so the event loop
     must not call it directly.
 
-    memory: RAM for all models. list_gpus: called if the options allow layers on GPUs.
+    memory: RAM for all models together. list_gpus: called only if experts may be placed on GPUs
+    (`LoadSpec.choose_gpus`).
 
     Raises ModelFormatError, ModelNotFoundError, BudgetError, OptionError.
     """
@@ -117,10 +119,10 @@ class _Owner:
         return plan_load(self.layout, spec, machine, known_speeds(self.layout, spec).speeds_apart)
 
     def best(self) -> Plan:
-        """Returns the plan in which the model can use all memory of this machine.
+        """Returns the plan in which the model can use all memory that models may take.
 
-        If this memory is too small, returns a plan for unlimited memory with the context length that would be chosen
-        here. `admit` then raises the error.
+        If this memory is too small for the options, returns a plan for unlimited RAM, with the context length that
+        would be chosen here. `admit` then decides whether a smaller plan fits.
         """
         try:
             return self._plan(self.spec, self.here)
@@ -141,7 +143,8 @@ class _Owner:
         return choose_context(self.layout, sizes, free_bytes, budget).n_ctx or 0
 
     def plan_within(self, room: Room, wanted: Plan, least: Plan) -> Plan:
-        """Returns the plan for memory `room`: `wanted` if it fits, else a plan with fewer slots, else `least`."""
+        """Returns the plan for memory `room`: `wanted` if it fits, else a plan with fewer slots if one fits, else
+        `least`."""
         if _fits(wanted, room):
             return wanted
         one_slot, n_experts = self._slot_bytes(wanted), self.layout.n_expert_total
@@ -160,7 +163,8 @@ class _Owner:
         return least
 
     def _settled(self, wanted: Plan) -> LoadSpec:
-        """Returns the load options with the context length of `wanted`, so that less memory does not shorten it."""
+        """Returns the load options with the context sizes of `wanted`, so that less memory does not shorten the
+        context."""
         return replace(self.spec, n_ctx=wanted.n_ctx, kv_tokens=wanted.kv_tokens)
 
     def _devices(self, wanted: Plan) -> tuple[Device, ...]:
@@ -170,8 +174,8 @@ class _Owner:
         return slot_bytes(self.layout, [device.name for device in self._devices(wanted)])
 
     def least(self, wanted: Plan) -> Plan:
-        """Returns the plan that needs the least memory, on the devices of `wanted`. Returns `wanted` if the options fix
-        which layers are on devices, or no smaller plan is possible."""
+        """Returns the plan with the fewest slots, on the devices of `wanted`. Returns `wanted` for a model without
+        experts, if the options fix which layers are on devices, and if no such plan is possible."""
         layout, spec, devices = self.layout, self._settled(wanted), self._devices(wanted)
         as_asked = (wanted.layers_on and spec.placement == "layers") or spec.is_divided(devices[:1])
         if not layout.is_moe or (devices and as_asked):
@@ -218,19 +222,20 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class Admission:
-    """The decision about a load. If all fields are empty, the load waits until other models are idle."""
+    """The decision about a load. If `reserve` and `unload` are empty, the load must wait until other models are
+    idle."""
 
-    reserve: Room = field(default_factory=dict)  # bytes to reserve; if not empty, the model is loaded now
+    reserve: Room = field(default_factory=dict)  # {place: bytes to reserve}; not empty: the model is loaded now
     unload: tuple[str, ...] = ()  # names of the models to unload first
-    short: Room = field(default_factory=dict, compare=False)  # bytes that are missing, for which models are unloaded
+    short: Room = field(default_factory=dict, compare=False)  # {place: bytes missing before the unloads}
 
 
 def admit(size: ModelSize, limits: Room, models: Sequence[MemoryUse], max_models: int | None = None) -> Admission:
     """Decides whether a model can be loaded within `limits`. `models` are the other models, least recently used first.
 
-    Idle models are chosen for unloading in this order. A model is chosen if it has memory in a place where bytes are
-    missing, or if there would be more than `max_models` models. Raises BudgetError if the model would not fit even
-    without any other model.
+    Idle models are chosen for unloading in this order. An idle model is chosen if it has memory in a place where bytes
+    are missing, or if there would be more than `max_models` models. Raises BudgetError if the model's minimum would not
+    fit even without any other model.
     """
     for place, n_bytes in size.minimum.items():
         if n_bytes > limits[place]:
@@ -261,9 +266,9 @@ def admit(size: ModelSize, limits: Room, models: Sequence[MemoryUse], max_models
 class MemoryLimits:
     """The bytes that all models together may take.
 
-    In RAM these are the setting's bytes. Without a setting, they are the bytes that were free at construction, or fewer
-    if other programs have taken more since. On a device they are the fewest bytes that were free so far, not counting
-    models.
+    In RAM, the setting `memory_bytes` is the limit. Without a setting, the limit is the memory that was free at
+    construction, less a margin. It is smaller if other programs have taken more since. On a device, the limit is the
+    fewest bytes that were free so far, not counting models.
     """
 
     def __init__(self, settings: Settings, memory: Callable[[], Memory] = read_memory) -> None:
@@ -282,12 +287,13 @@ class MemoryLimits:
         return replace(now, available_bytes=free_bytes)
 
     def of(self, place: str, used_bytes: int) -> int:
-        """Returns the limit in bytes at `place` (RAM or a device), given that models take `used_bytes` there now."""
+        """Returns the limit in bytes at `place` (RAM or a device), given that models take `used_bytes` there now. The
+        limit of a device that `gpus` has not listed is 0."""
         return self.ram(used_bytes).usable_bytes if place == RAM else self._on_device.get(place, 0)
 
     def gpus(self, devices: Sequence[Device], used: Room) -> list[Device] | None:
         """Returns the devices that have not failed, with the bytes that would be free without models. `used` are the
-        bytes that models take now. Returns None if all devices have failed."""
+        bytes that models take now. Returns None if devices have failed and no other device is left."""
         there = [device for device in devices if device.name not in self.lost]
         for device in there:
             free = device.free_bytes + used.get(device.name, 0)
@@ -297,9 +303,11 @@ class MemoryLimits:
 
 
 def planned_budgets(plan: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the bytes for slots in a plan (as JSON): `expert_cache` in RAM, `vram_cache` on GPUs.
+    """Returns {name of a budget: bytes for slots} of a plan (as JSON).
 
-    `vram_cache` includes the buffers in which prompts are staged.
+    Without slots on GPUs, all slots count for `expert_cache`. Otherwise `vram_cache` counts the slots from which layers
+    compute and the buffers in which prompts are staged. `expert_cache` then counts the slots in RAM from which slots of
+    GPUs are filled.
     """
     if plan.get("device"):
         return {"expert_cache": plan.get("n_ram_slots", 0) * plan["slot_bytes"], "vram_cache": plan["vram_cache_bytes"]}
@@ -307,9 +315,10 @@ def planned_budgets(plan: Mapping[str, Any]) -> dict[str, int]:
 
 
 def expert_cache_within(cache: ExpertCache, n_experts: int, slot_bytes: int, reserved_bytes: int) -> int:
-    """Returns a budget in bytes, rounded down to whole slots and limited to the bytes reserved at the model's load.
+    """Returns a budget in bytes, limited to the bytes reserved at the model's load and rounded down to whole slots.
 
-    "auto" takes all reserved bytes. A budget of less than one slot is not rounded: the model will refuse it.
+    "auto" takes all reserved bytes. A budget of less than one slot is not rounded, and is at least 1 byte: the model
+    will refuse it.
 
     Raises BudgetError for a model without experts.
     """

@@ -1,25 +1,25 @@
 """Manages the loaded models and the requests for them: queues, loads, unloads, expiry. Runs on one event loop.
 
-Each model has a task (`_live`) from its first request until no request waits for it. The task waits for memory, loads
-the model, and ends the process when `ending` is set. It repeats this while requests wait. Every change calls
+Each model has a task (`_live`), which starts with its first request. The task waits for memory, loads the model, and
+ends the process when `ending` is set. The task repeats this while requests wait, then ends. Every change calls
 `_dispatch`, which never waits. `_dispatch` grants requests of loaded models, ends models that nobody uses, and wakes
 the tasks that wait for a change.
 
 Rules:
-- Names with equal files and load options share a process. An option that a request leaves out comes from the last
-  request of its name. A request for a longer context loads the model again.
-- Clients take turns with their requests for a model (`in_turn`). Its process answers several requests at once, up to a
-  limit. The requests of one client are granted in their order of arrival.
+- Names with equal files and load options share a process. An option that neither a request nor the entry sets comes
+  from the last request of the name. A request for a longer context than the loaded one loads the model again.
+- Clients take turns with their requests for a model (`in_turn`). Its process answers several requests at once, up to
+  a limit. The answers of one client are granted in the order of its requests.
 - A full queue is divided evenly between the clients that need it.
-- A model is loaded when it fits the memory budget. Idle models are unloaded for it, least recently used first. If this
-  is not enough, the model gets fewer expert slots. If it has no room even with the fewest slots, it waits until a busy
-  model is idle.
+- A model is loaded when it fits the memory budget. Idle models are unloaded for it, least recently used first. If
+  this is not enough, the model gets fewer expert slots. If it has no room even with the fewest slots, it waits until a
+  busy model is idle.
 - The memory of each device is counted separately. A device that has failed is not used again.
-- Loads get memory in the order in which they became due. Requests for loaded models may overtake a load that waits for
-  memory, for OVERTAKE_S at most.
-- A running answer is never interrupted.
+- Loads get memory in the order in which they became due. Requests for loaded models may overtake a load that waits
+  for memory, for OVERTAKE_S at most.
+- No request interrupts another request's answer.
 
-Does not know HTTP.
+This module knows nothing about HTTP.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ log = logging.getLogger(__name__)
 
 OVERTAKE_S = 10.0  # seconds in which other requests may overtake a waiting load, so that models are swapped less often
 SHUTDOWN_GRACE_S = 5.0
-FREED = 0.1  # a refused client should retry after this share of the longest wait in the queue
+# share of the longest wait in the queue after which a refused client should retry (from 1 s to MAX_RETRY_S)
+FREED = 0.1
 MAX_RETRY_S = 60.0
 
 
@@ -141,14 +142,15 @@ class ModelManager:
         *,
         will_answer: bool = True,
     ) -> Lease:
-        """Returns a lease for use in `async with`. Entering it loads the model if needed and waits in its queue.
+        """Returns a lease for use in `async with`. Entering it loads the model if needed, and waits in the model's
+        queue.
 
         `name`: a name, or its catalog entry. `keep_alive_s`: seconds that the idle model stays loaded after the lease.
-        None: the setting; 0: not at all; inf: for ever. With `will_answer=False` the lease does not wait for answers of
-        other requests, and cannot generate or embed.
+        None: the setting, or for ever for names in `kept`; 0: not at all; inf: for ever. With `will_answer=False` the
+        lease takes no turn among answers, and cannot generate or embed.
 
-        Entering raises BusyError, ModelNotFoundError, ModelNameError, ModelFormatError, BudgetError, AllocationError,
-        WorkerError.
+        Entering raises BusyError, ModelNotFoundError, ModelNameError, ModelFormatError, BudgetError, OptionError,
+        AllocationError, WorkerError.
         """
 
         async def acquire() -> LeaseRequest:
@@ -163,16 +165,17 @@ class ModelManager:
     async def load(
         self, name: str | ModelEntry, overrides: LoadOverrides = LoadOverrides(), keep_alive_s: float | None = None
     ) -> LoadedModel:
-        """Loads a model, or restarts the keep-alive time of a loaded model. Raises the errors of entering a lease."""
+        """Loads a model, or restarts the keep-alive time of a loaded model, and returns its state. Raises the errors of
+        entering a lease."""
         entry = await self._find(name)
         async with self.lease(entry, overrides, keep_alive_s, will_answer=False):
             return next(model.status() for model in self._models.values() if entry.name in model.uses)
 
     async def unload(self, name: str | ModelEntry) -> bool:
-        """Ends the use of a model by a name, after the name's current answer. Returns False if the name used no model.
+        """Ends the use of a model by a name, after the name's current answers. Returns False if the name used no model.
 
-        If no other name uses the model, its process is ended before the return. Waiting requests load the model again.
-        Raises ModelNotFoundError, ModelNameError.
+        If no other name uses the model or waits for it, the model's process has ended before the return. Waiting
+        requests load the model again. Raises ModelNotFoundError, ModelNameError, and BusyError at shutdown.
         """
         canonical = name if isinstance(name, str) and self._used_by(name) else (await self._find(name)).name
         model = self._used_by(canonical)
@@ -187,22 +190,23 @@ class ModelManager:
         return True
 
     def loaded(self) -> list[LoadedModel]:
-        """Returns the models in memory, latest expiry first. Their statistics are from the last answer or snapshot."""
+        """Returns the models in memory, latest expiry first. Their statistics are those that their processes sent
+        last."""
         loaded = [model.status() for model in self._models.values() if model.process is not None]
         return sorted(loaded, key=lambda m: m.expires.timestamp() if m.expires else math.inf, reverse=True)
 
     def loading(self) -> dict[str, float]:
-        """Returns {name that waits for a load: share of the model that was read so far}."""
+        """Returns {name that waits for a load that has begun: share of the model that was read so far, 0 to 1}."""
         is_loading = [model for model in self._models.values() if model.process is None and model.used]
         return {request.name: model.load_share for model in is_loading for request in model.waiting}
 
     async def snapshots(self, entry: ModelEntry | None, watch_s: float) -> list[Snapshot]:
-        """Returns snapshots of the experts of the model `entry`, if it is loaded, or (None) of all loaded models.
+        """Returns snapshots of the experts of the loaded model that `entry` uses, or (None) of all loaded models.
 
-        If the name itself does not use a process, another process with the same files is used. With the setting
-        `tells_clients_apart`, the snapshots count only the requests of the current client.
+        If the entry's name uses no loaded model, returns snapshots of all loaded models with the entry's files. With
+        the setting `tells_clients_apart`, the snapshots count only the requests of the current client.
 
-        watch_s: seconds in which the caller will call again; for this time the worker counts all uses.
+        watch_s: for this many seconds, workers count all uses; the caller should call again before they end.
         """
         client_key = current_owner.get() if self.settings.tells_clients_apart else None
         ready = [model for model in self._models.values() if model.is_ready]
@@ -260,9 +264,9 @@ class ModelManager:
     def _make_queue_room(self, request: LeaseRequest) -> None:
         """Refuses a request when the queue is full (longest queue drop: Suter et al., 1998).
 
-        If the client of `request` has fewer waiting requests than another client, even including `request`, the newest
-        request of the client with the most requests is refused. Otherwise `request` is refused, and QueueFullError is
-        raised. So the clients share the queue evenly.
+        If another client has more waiting requests than the client of `request` would have, the newest request of the
+        client with the most requests is refused. Otherwise `request` is refused, and QueueFullError is raised. So the
+        clients share the queue evenly.
         """
         waiting = [other for model in self._models.values() for other in model.waiting]
         if len(waiting) < self.settings.max_queue:
@@ -279,8 +283,8 @@ class ModelManager:
 
     def _remembered(self, request: LeaseRequest) -> LoadOverrides:
         """Returns the load options of `request`. Options that are None come from the entry's parameters, then from the
-        last request with this name. If this last request still waits, its context length is not used, since it may be
-        too long to be loaded."""
+        newest waiting request with this name, then from the name's last granted request. A waiting request's context
+        length is not used, since it may be too long to be loaded."""
         name, own = request.name, LoadOverrides.of(request.entry.parameters)
         uses = [model.uses[name].overrides for model in self._models.values() if name in model.uses]
         waiting = [other for model in self._models.values() for other in model.waiting if other.name == name]
@@ -295,9 +299,9 @@ class ModelManager:
 
         The maximum of a budget is its value at the model's load. None leaves a budget unchanged.
 
-        Raises ModelNotFoundError for a name that uses no loaded model. Raises BudgetError for less than the model's
-        passes need, for more than is free, and for a tier that the model does not have. Raises BusyError while the
-        model is being loaded or unloaded, AllocationError, WorkerError.
+        Raises ModelNotFoundError for a name that uses no model. Raises BudgetError for less than the model's passes
+        need, for more than is free, and for a tier that the model does not have. Raises BusyError while the model is
+        being loaded or unloaded, AllocationError, WorkerError.
         """
         model = self._used_by((await self._find(name)).name)
         if model is None:
@@ -395,10 +399,11 @@ class ModelManager:
     def _next_of(self, model: ManagedModel) -> LeaseRequest | None:
         """Returns the request that is granted next, or None.
 
-        Requests behind a request that needs another load wait. A request must not overtake a load that has waited for
-        OVERTAKE_S. The queue is in the order of turns, so a later request in it may have come before this load.
+        Requests behind a request that needs another load wait. After a load of another model has waited for OVERTAKE_S,
+        only requests that arrived before it are granted. Such a request may stand anywhere in the queue, since the
+        queue is in the order of turns.
         """
-        since = math.inf  # ticket of a load that must not be overtaken
+        since = math.inf  # ticket of a load that must not be overtaken; inf: there is none
         if self._short is not None:
             due = (request for request in self._short.waiting if not request.comes_last)
             oldest = min(due, key=lambda request: request.ticket, default=None)
@@ -431,7 +436,8 @@ class ModelManager:
         return self._limits.of(place, self._used(place))
 
     def _update_expiry(self, model: ManagedModel) -> None:
-        """Removes names whose keep-alive time is over. Ends an idle model without names, else sets the next timer."""
+        """Ends an idle model whose names have all expired (their keep-alive time is over). Otherwise removes the
+        expired names, and sets the timer for the next expiry."""
         expires_s = {name: model.expires_s(name) for name in model.uses}
         expired = [name for name, at_s in expires_s.items() if at_s <= time.monotonic()]
         if len(expired) == len(model.uses) and not model.users and not model.waiting:
@@ -445,7 +451,8 @@ class ModelManager:
     # The task of a model.
 
     async def _live(self, model: ManagedModel) -> None:
-        """Loads a model and later unloads it, and repeats this while requests wait for the model."""
+        """Loads a model and later unloads it, and repeats this while requests wait for the model. Removes the model at
+        the end."""
         while model.waiting:
             request = None
             try:
@@ -481,7 +488,7 @@ class ModelManager:
 
     async def _reserve(self, model: ManagedModel, request: LeaseRequest, size: memory_budget.ModelSize) -> bool:
         """Waits until memory for the load is reserved, and unloads idle models for it. Returns False if the load is no
-        longer needed, because the next request needs another load or no request waits."""
+        longer needed, because the next request needs another load or no request waits. Raises BudgetError."""
         try:
             while model.waiting and model.queue[0].same_load(request):
                 others = sorted((m for m in self._models.values() if m.used), key=lambda m: m.last_used_s)
@@ -533,7 +540,7 @@ class ModelManager:
                 for name, cache in dict(model.asked_budgets).items():  # keeps budgets that a client has set
                     try:
                         await self._set_budget(model, {name: cache})
-                    except MoeggufError:  # the new plan does not allow this budget
+                    except MoeggufError:  # the new plan may not allow this budget
                         model.asked_budgets.pop(name, None)
             self._dispatch()
             await model.ending.wait()
@@ -544,7 +551,8 @@ class ModelManager:
                 self._limits.lost.update(model.devices)
 
     def _warn(self, model: ManagedModel, text: str) -> None:
-        """Calls `on_warning` for a warning of a model's process, unless the model already had this warning."""
+        """Calls `on_warning` with a warning of a model's process, unless this warning was already reported for the
+        model's name."""
         if (model.name, text) not in self._warned:
             self._warned.add((model.name, text))
             self.on_warning(model.name, text)

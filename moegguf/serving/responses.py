@@ -1,7 +1,8 @@
-"""Stores responses of OpenAI's API. Each has the messages of its turn and the id of the previous response.
+"""Stores objects of OpenAI's Responses API. Each has the messages of its turn and the id of the previous response.
 
-A response is removed when it is older than the age limit, or when newer responses need its space. Its age begins anew
-when a later response continues it. Only one process at a time can open the database. Any thread may call any method.
+A response is removed when it is older than the age limit, or when newer responses need its space. When a later response
+continues it, its age starts again at 0. Only one process at a time can open the database. Any thread may call any
+method.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 
 DATABASE = "responses.db"
 SCHEMA = (
-    # messages: messages of the turn, as JSON. about: the response object, as JSON. n_bytes: size of both together.
+    # messages: messages of the turn, as JSON. about: the response object, as JSON. n_bytes: size of both in bytes.
     "CREATE TABLE response (id TEXT PRIMARY KEY, owner TEXT, previous TEXT, expires_at REAL, n_bytes INTEGER,"
     " messages BLOB, about BLOB)",
     "CREATE INDEX response_expires_at ON response (expires_at)",
@@ -36,12 +37,13 @@ RENEW = (
     " UPDATE response SET expires_at = ? WHERE id IN turn"
 )
 DROP_OLDEST = "DELETE FROM response WHERE id = (SELECT id FROM response ORDER BY expires_at, rowid LIMIT 1)"
-MAX_BYTES = 1 << 30  # limit for all responses together
-MAX_HISTORY_BYTES = 32 << 20  # limit for the messages of one conversation
+MAX_BYTES = 1 << 30  # limit for the `n_bytes` of all responses together
+MAX_HISTORY_BYTES = 32 << 20  # limit for the messages of one conversation, as JSON
 
 
 class ResponseStore:
-    """The responses in a folder, which are kept for `age_s` seconds. If this is 0, nothing is stored."""
+    """The responses in a folder, which are kept for `age_s` seconds. If `age_s` is 0, callers must store nothing
+    (`stores`)."""
 
     def __init__(self, folder: Path, age_s: float, now: Callable[[], float] = time.time) -> None:
         self._path = folder / DATABASE
@@ -52,11 +54,11 @@ class ResponseStore:
 
     @property
     def stores(self) -> bool:
-        """True if responses are stored at all."""
+        """True if callers should store responses."""
         return self._age_s > 0
 
     def start(self) -> None:
-        """Opens the database, if there is one, and removes responses that are too old."""
+        """Opens the database, if there is one, and removes responses that are too old. A failure is only logged."""
         if not self._path.exists():
             return
         try:
@@ -72,7 +74,8 @@ class ResponseStore:
                 self._database = None
 
     def add(self, about: dict[str, Any], previous: str | None, messages: Sequence[Message]) -> None:
-        """Stores a response of the current owner with the messages of its turn. Raises BusyError, StorageError."""
+        """Stores a response of the current owner with the messages of its turn. Then removes the oldest responses while
+        all together exceed MAX_BYTES. Raises BusyError, StorageError."""
         expires_at = self._now() + self._age_s
         parts = [json.dumps(part, ensure_ascii=False).encode() for part in (messages, about)]
         n_bytes = sum(map(len, parts))
@@ -85,20 +88,21 @@ class ResponseStore:
                 database.execute(DROP_OLDEST)
 
     def get(self, response_id: str) -> dict[str, Any]:
-        """Returns the response object with this id. Raises UnknownIdError, BusyError, StorageError."""
+        """Returns the response object with this id. Raises UnknownIdError if there is none that the current request may
+        see, BusyError, StorageError."""
         _, _, about = self._row(response_id)
         found: dict[str, Any] = json.loads(about)
         return found
 
     def delete(self, response_id: str) -> None:
-        """Removes a response. Neither this nor later responses of its conversation can be continued afterwards. Raises
-        the errors of `get`."""
+        """Removes a response. Afterwards no conversation that contains this response can be continued. Raises the
+        errors of `get`."""
         self._row(response_id)
         self._open().execute("DELETE FROM response WHERE id = ?", response_id)
 
     def history(self, response_id: str) -> list[Message]:
-        """Returns all messages of a conversation up to a response. Raises the errors of `get`, and OptionError if they
-        are too large."""
+        """Returns all messages of a conversation up to a response, including its own turn. Raises the errors of `get`
+        for each turn, and OptionError if the messages are too large."""
         turns = list[list[Message]]()
         n_bytes = 0
         turn: str | None = response_id
@@ -114,8 +118,8 @@ class ResponseStore:
         return [message for messages_of_turn in reversed(turns) for message in messages_of_turn]
 
     def turns(self) -> list[str]:
-        """Returns the text of each stored turn of requests without an API key, oldest first. Raises BusyError,
-        StorageError."""
+        """Returns the text of each stored turn of requests without an API key, in the order of storing. Raises
+        BusyError, StorageError."""
         if not self._path.exists():
             return []
         rows = self._open().execute("SELECT messages FROM response WHERE owner = '' ORDER BY rowid")

@@ -1,8 +1,8 @@
 """The protocol between server and worker: lines of JSON over a Unix socket. Each line is a message with a `kind`.
 
 A dataclass is sent as an object with the fields that differ from their defaults, and is rebuilt from its type hints.
-Bytes are sent as base64, errors by class name. Pickle is not used: a message can only become one of the types named
-here. Does not know processes or models.
+Bytes are sent as base64, errors as class name and text. Pickle is not used: a receiver builds only the types that it
+expects. This module knows nothing about processes or models.
 
 Messages to the worker, each with an id:
 - load (config) is the first message. Its value is a `Ready`.
@@ -36,7 +36,7 @@ from moegguf.generate.request import Delta, PromptProgress
 if TYPE_CHECKING:
     from moegguf.engine.plan import Plan
 
-# A prompt of 8 MiB can take 48 MiB as JSON escapes, and the vectors of 8,000 texts take 87 MiB.
+# A prompt of 8 MiB can take 48 MiB as JSON escapes, and the vectors of 8,000 texts can take 87 MiB.
 MAX_MESSAGE_BYTES = 128 << 20
 
 Message = dict[str, Any]
@@ -66,14 +66,14 @@ class Ready:
 
     n_ctx: int
     plan: Mapping[str, Any] = field(default_factory=dict)  # moegguf.engine.plan.Plan as JSON
-    n_parallel: int = 1  # requests that the worker can answer at once
+    n_parallel: int = 1  # maximum number of requests that the worker answers at once
 
 
 EVENTS = {kind.__name__: kind for kind in (Loading, Delta, PromptProgress)}
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
-    """Encodes a message as one line. Raises OptionError if it is too long or cannot be written as JSON."""
+    """Encodes a message as one line. Raises OptionError if the line is too long or JSON cannot express a value."""
     try:
         line = json.dumps(message, default=_plain, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
@@ -95,7 +95,8 @@ def decode(line: bytes | bytearray) -> Message:
 
 
 def _plain(value: Any) -> Any:
-    """Converts a value of a type that JSON does not have. It is the argument `default` of json.dumps."""
+    """Converts a dataclass, a mapping or bytes to a type that JSON has. json.dumps calls this function for other
+    types."""
     if is_dataclass(value) and not isinstance(value, type):
         return {name: item for name, default in _defaults(type(value)) if (item := getattr(value, name)) != default}
     if isinstance(value, Mapping):
@@ -113,7 +114,8 @@ def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
 
 
 def build(kind: type[Kind], data: Any) -> Kind:
-    """Rebuilds a value of type `kind` from JSON that `encode` wrote. Raises WorkerError if the JSON does not fit."""
+    """Rebuilds a value of type `kind` from parsed JSON that `encode` wrote. Raises WorkerError if the conversion fails.
+    Types that JSON has are not checked."""
     reader: Callable[[Any], Any] = _reader(typing.cast(Any, kind))
     try:
         return typing.cast(Kind, reader(data))
@@ -123,11 +125,12 @@ def build(kind: type[Kind], data: Any) -> Kind:
 
 @cache
 def _reader(hint: Any) -> Callable[[Any], Any]:
-    """Returns the function that converts JSON to the type `hint`. For a type that JSON has, it changes nothing."""
+    """Returns a function that converts parsed JSON to the type `hint`. For a type that JSON has, this function changes
+    nothing."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if is_dataclass(hint):
         names: dict[str, Any] = {}
-        if hint is LoadConfig:  # imported here because the server, which never needs it, would start later
+        if hint is LoadConfig:  # imported here because only a worker builds a `LoadConfig`
             from moegguf.engine.plan import Plan
 
             names = {"Plan": Plan}
@@ -152,13 +155,13 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
 
 
 def encode_error(error: BaseException) -> Message:
-    """Converts an error to JSON: its class name and its message."""
+    """Converts an error to JSON: its class name and its text."""
     return {"class": type(error).__name__, "message": str(error) or type(error).__name__}
 
 
 def build_error(data: Any) -> MoeggufError:
-    """Rebuilds an error from its JSON. A class that is not in moegguf.errors becomes a MoeggufError whose text has the
-    name of the class."""
+    """Rebuilds an error from its JSON. An error whose class is not in moegguf.errors becomes a MoeggufError, and its
+    text begins with the name of the class."""
     name, message = str(data.get("class")), str(data.get("message"))
     kind = getattr(moegguf.errors, name, None)
     if isinstance(kind, type) and issubclass(kind, MoeggufError):

@@ -2,7 +2,7 @@
 
 Messages arrive on the socket inherited as FD. The process exits when the socket closes, so that no worker outlives a
 killed server. The main thread loads and computes (`BatchLoop`). A second thread reads messages, so that an answer can
-be cancelled. Other threads reply to messages that compute nothing, because a template may render slowly and a change of
+be cancelled. Other threads reply to messages that need no pass, because a template may render slowly and a change of
 the budget waits for a pass to end. The manager (model_manager.py) decides which requests are sent.
 """
 
@@ -44,9 +44,9 @@ from moegguf.serving.expert_uses import ExpertUses
 from moegguf.text import to_utf8
 
 EXIT_GRACE_S = 5.0  # seconds in which a running computation must stop after the socket has closed
-DELTA_S = 0.02  # minimum seconds between two messages with an answer's text
-PROGRESS_S = 0.1  # minimum seconds between two messages about progress
-MAX_REPLIES = 32  # threads for replies, so that a slow template or a long text does not delay other replies
+DELTA_S = 0.02  # minimum seconds between two messages with an answer's text, except the last
+PROGRESS_S = 0.1  # minimum seconds between two messages about progress, except the last
+MAX_REPLIES = 32  # number of threads for replies, so that a slow template does not delay other replies
 
 
 class Outbox:
@@ -72,8 +72,9 @@ class Outbox:
 
     @contextmanager
     def one_call(self) -> Iterator[None]:
-        """Context manager that sends all lines put inside it with one system call. Only one thread may use it at once.
-        Lines of other threads also wait for its end, so it must be short. Raises OSError if the socket is closed."""
+        """Context manager that sends all lines put inside it with one system call. Only one thread may use this method
+        at a time. Lines of other threads also wait for the end of the block, so the block must be short. Raises OSError
+        if the socket is closed."""
         with self._lock:
             self._held = []
         try:
@@ -89,8 +90,8 @@ class Outbox:
 class Events:
     """Sends the events of one answer to the server. Implements `AnswerEvents`.
 
-    Deltas are joined until DELTA_S has passed: 50 updates per second are enough for a display. Without `stream` there
-    is one delta, at the end.
+    Deltas are joined until DELTA_S has passed: 50 updates per second are enough for a display. Without `stream`, no
+    progress is sent, and all deltas are joined into one at the end.
     """
 
     stream: bool
@@ -104,19 +105,20 @@ class Events:
         self._progress_is_due = every(PROGRESS_S, self.clock(), self.clock)
 
     def on_progress(self, progress: PromptProgress) -> None:
-        """Sends the progress of a prompt, unless less than PROGRESS_S has passed since the last message. The end of the
-        prompt is always sent."""
+        """Sends the progress of a prompt if `stream` is set, at most once in PROGRESS_S. The end of the prompt is
+        always sent."""
         if self.stream and (self._progress_is_due() or progress.n_done == progress.n_tokens):
             self.send(progress)
 
     def on_delta(self, delta: Delta) -> None:
-        """Sends pending deltas and this one, or keeps them if less than DELTA_S has passed since the last message."""
+        """Sends pending deltas and this one. Without `stream`, or if less than DELTA_S has passed since the last
+        message, keeps the delta for later."""
         self._pending.append(delta)
         if self.stream and self._delta_is_due():
             self._flush()
 
     def on_end(self, summary: AnswerSummary, error: Exception | None) -> None:
-        """Sends the pending deltas, unless there is an error, and the end of the answer."""
+        """Sends the pending deltas, unless there is an error. Then sends the end of the answer."""
         if error is None:
             self._flush()
         self.end(summary, error)
@@ -152,8 +154,8 @@ def _pieces(llm: Llama, tokens: list[int]) -> list[bytes]:
 
 
 def _learn_forms(path: str) -> None:
-    """Renders test conversations with a model's chat templates to learn their format. This is done at the load, so that
-    the first request does not wait for it."""
+    """Renders test conversations with a model's chat templates to learn their format. The worker calls this during a
+    load, so that the first request need not wait for it."""
     layout = read_layout(path)
     for with_tools in (False, True):
         template = template_of(layout, with_tools=with_tools)
@@ -167,7 +169,7 @@ VALUES: Mapping[str, Callable[..., Any]] = {
     "budget": Llama.set_budget, "embed": embed, "rank": rank,
 }  # fmt: skip
 """{kind of a message: function that computes the value of the reply from the model and the message's other fields}"""
-COMPUTED = ("embed", "rank", "slot")  # messages that use the model while no answer is computed
+COMPUTED = ("embed", "rank", "slot")  # kinds of messages that `BatchLoop` runs as tasks, between answers
 
 
 class Worker:
@@ -222,14 +224,14 @@ class Worker:
     def _send(self, kind: str, **fields: Any) -> None:
         self._outbox.put(wire.encode({"kind": kind, **fields}))
 
-    # Methods that run on the thread that reads messages.
+    # Methods of the thread that reads messages. (`_experts` runs on a thread for replies.)
 
     def _read_messages(self, lines: BufferedReader) -> None:
         try:
             with lines:
                 while line := lines.readline(wire.MAX_MESSAGE_BYTES):
                     self._on_message(wire.decode(line))
-        finally:  # the socket is closed: cancels all work, and exits if the work does not stop in time
+        finally:  # no more messages come: cancels all work, and exits if the work does not stop in time
             self._closing = True
             if self._loop is not None:
                 self._loop.close()
@@ -257,7 +259,7 @@ class Worker:
             self._replies.submit(self._reply, number, kind, message)
 
     def _generate(self, number: int, request: wire.Message, stream: bool) -> None:
-        """Submits a request to the loop that computes answers. An invalid request gets an error."""
+        """Submits a request to the loop that computes answers. An invalid request ends with an error."""
 
         def send(event: Delta | PromptProgress) -> None:
             self._send("event", id=number, **{type(event).__name__: event})
@@ -272,8 +274,8 @@ class Worker:
     def _experts(self, watch_s: float, client_key: str | None = None) -> Snapshot:
         """Returns a snapshot of the experts, with the uses of one client or (None) of all clients.
 
-        For `watch_s` seconds, uses are counted even in models whose experts are all in memory, where counting makes the
-        layers slower.
+        For at least `watch_s` seconds, uses are counted even in layers whose experts are all in slots, which makes
+        these layers slower.
         """
         llm, loop, now_s = self._model, self._answers, time.monotonic()
         layers, n_expert, maps = [layer.il for layer in llm.layout.layers], llm.layout.n_expert, (b"", b"", b"")
@@ -288,10 +290,11 @@ class Worker:
         seconds, is_busy = now_s - self._start_s, loop.n_running > 0
         return Snapshot(self._name, tuple(layers), n_expert, *maps, llm.stats(), is_busy, seconds, loop.n_answer_tokens)
 
-    # Methods that run on the main thread.
+    # Methods that load the model, and methods that any thread calls to send something.
 
     def _load(self, message: wire.Message) -> bool:
-        """Loads the model that the message names and replies. Returns False if the load has failed."""
+        """Loads the model that the message names, and replies. Returns False if the load has failed with a
+        MoeggufError. Raises other errors after the reply."""
         is_due, number = every(PROGRESS_S, -math.inf), message["id"]
 
         def on_progress(share: float) -> bool:
@@ -303,7 +306,7 @@ class Worker:
             config = wire.build(wire.LoadConfig, message["config"])
             self._replies.submit(_learn_forms, config.path)
             self._llm = llm = open_model(config, on_progress)
-        except BaseException as error:  # every error that ends a load is sent to the server
+        except BaseException as error:  # every error that ends a load is sent, unless the socket is closed
             if not self._closing:
                 self._send("end", id=number, error=wire.encode_error(error))
             if not isinstance(error, MoeggufError):
@@ -364,8 +367,8 @@ def open_model(config: wire.LoadConfig, progress: Callable[[float], object]) -> 
 
 
 def main() -> None:
-    """Runs a worker. The first command-line argument is the file descriptor of its socket; the others are model files
-    that it will probably load."""
+    """Runs a worker. The first command-line argument is the file descriptor of its socket. Any others are model files
+    that the worker will probably load."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the server handles it
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         worker = Worker(connection)

@@ -1,8 +1,8 @@
 """The server's side of one worker process: start, load, requests, exit. Runs on one event loop.
 
 Every request ends: with the worker's reply, or with a WorkerError when the process exits. A cancel returns at once. A
-worker that does not stop within CANCEL_GRACE_S is killed, unless it also answers requests that are not cancelled. Does
-not decide which requests are sent: model_manager.py does.
+worker that does not stop within CANCEL_GRACE_S is killed, unless it also answers requests that are not cancelled.
+model_manager.py decides which requests are sent.
 """
 
 from __future__ import annotations
@@ -103,14 +103,16 @@ class SentRequest:
 
 
 def failure_line(text: str) -> str:
-    """Returns the last line of a log that reports a failure, cut to MAX_FAILURE_CHARS, or an empty text."""
+    """Returns the last line of a log that reports a failure, cut to MAX_FAILURE_CHARS, or an empty string. A line about
+    a cancelled pass does not count."""
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().endswith(CANCELLED_PASS)]
     failures = (line[:MAX_FAILURE_CHARS] for line in reversed(lines) if any(mark in line for mark in FAILURE_MARKS))
     return next(failures, "")
 
 
 def device_failure(text: str) -> str:
-    """Returns the first sentence about a failed device, which native/api.cpp writes into the log, or an empty text."""
+    """Returns the first sentence about a failed device, which native/api.cpp writes into the log, or an empty
+    string."""
     _, _, said = text.partition(DEVICE_FAILURE_MARK)
     return said.partition(". ")[0].strip()[:MAX_FAILURE_CHARS]
 
@@ -176,7 +178,8 @@ class WorkerProcess:
 
     async def load(self, config: wire.LoadConfig, stall_s: float, on_progress: OnLoad = _ignore) -> wire.Ready:
         """Loads a model. Calls `on_progress` with the share that was read so far. Raises the errors of loading, and
-        WorkerError if the process exits or makes no progress for `stall_s` seconds."""
+        WorkerError if the process exits. Kills the process and raises WorkerError after `stall_s` seconds without
+        progress."""
         events = self.request("load", config=config).events()
         try:
             while True:
@@ -206,7 +209,8 @@ class WorkerProcess:
             self._writer.write(wire.encode({"kind": kind, **fields}))
 
     def kill(self, reason: str) -> None:
-        """Kills the process. The errors of its requests contain `reason`."""
+        """Kills the process. Its pending requests fail with an error that contains the `reason` of the first kill,
+        unless the process has reported a failed device."""
         if not self.exited.done():
             self._kill_reason = self._kill_reason or reason
             kill_child(self._child)
@@ -222,8 +226,8 @@ class WorkerProcess:
         await asyncio.shield(self._supervisor)
 
     async def _read_messages(self, reader: asyncio.StreamReader) -> None:
-        """Handles messages until the connection ends. An incomplete last line comes from a killed worker and is
-        ignored."""
+        """Handles messages until the connection ends. An invalid message kills the process. An incomplete last line
+        comes from a killed worker and is ignored."""
         with contextlib.suppress(OSError):
             try:
                 while (line := await reader.readline()).endswith(b"\n"):
@@ -256,7 +260,8 @@ class WorkerProcess:
                     request.put("event", wire.build(event, message[name]))
 
     async def _supervise(self, reader: asyncio.StreamReader) -> None:
-        """Waits for the exit of the process, then ends all its requests with an error."""
+        """Waits for the exit of the process, then ends all its requests with an error. Kills a process that closes its
+        socket but does not exit."""
         reading = asyncio.ensure_future(self._read_stderr())
         lost, exited = asyncio.ensure_future(self._read_messages(reader)), asyncio.ensure_future(self._child.wait())
         await asyncio.wait({lost, exited}, return_when=asyncio.FIRST_COMPLETED)
@@ -308,7 +313,8 @@ class Workers:
         self._spare: asyncio.Task[WorkerProcess] | None = None
 
     async def prepare(self, *expected: str) -> None:
-        """Starts the spare process, unless there is one. expected: model files that it will probably load."""
+        """Starts the spare process, unless there is one. `expected`: model files that the process will probably load. A
+        failure to start is ignored."""
         if self._spare is None:
             self._spare = asyncio.create_task(WorkerProcess.start(*expected, **self._options))
             await asyncio.wait({self._spare})
@@ -322,7 +328,7 @@ class Workers:
         return await WorkerProcess.start(**self._options)
 
     async def close(self) -> None:
-        """Ends the spare process."""
+        """Ends the spare process, if there is one."""
         spare, self._spare = self._spare, None
         if spare is not None:
             with contextlib.suppress(WorkerError, OptionError):

@@ -1,6 +1,7 @@
 """Anthropic's Messages API, at /v1/messages.
 
-Promises: requests and replies in the format of Anthropic's clients. Does not know OpenAI's or Ollama's API.
+Promises: requests and replies have the format of Anthropic's clients. Does not know about the packages `openai` and
+`ollama`.
 """
 
 from moegguf.server.anthropic.messages import routes as routes

@@ -3,8 +3,8 @@
 /v1/messages/count_tokens counts the tokens of a conversation. Unknown fields, such as `cache_control` and the fields of
 betas, are ignored. Tools that run on Anthropic's servers (web search, ...) are dropped with a warning in the log, since
 clients send them together with their own tools. An answer is a list of blocks: thinking, text and tool calls in the
-order in which the model wrote them. A stream has an event for each block's beginning, growth and end. Without a stream
-only the message is sent.
+order in which the model wrote them. A stream has events for the beginning, the growth and the end of each block.
+Without a stream only the message is sent.
 """
 
 from __future__ import annotations
@@ -67,8 +67,9 @@ def _part_of(block: Any) -> Any:
 
 
 def _chat_messages(message: Any) -> list[Any]:
-    """Converts one of Anthropic's messages to chat messages: one for each tool result, then one with all other blocks.
-    Drops redacted thinking, which only Anthropic can read. Raises ValueError for an unknown role."""
+    """Converts one of Anthropic's messages to chat messages: one for each tool result, then one with all other blocks
+    if there are any. Drops redacted thinking, which only Anthropic can read. Raises ValueError for an unknown role or
+    an unsupported source."""
     if not isinstance(message, dict):
         return [message]
     if message.get("role") not in ROLES:
@@ -107,7 +108,8 @@ class _ToolChoice(Body):
 
 
 class _Thinking(Body):
-    """The field `thinking`. The budget may be below Anthropic's minimum of 1,024 tokens. None: the model's default."""
+    """The field `thinking`. `budget_tokens` may be below Anthropic's minimum of 1,024 tokens; None stands for the
+    default of the model or the server."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Whole | None = in_range("reasoning_budget_tokens")
@@ -245,7 +247,7 @@ class _MessageReply(EventReply):
     def _end_block(self, kind: str, done: Done | None = None) -> Iterator[Json]:
         if kind == "thinking":
             block = self._content[-1]
-            block["signature"] = hashlib.sha256(block["thinking"].encode()).hexdigest()  # nobody verifies it
+            block["signature"] = hashlib.sha256(block["thinking"].encode()).hexdigest()  # clients do not verify it
             yield self._delta({"type": "signature_delta", "signature": block["signature"]})
         yield {"type": "content_block_stop", "index": len(self._content) - 1}
 

@@ -1,4 +1,4 @@
-"""Access control before any route: Host, Origin, API key and size of the headers.
+"""Access control before any route: headers Host and Origin, API key, network, and size of the headers.
 
 The module is plain ASGI middleware, which is fast: its time is part of the time to the first token. A web page of
 another site can reach a server on loopback by DNS rebinding (CVE-2024-28224) or by a cross-site POST. The Host and
@@ -23,7 +23,7 @@ from moegguf.server.common.errors import BodyRefusedError, HttpError, error_resp
 from moegguf.serving.clients import BACKGROUND, current_client, current_owner, owner_of
 from moegguf.settings import Network
 
-# Ollama's defaults (envconfig/config.go), with and without a port.
+# Ollama's default origins (envconfig/config.go). Hosts are allowed with any port.
 ORIGINS = (
     *(
         f"{scheme}://{host}{port}"
@@ -33,7 +33,7 @@ ORIGINS = (
     ),
     *("app://*", "file://*", "tauri://*", "vscode-webview://*", "vscode-file://*"),
 )
-OPEN_PATHS = ("/", "/health")  # paths that need no key, since they only show that the server runs
+OPEN_PATHS = ("/", "/health")  # paths that need no key: the page, Ollama's greeting and the server's health
 OPEN_PREFIX = "/page/"
 # Matches names of headers that proxies, load balancers, CDNs and tunnels add to a request. Such a name contains a fact
 # about the client, such as its address, or the name of a product.
@@ -51,12 +51,16 @@ METHODS = ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS")
 class AccessControl:
     """ASGI middleware that refuses requests that may not use this server.
 
-    With `loopback` only this machine reaches the server, so a Host header with another machine's name is refused.
+    With `loopback`, the server listens only for this machine, and every request needs a Host header that `is_own_host`
+    accepts.
 
-    Clients in `trusted` networks need no key. If there are such networks, clients on this machine need no key either. A
-    web page that runs in a browser on such a machine differs from the client only in its Host header. Therefore the
-    Host header must be an address of this machine or a name that public DNS does not resolve. All clients of a proxy
-    have the proxy's address, so a forwarded request is never trusted.
+    If there are `api_keys` or `trusted` networks, a request must have a key or come directly from a trusted network.
+    OPEN_PATHS, files of the page and OPTIONS requests are excepted. This machine is trusted if there are trusted
+    networks. A forwarded request is never trusted, because all clients of a proxy have the proxy's address.
+
+    A web page in the browser of a trusted machine can send requests that differ from the user's own only in the Host
+    header. Therefore a trusted request without a key needs one of these hosts: a host that `is_own_host` accepts, a
+    name without dots, or a host in `origins`.
     """
 
     app: ASGIApp
@@ -85,7 +89,7 @@ class AccessControl:
             return await self.app(scope, receive, send)
         headers = dict(reversed(scope["headers"]))  # the first one counts if a header is repeated
         origin = headers.get(b"origin", b"").decode("latin-1")
-        key = None  # index of the key that was sent; all keys are compared, so that the time reveals nothing
+        key = None  # index of the key that was sent; all keys are compared, so that the time reveals no key
         for number, (*forms, _) in enumerate(self._keys):
             for name, value in forms:
                 if hmac.compare_digest(headers.get(name, b""), value):
@@ -93,18 +97,19 @@ class AccessControl:
         refusal = self._refusal(scope, headers, origin, key is not None)
         if refusal:
             return await error_response(refusal, scope["path"])(scope, receive, send)
-        # Waiting clients are served in turn. A client is a key and an address, so clients with one key have separate
+        # Waiting clients take turns. A client is a key and an address, so two machines with one key have separate
         # turns. A proxy's headers about its clients do not count, since anyone can write such headers.
         owner = "" if key is None else self._keys[key][-1]
         current_owner.set(owner)
         client = f"{owner} {scope['client'][0] if scope['client'] else ''}"
         current_client.set(BACKGROUND if IN_BACKGROUND.search(headers.get(b"priority", b"")) else client)
         if len(self._keys) > 1:
-            scope["key"] = None if key is None else key + 1  # position in MOEGGUF_API_KEY, for the log
+            scope["key"] = None if key is None else key + 1  # number of the key, from 1, for the log
         await (self._cors if origin else self.app)(scope, receive, send)
 
     def _refusal(self, scope: Scope, headers: dict[bytes, bytes], origin: str, has_key: bool) -> HttpError | None:
-        # A proxy may find another end of the body, and therefore other requests in the same bytes.
+        # A proxy may use one of both headers and this server the other. Then both find different requests in the same
+        # bytes.
         if b"content-length" in headers and b"transfer-encoding" in headers:
             return BodyRefusedError(
                 400, "a body has a Content-Length or a Transfer-Encoding, not both", headers={"connection": "close"}
@@ -143,7 +148,8 @@ class AccessControl:
 
 
 def origin_pattern(origins: Sequence[str]) -> re.Pattern[str]:
-    """Returns one regular expression for all `origins`, in which `*` stands for any text and `:*` for any port."""
+    """Returns one regular expression for all `origins`, in which `*` stands for any text and `:*` for any port. Upper
+    and lower case are equal."""
     parts = (re.escape(origin.strip()).replace(r":\*", r":\d+").replace(r"\*", ".*") for origin in origins)
     return re.compile(f"(?i:{'|'.join(parts)})")
 
@@ -152,8 +158,9 @@ def origin_pattern(origins: Sequence[str]) -> re.Pattern[str]:
 def is_own_host(header: str) -> bool:
     """Returns True if a Host header may belong to this machine.
 
-    Accepts this machine's addresses, all private addresses, and names that public DNS does not resolve. A missing
-    header is accepted, because the client cannot be a web page: browsers always send the header.
+    Accepts this machine's addresses, all private addresses, this machine's name, and localhost. Also accepts names that
+    end with .localhost, .local or .internal, which public DNS does not resolve. An empty or missing header is accepted,
+    because the client cannot be a web page: browsers always send a host.
     """
     host = _strip_port(header.strip().lower())
     if host is None:
@@ -167,7 +174,7 @@ def is_own_host(header: str) -> bool:
 
 
 def _strip_port(header: str) -> str | None:
-    """Returns the host in `host`, `host:port` or `[v6]:port`, and None for any other text."""
+    """Returns the host in `host`, `host:port` or `[v6]:port`, in lower case. Returns None for any other string."""
     match = re.fullmatch(r"(\[[0-9a-z:.%]*\]|[a-z0-9._-]*)(?::\d{1,5})?", header)
     return match[1] if match else None
 

@@ -2,8 +2,8 @@
 they arrive, and are never collected in memory.
 
 The header Content-Type of JSON is ignored, because `curl -d` labels JSON as a form. The size, the number of values and
-the numbers are checked before any object is built; pydantic's parser limits the nesting. If a key is repeated, the last
-one counts. Half of a surrogate pair, which JavaScript leaves when it cuts a text, becomes U+FFFD, as in Go.
+large numbers are checked before a JSON body is parsed; pydantic's parser limits the nesting. If a key is repeated, the
+last one counts. Half of a surrogate pair, which JavaScript leaves when it cuts a string, becomes U+FFFD, as in Go.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ BODIES, N_BYTES = "moegguf.bodies", "moegguf.n_bytes"
 
 
 class Bodies:
-    """Middleware that limits the bytes of all request bodies together. A body counts until its request has ended."""
+    """Middleware that limits the bytes of all request bodies in memory. A body that `read_bytes` reads counts until its
+    request has ended. Uploads of files do not count."""
 
     def __init__(self, app: ASGIApp, most_bytes: int = limits.ALL_BODIES_BYTES) -> None:
         self._app = app
@@ -54,8 +55,8 @@ class Bodies:
             self._free(scope)
 
     def add(self, scope: Scope, n_bytes: int) -> int:
-        """Counts `n_bytes` that have arrived for a request, and returns the bytes of its body so far. Raises
-        BodyRefusedError 503 if all bodies together are too large."""
+        """Counts `n_bytes` that have arrived for a request, and returns the number of bytes of its body so far. Raises
+        BodyRefusedError 503 if all bodies together exceed `most_bytes`."""
         scope[N_BYTES] += n_bytes
         self.n_bytes += n_bytes
         if self.n_bytes > self.most_bytes:
@@ -77,7 +78,8 @@ def without_nulls(given: Any) -> Any:
 
 
 class Body(BaseModel):
-    """Base of all request bodies: types are strict, unknown fields are ignored, and null counts as absent."""
+    """Base class of request bodies and their parts. Types are strict, null counts as absent, and unknown fields are
+    ignored unless a subclass allows them."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
@@ -109,12 +111,13 @@ async def read_body(request: HttpRequest, kind: type[T], limit: int = limits.BOD
 
 
 def parse_body(raw: bytes, kind: type[T]) -> T:
-    """Parses JSON text as a `kind`. Raises HttpError 400 that names the first invalid field."""
+    """Parses JSON text as a `kind`. Raises HttpError 400, which names the first invalid field if the text is an
+    object."""
     return parse_fields(parse_object(raw), kind)
 
 
 def parse_fields(fields: Mapping[str, Any], kind: type[T]) -> T:
-    """Makes a `kind` of its fields. Raises HttpError 400 that names the first invalid field."""
+    """Validates the fields of a `kind` and builds it. Raises HttpError 400, which names the first invalid field."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
@@ -168,7 +171,7 @@ async def chunks(request: HttpRequest) -> AsyncGenerator[bytes]:
 
 
 def too_large(limit: int) -> BodyRefusedError:
-    """Returns the error for a body of more than `limit` bytes."""
+    """Returns the error for a body of more than `limit` bytes, with status 413."""
     return BodyRefusedError(413, f"request body too large: at most {limit >> 20} MiB are taken")
 
 
@@ -190,7 +193,7 @@ def parse_json(raw: bytes) -> Any:
 
 
 def parse_value(raw: bytes) -> Any:
-    """Parses JSON text within the limits of values and numbers. Raises HttpError 400."""
+    """Parses JSON text that is not empty, within the limits of values and numbers. Raises HttpError 400."""
     if not raw.strip():
         raise HttpError(400, "missing request body")
     n_quotes = raw.count(b'"') - raw.count(b'\\"')  # two for each string, one for an unclosed string
@@ -218,7 +221,8 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 
 class _FormFile(UploadFile):
-    """The uploaded file of a form. Passes its bytes, at most `most_bytes`, to `sink` as they arrive."""
+    """The uploaded file of a form. Passes its bytes to `sink` as they arrive, and raises an error after
+    `most_bytes`."""
 
     def __init__(self, filename: str, sink: Callable[[bytes], object], most_bytes: int) -> None:
         super().__init__(BytesIO(), filename=filename)
@@ -249,10 +253,11 @@ class _FormParser(MultiPartParser):
 async def read_form(
     request: HttpRequest, write: Callable[[bytes], object], most_bytes: int
 ) -> tuple[str | None, dict[str, str]]:
-    """Reads a form and passes the bytes of its part `file`, at most `most_bytes`, to `write`.
+    """Reads a form with one file at most, and passes the file's bytes to `write` as they arrive.
 
-    Returns the file's name (None if there is no file) and the form's other fields. Raises BodyRefusedError 400, 408,
-    413, 415 or 499. An error that `write` raises becomes a BodyRefusedError with the HTTP status for this error.
+    Returns the file's name (None if there is no file in the field `file`) and the form's other fields. Raises
+    BodyRefusedError 400, 408, 413 (more than `most_bytes` bytes), 415 or 499. A MoeggufError that `write` raises
+    becomes a BodyRefusedError with the HTTP status for this error.
     """
     kind, options = parse_options_header(request.headers.get("content-type", ""))
     boundary = options.get(b"boundary")

@@ -1,8 +1,8 @@
-"""Answers requests of every API: reads a body, lets a model answer its requests, and sends the reply, whole or as a
-stream.
+"""Answers requests of every API that generate text: reads a body, lets a model answer its requests, and sends the
+reply, whole or as a stream.
 
-Each API defines bodies that make `Request`s (`RequestBody`) and replies that encode events (`Reply`). Leases, loops,
-errors in the middle of a stream, disconnects and the counts for `/metrics` are handled here.
+Each API defines bodies that make `Request`s (`RequestBody`) and replies that encode events (`Reply`). This module takes
+leases of models, runs the requests of a body, and counts tokens for `/metrics`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Reply(ABC):
     requests: Sequence[Request]
 
     ping_line: ClassVar[bytes] = b": ping\n\n"  # sent at intervals, so that the stream stays open
-    n_calls = 0  # tool calls sent so far in this answer
+    n_calls = 0  # number of tool calls sent so far in this answer
 
     def __post_init__(self) -> None:  # noqa: B027 (not every API needs it)
         """Prepares the state of an API's reply."""
@@ -57,10 +57,10 @@ class Reply(ABC):
         return self.body.model or self.entry.name
 
     async def prepare(self, lease: Lease) -> None:  # noqa: B027 (most need nothing)
-        """Reads what the reply needs from the model before the answer begins."""
+        """Reads from the model what the reply needs before the answer begins. The base class reads nothing."""
 
     async def keep(self) -> None:  # noqa: B027 (most keep nothing)
-        """Stores a complete reply, before its end is sent."""
+        """Stores a complete reply before its end is sent. The base class stores nothing."""
 
     @abstractmethod
     def lines(self, event: Event) -> bytes:
@@ -79,8 +79,8 @@ class Reply(ABC):
         return event_line(error.body(path))
 
     def numbered(self, calls: Iterable[ToolCall]) -> Iterator[tuple[int, ToolCall]]:
-        """Yields the tool calls to send, each with its index in the answer. If the body allows no parallel calls, only
-        the first call of an answer is sent."""
+        """Yields (index in the answer, tool call) for each of `calls` that is sent. If the body allows no parallel
+        calls, only the first call of an answer is sent."""
         for call in calls:
             if self.n_calls and not self.body.parallel_calls:
                 return
@@ -136,7 +136,7 @@ class EventReply(Reply):
         return b"".join(event_line(item, item["type"]) for item in self._events(event))
 
     def add(self, delta: Delta, done: Done) -> None:
-        """Makes the events of a stream and discards them: they build the complete object on the way."""
+        """Makes the events of a stream and discards them: making them builds the object that `whole` returns."""
         for event in (delta, done):
             list(self._events(event))
 
@@ -149,7 +149,7 @@ class RequestBody(Loading):
 
     model: ModelName
     stream: bool | None = None
-    lora: Adapters | None = None  # llama-server's field: scales of LoRA adapters; 0 for an adapter not listed
+    lora: Adapters | None = None  # llama-server's field: scales of LoRA adapters, 0 if not listed; None: the server's
 
     @property
     def streams(self) -> bool:
@@ -177,7 +177,7 @@ class RequestBody(Loading):
         return LineResponse(_lines(events, reply), reply.error_line, reply.ping_line)
 
     async def whole_reply(self, state: State) -> Any:
-        """Returns the complete reply as JSON objects, without a stream. Raises MoeggufError."""
+        """Returns the complete reply as a JSON value, without a stream. Raises MoeggufError."""
         return await _whole(*await _answer(state, self))
 
 
@@ -198,8 +198,8 @@ def about_prompt(path: str, kind: type[Kind], what: str, reply: Callable[[Any], 
     """Returns an endpoint that replies with a fact about the prompt of a conversation, without an answer.
 
     `what` is "count" for the number of tokens, or "render" for the text that the chat template makes. `reply` converts
-    this value to the JSON of the response. The endpoint loads the model if needed, and does not wait for running
-    answers.
+    this value to the JSON of the response. The endpoint loads the model if needed, and takes no turn among the requests
+    for answers.
     """
 
     async def compute(request: HttpRequest, body: Kind) -> Json:
@@ -217,8 +217,9 @@ async def _answer(state: State, body: RequestBody) -> tuple[AsyncGenerator[Event
 
 
 async def _read_requests(state: State, body: RequestBody) -> tuple[ModelEntry, Sequence[Request]]:
-    """Returns the entry of the body's model, and the body's requests with the owner of the HTTP request. Raises
-    MoeggufError."""
+    """Returns the entry of the body's model and the body's requests. The requests get the client's key, the scale of
+    the LoRA adapter and the server's budget of thinking tokens. Raises MoeggufError, also if the model cannot do what a
+    request needs."""
     entry, known = await look_up(state, body.model)
     await body.look_up(state)
     client_key = current_owner.get()
@@ -247,7 +248,8 @@ async def _read_requests(state: State, body: RequestBody) -> tuple[ModelEntry, S
 
 
 def _with_budget(sampling: Sampling, settings: Settings) -> Sampling:
-    """Returns sampling parameters in which a missing budget of thinking tokens comes from the server's settings."""
+    """Returns sampling parameters in which a missing budget of thinking tokens, or a missing message of this budget,
+    comes from the server's settings."""
     names = "reasoning_budget_tokens", "reasoning_budget_message"
     defaults = {name: getattr(settings, name) for name in names if getattr(sampling, name) in (None, "")}
     return sampling_with(sampling, defaults)
@@ -258,8 +260,8 @@ async def _answers(
 ) -> AsyncGenerator[Event]:
     """Yields the events of all requests, one request after another; a `Done` ends the events of each.
 
-    The model computes several of these requests at once, up to the number of requests that it can answer at once. After
-    each request, waiting requests of other clients get their turn. Closing the generator stops the answers.
+    Several of these requests may be computed at once, up to the model's `n_parallel`. After each request, waiting
+    requests of other clients get their turn. Closing the generator stops the answers.
     """
     queues: list[asyncio.Queue[Event | Exception]] = [asyncio.Queue() for _ in requests]
     left = iter(zip(requests, queues, strict=True))
@@ -276,7 +278,7 @@ async def _answers(
                 return
 
     async def compute_beside() -> None:
-        with suppress(MoeggufError):  # the first lease computes everything if no other is free
+        with suppress(MoeggufError):  # other leases then compute all requests
             async with state.manager.lease(*use) as lease:
                 await compute(lease)
 

@@ -1,8 +1,8 @@
 """Maps exceptions to HTTP errors: status, headers and JSON in the format of the API that was called.
 
 At /v1/messages the JSON is Anthropic's `{"type": "error", "error": {"type", "message"}}`. Elsewhere below /v1 it is
-OpenAI's `{"error": {"message", "type", "param", "code"}}`. At LLAMA_PATHS it is llama-server's `{"error": {"code",
-"message", "type"}}`. Everywhere else it is Ollama's `{"error": "text"}`.
+OpenAI's `{"error": {"message", "type", "param", "code"}}`. At LLAMA_PATHS and below SLOT_PREFIX it is llama-server's
+`{"error": {"code", "message", "type"}}`. Everywhere else it is Ollama's `{"error": "text"}`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ NO_RETRY = {"x-should-retry": "false"}  # stops OpenAI's and Anthropic's clients
 
 
 class HttpError(errors.MoeggufError):
-    """An error with its HTTP status and headers. `code` is OpenAI's error code, such as "model_not_found"."""
+    """An error with its HTTP status and headers. `code` is OpenAI's error code, such as "model_not_found"; None: there
+    is no code."""
 
     def __init__(self, status: int, message: str, code: str | None = None, headers: Mapping[str, str] = {}) -> None:
         super().__init__(message)
@@ -74,7 +75,7 @@ class BodyRefusedError(HttpError):
 
 
 def lists_for_anthropic(request: HttpRequest) -> bool:
-    """Returns True if a client of Anthropic's API lists models. The path is also a path of OpenAI's API."""
+    """Returns True if a client of Anthropic's API lists models. OpenAI's API has a list of models at the same path."""
     path = request.url.path
     return ANTHROPIC_HEADER in request.headers and (path == MODELS_PATH or path.startswith(f"{MODELS_PATH}/"))
 
@@ -129,8 +130,8 @@ def _status_of(error: HttpError, path: str) -> int:
 
 
 class LingeringResponse(JSONResponse):
-    """A response to a client that is still sending its body. The response reads and drops the rest of the body, for at
-    most LINGER_S. If the connection was closed at once, the client would lose the response."""
+    """A response to a client that may still be sending its body. The response reads and drops the rest of the body, for
+    at most LINGER_S. If the connection were closed at once, the client could lose the response."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

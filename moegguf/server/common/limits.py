@@ -1,17 +1,17 @@
-"""Limits of a request: every number, length and depth is checked before it reaches a model.
+"""Limits of requests, which the server checks before a request reaches a model.
 
-The limits stop known attacks on other servers: huge headers, gzip bombs, deep JSON, unbounded counts.
+The limits stop attacks that are known from other servers, such as huge headers, bodies and counts.
 """
 
 from __future__ import annotations
 
 BODY_BYTES = 8 << 20
-IMAGES_BODY_BYTES = 32 << 20  # bytes of a body that may contain images in base64
-ALL_BODIES_BYTES = 256 << 20  # bytes of the bodies of all unfinished requests together
+IMAGES_BODY_BYTES = 32 << 20  # maximum bytes of a body that may contain images in base64
+ALL_BODIES_BYTES = 256 << 20  # maximum bytes of the bodies of all unfinished requests together
 HEADER_BYTES = 16 << 10
 JSON_VALUES = 1 << 17
 
-READ_S = 60.0  # seconds for a body to arrive; in an upload, the longest pause
+READ_S = 60.0  # maximum seconds for a body to arrive; in an upload, the longest pause
 PING_S = 15.0  # seconds between two lines that keep an event stream open
 
 MESSAGES = 4096
@@ -19,9 +19,9 @@ TOOLS = 256
 STOPS = 64
 STOP_CHARS = 1024
 INPUTS = 2048
-CHOICES = 128  # answers to one prompt
+CHOICES = 128  # maximum number of answers to one prompt
 NAME_CHARS = 512
 
-FORM_FIELDS = 16  # fields of a form, not counting its file
-FORM_PART_BYTES = 4 << 10  # bytes of each field of a form
+FORM_FIELDS = 16  # maximum number of fields of a form, not counting its file
+FORM_PART_BYTES = 4 << 10  # maximum bytes of each field of a form, except its file
 FILE_NAME_CHARS = 255

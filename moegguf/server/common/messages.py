@@ -1,7 +1,7 @@
-"""The conversation in a request of any API: messages with texts and images, tools and tool calls.
+"""The conversation in a request of OpenAI's or Anthropic's API: messages with text and images, tools and tool calls.
 
-The common format is OpenAI's chat. OpenAI's responses and Anthropic's API are converted to it before one pydantic model
-checks all of them.
+The common format is OpenAI's chat. Requests of OpenAI's Responses API and of Anthropic's API are converted to it. Then
+one pydantic model checks all of them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _image_of_base64(data: str) -> Part:
 
 def part_of(part: Any) -> Part:
     """Converts one part of a message's content to a text or an image. A `search_result` becomes a text. An image comes
-    as a data URL or as base64. Raises ValueError for any other part."""
+    as a data URL or as base64. Raises ValueError for any other part and for an unusable image."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == SEARCH_RESULT:
         return {"type": "text", "text": _text_of_result(part)}
@@ -79,7 +79,7 @@ def _text_of_result(part: dict[str, Any]) -> str:
 
 
 def is_foreign(part: Any) -> bool:
-    """Returns True, after a warning in the log, if the server cannot read parts of this type."""
+    """Returns True if the server cannot read parts of this type, and then writes a warning to the log."""
     kind = part.get("type") if isinstance(part, dict) else None
     found = isinstance(kind, str) and kind not in (*_TEXTS, *_IMAGES, "image", SEARCH_RESULT)
     if found:
@@ -88,8 +88,8 @@ def is_foreign(part: Any) -> bool:
 
 
 def read_parts(content: Any) -> Any:
-    """Returns a message's content as one text, joined by newlines, or as a list of parts if there are images. Raises
-    ValueError for a part that is neither text nor image."""
+    """Returns the parts of a message's content as one string, joined by newlines, or as a list if there are images.
+    Content that is not a list is returned unchanged. Raises ValueError for a part that is neither text nor image."""
     if not isinstance(content, list):
         return content
     parts = [part_of(part) for part in content]
@@ -97,8 +97,8 @@ def read_parts(content: Any) -> Any:
 
 
 def _arguments(given: Any) -> Any:
-    """Parses the arguments of a tool call from JSON text, as OpenAI's clients send them. An empty text and null mean no
-    arguments. Raises ValueError."""
+    """Parses the arguments of a tool call if they are JSON text, as OpenAI's clients send them. An empty string and
+    JSON's null mean no arguments. Raises ValueError."""
     if not isinstance(given, str):
         return given
     try:
@@ -117,8 +117,8 @@ class _CalledFunction(Body):
 
 
 class ToolCall(Body):
-    """A tool call in an earlier answer. The input of OpenAI's custom tools is a text, which becomes the argument
-    `input`."""
+    """A tool call in an earlier answer. The input of one of OpenAI's custom tools is a string, which becomes the
+    argument `input`."""
 
     id: str | None = None
     function: _CalledFunction
@@ -178,8 +178,8 @@ def messages_of(given: Sequence[ChatMessage], earlier: Sequence[Message] = ()) -
 
 
 def with_entry_messages(given: Iterable[Message], entry: ModelEntry) -> tuple[Message, ...]:
-    """Returns the model entry's own messages, then the `given` ones. The entry's system message comes first, unless
-    `given` begins with a system message."""
+    """Returns the model entry's system message and other messages, then the `given` ones. The system message is left
+    out if `given` begins with a system message."""
     given = tuple(given)
     own = [dict(message) for message in entry.messages]
     if entry.system and not (given and given[0]["role"] == "system"):
@@ -214,9 +214,10 @@ Tools = Annotated[list[Tool], Field(max_length=limits.TOOLS)]
 
 def own_tools(tools: Any, kinds: Sequence[str | None], schema: str) -> Any:
     """Returns the tools of the given `kinds` in the format of OpenAI's chat. `schema` is the key of their parameters.
+    Values that are not objects stay unchanged.
 
-    Tools of other kinds run on OpenAI's or Anthropic's servers, and clients send them together with their own tools.
-    Such tools are dropped with a warning in the log.
+    Tools of other kinds are dropped with a warning in the log. Most of them run on OpenAI's or Anthropic's servers, and
+    clients send them together with their own tools.
     """
     if not isinstance(tools, list):
         return tools

@@ -1,7 +1,7 @@
-"""The fields that the request bodies of all APIs share: a model, and options for loading and sampling.
+"""The fields that the request bodies of several APIs share: a model, and options for loading and sampling.
 
-Options have Ollama's names and ranges. Unknown options are ignored with a warning in the log. Options that Ollama has
-removed are ignored without a warning.
+Most options have Ollama's names and ranges. Unknown options are ignored with a warning in the log. Options in
+PARAMETERS that have no effect here are ignored without a warning.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ def find(catalog: Catalog, name: str, *, even_missing: bool = False) -> ModelEnt
 
 
 def check_loaded(state: State) -> None:
-    """Raises HttpError 503, with llama-server's message, until the models that were named at the server's start are
-    loaded."""
+    """Raises HttpError 503, with llama-server's message, while the models that were named at the server's start are
+    being loaded."""
     if state.preloading is not None and not state.preloading.done():
         raise HttpError(503, "Loading model", headers={"retry-after": "1"})
 
 
 def selected_model(state: State, model: str | None) -> str:
-    """Returns `model`, or the name of the only loaded model if `model` is empty. In this case raises HttpError 400 if
-    not exactly one model is loaded, and 503 as `check_loaded`."""
+    """Returns `model`, or the name of the only loaded model if `model` is None or empty. In the second case raises
+    HttpError 400 unless exactly one model is loaded, and 503 as `check_loaded` does."""
     if model:
         return model
     check_loaded(state)
@@ -70,7 +70,7 @@ def selected_model(state: State, model: str | None) -> str:
 
 
 def loaded_of(state: State, entry: ModelEntry) -> LoadedModel | None:
-    """Returns the loaded model that the entry's name uses, or None if the model is not in memory."""
+    """Returns the loaded model that the entry's name uses, or None if this name uses no loaded model."""
     loaded: list[LoadedModel] = state.manager.loaded()
     return next((model for model in loaded if entry.name in {each.name for each in model.names}), None)
 
@@ -87,7 +87,7 @@ async def look_up(state: State, model: str | None) -> tuple[ModelEntry, Details]
 
 
 def check_capabilities(entry: ModelEntry, known: Details, needs: Mapping[str, bool]) -> None:
-    """Raises HttpError 400, with Ollama's message, if the model cannot do an operation that is needed. `needs` is
+    """Raises HttpError 400, with Ollama's message, for the first needed operation that the model cannot do. `needs` is
     {operation: True if it is needed}."""
     for operation, needed in needs.items():
         capability = "completion" if operation in ("chat", "generate") else operation
@@ -97,7 +97,7 @@ def check_capabilities(entry: ModelEntry, known: Details, needs: Mapping[str, bo
 
 
 def details_or_none(entry: ModelEntry) -> Details | None:
-    """Returns the details of a model, or None if its file cannot be read. Lists also show such models."""
+    """Returns the details of a model, or None if its file cannot be read. Lists also show models without details."""
     try:
         return details(entry)
     except (MoeggufError, OSError):
@@ -132,7 +132,7 @@ class SamplingOptions(Body):
     """The options that control how tokens are chosen. Most are Ollama's, and OpenAI's bodies accept them as keys.
 
     Options whose names begin with `reasoning`, `dry`, `xtc` or `top_n` are llama-server's. None stands for the model's
-    own parameter, or the default.
+    own parameter, or else the default.
     """
 
     seed: Whole | None = in_range("seed")  # -1: a random seed
@@ -159,11 +159,11 @@ class SamplingOptions(Body):
     reasoning_budget_tokens: Whole | None = in_range("reasoning_budget_tokens")
     reasoning_budget_message: Stop | None = None
     stop: Stops | None = None
-    exact: bool | None = None  # True: requests at the same time do not change any bit of the answer
+    exact: bool | None = None  # True: other requests at the same time must not change any bit of the answer
 
 
 class Options(SamplingOptions):
-    """All of Ollama's options that have an effect here, and moegguf's own options."""
+    """The options of a request: all of Ollama's options that have an effect here, and moegguf's own."""
 
     num_ctx: Whole | None = in_range("num_ctx")  # tokens of the context; 0: the default
     num_batch: Whole | None = in_range("num_batch")  # ignored in a request; a Modelfile can set it
@@ -171,8 +171,8 @@ class Options(SamplingOptions):
     expert_cache: Budget = None
     moe_cache_ram: Budget = None  # alias of `expert_cache`
     draft: Literal["auto", "off", "ngram", "mtp"] | None = None
-    num_predict: Whole | None = in_range("num_predict")  # -1, -2: until the model ends or the context is full
-    num_keep: Whole | None = in_range("num_keep")  # tokens that stay when the context is full; -1: the prompt
+    num_predict: Whole | None = in_range("num_predict")  # below 1: until the model ends or the context sets a limit
+    num_keep: Whole | None = in_range("num_keep")  # first tokens that stay when the context is full; -1: the prompt
 
     @model_validator(mode="before")
     @classmethod
@@ -184,7 +184,7 @@ class Options(SamplingOptions):
 
 
 class Loading(Body):
-    """The fields that are common to all request bodies that may load a model."""
+    """The fields `options` and `keep_alive`, which most request bodies that load a model have."""
 
     options: Options | None = None
     keep_alive: int | float | str | None = None
@@ -198,8 +198,8 @@ class Loading(Body):
         return LoadOverrides.of({"expert_cache": options.moe_cache_ram} | given)
 
     def keep_alive_s(self) -> float | None:
-        """Returns the seconds that an idle model stays loaded. inf means for ever, and None means the server's setting.
-        Raises OptionError."""
+        """Returns the seconds that the idle model stays loaded. inf means for ever, and None means the server's
+        setting. Raises OptionError."""
         return None if self.keep_alive is None else parse_duration(self.keep_alive)
 
 
@@ -214,8 +214,8 @@ Adapters = Annotated[list[Adapter], Field(max_length=limits.STOPS)]
 
 
 def scale_of(entry: ModelEntry, adapters: Sequence[Adapter]) -> float | None:
-    """Returns the scale of a model's LoRA adapter: 0 if `adapters` does not list it, None if the model has no adapter.
-    Raises HttpError 400 for an id that the model does not have."""
+    """Returns the scale of a model's LoRA adapter: 0 if `adapters` is empty, None if the model has no adapter. The last
+    of several scales counts. Raises HttpError 400 for an id that the model does not have."""
     n_adapters = 0 if entry.adapter is None else 1
     if wrong := [adapter.id for adapter in adapters if adapter.id >= n_adapters]:
         raise HttpError(400, f"lora: {entry.name} has {n_adapters} adapters (ids from 0), but none with id {wrong[0]}")
@@ -254,8 +254,8 @@ def _token_of(given: Any) -> int:
 
 
 def _text_of(given: Any) -> Text:
-    """Reads a text: a string, a list of tokens and strings, or llama-server's object with the key `prompt_string`.
-    Raises ValueError."""
+    """Reads a string, a list of token ids and strings, or llama-server's object with one of these under the key
+    `prompt_string`. Raises ValueError."""
     if isinstance(given, dict) and "prompt_string" in given:
         if given.get("multimodal_data"):
             raise ValueError("multimodal_data is not supported here; send images to /v1/chat/completions")
@@ -268,7 +268,8 @@ def _text_of(given: Any) -> Text:
 
 
 def _texts_of(given: Any) -> list[Text]:
-    """Reads one text or a list of texts, in each form that OpenAI's API or llama-server accepts. Raises ValueError."""
+    """Reads one text or a list of texts, in each form that `_text_of` accepts, up to limits.INPUTS texts. Raises
+    ValueError."""
     is_list = isinstance(given, list) and bool(given) and not any(map(_is_number, given))
     texts = given if is_list else [given]
     if len(texts) > limits.INPUTS:
@@ -277,5 +278,5 @@ def _texts_of(given: Any) -> list[Text]:
 
 
 Text = str | list[Whole | str]
-"""A text, or a list of token ids and texts that are joined."""
+"""A string, or a list of token ids and strings that are joined."""
 Texts = Annotated[list[Text], BeforeValidator(_texts_of)]

@@ -1,6 +1,7 @@
-"""Batches of requests in OpenAI's batch file format: read, answered and stored so that a killed process loses nothing.
+"""Batches of requests in OpenAI's batch file format: read, answered and stored so that answers survive a killed
+process.
 
-Promises: each request gets one line with an answer, however often the process is killed. A line that is not a valid
-request only makes an error for this line. The caller supplies the function that answers a request. Does not know HTTP
-or terminals.
+Promises: after a kill, only requests without a stored answer are sent again. The lines of a batch's answers are in the
+order of its requests. The caller supplies the function that answers a request. Does not know about HTTP connections or
+terminals.
 """

@@ -1,8 +1,8 @@
-"""A file of requests in OpenAI's batch format, and its answers, which outlive the process.
+"""Reads files of requests in OpenAI's batch format, sends the requests to an endpoint, and stores the answers.
 
-A request is a line {"custom_id", "method": "POST", "url", "body"}. It is checked once, and its body is read again when
-it is answered: only its position in the file and its ids stay in memory. Until all requests are answered, the answers
-are in a database. Each answer has the fingerprint of the file, so that answers to another file are never mixed in.
+A request is a line {"custom_id", "method": "POST", "url", "body"}. `Requests` checks the lines and keeps facts about
+them, but no bodies: a body is read again when its request is sent. While a batch is unfinished, its answers are in a
+database. Each answer is stored with the requests' fingerprint, so that answers to other requests are recognized.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from moegguf.regular_file import open_regular
 from moegguf.serving.batch.database import Database, storing
 from moegguf.text import in_utf8
 
-MAX_LINE_BYTES = 33 << 20  # the largest body that an endpoint accepts (32 MiB), and 1 MiB for the rest of the line
+MAX_LINE_BYTES = 33 << 20  # maximum size of a line: the largest body that an endpoint accepts (32 MiB), plus 1 MiB
 MAX_CUSTOM_ID_CHARS = 512
 BLOCK_BYTES = 1 << 20
 LOAD_OPTIONS = ("num_ctx", "num_thread", "expert_cache", "moe_cache_ram")
 _ID = re.compile(r"batch_req_([0-9a-f]{16})_([1-9]\d{0,17})")
 ADD_ANSWER = "INSERT INTO answer VALUES (?, ?, ?, ?)"
-N_REMOVED = 200  # answers that are deleted with one statement
-NOT_EXECUTED = ("batch_cancelled", "batch_expired")  # error codes of requests that were never started
+N_REMOVED = 200  # maximum number of answers that one statement deletes
+# error codes of requests that had no answer when their batch was cancelled or expired
+NOT_EXECUTED = ("batch_cancelled", "batch_expired")
 OK = 200
 BUSY = (429, 503)
 BUSY_RETRY_S = 1.0
@@ -48,7 +49,8 @@ Checked = TypeVar("Checked", bound="_Named")
 
 
 class LineError(Exception):
-    """The error of a line that is not a valid request. `code` and `param` are as in OpenAI's errors."""
+    """An error of a request that gets no reply from an endpoint. `code` and `param` are fields of OpenAI's error
+    objects."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -58,23 +60,24 @@ class LineError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RequestLine:
-    """One line of a file of requests, without its contents."""
+    """A line of a file of requests, without the body of the request."""
 
     number: int  # number of the line, from 1, also counting empty lines
-    offset: int  # position of the line in the file, in bytes
+    offset: int  # position of the line in the file (in its copy, if the file is in UTF-16), in bytes
     n_bytes: int
-    content_hash: int  # Python's hash of the line's bytes, which differs in another process
+    content_hash: int  # Python's hash of the line's bytes; other processes compute other hashes
     custom_id: str | None
-    model: str | None  # name of the model; None if the body has none
-    group: str  # model and load options as text: equal for requests that one loaded model can answer
-    error: LineError | None  # None if the line is a valid request
+    model: str | None  # model in the body or the defaults; None: no name, or the line is invalid
+    # model and load options as JSON, so that requests of a group can share a loaded model; "": an invalid line
+    group: str
+    error: LineError | None  # reason for which the line is invalid; None: it is valid
 
 
 class Requests:
     """The requests in a seekable file, in UTF-8 or (with a byte order mark) in UTF-16. The caller closes the file.
 
-    `endpoints` are the urls that a request may have. `defaults` are fields that are added to bodies without them. Files
-    with equal contents and defaults have equal `fingerprint`s.
+    `endpoints` are the urls that a request may have. `defaults` are fields for bodies in which they are missing or
+    null. Files with equal contents and defaults have equal `fingerprint`s.
     """
 
     def __init__(
@@ -85,9 +88,9 @@ class Requests:
         *,
         max_requests: int | None = None,
     ) -> None:
-        """Reads and checks all lines. Raises BatchFileError if there are no requests, or more than `max_requests`.
+        """Reads and checks all lines. An invalid line raises nothing: its `RequestLine` has an `error`.
 
-        An invalid line raises nothing, but has an `error`.
+        Raises BatchFileError if all lines are blank, or if more than `max_requests` are not. None sets no limit.
         """
         self._file = file = in_utf8(file)
         self._endpoints = endpoints
@@ -133,12 +136,12 @@ class Requests:
 
     @property
     def models(self) -> list[str]:
-        """Returns the names of all models in the requests, in the order of each model's first request."""
+        """Returns the names of the models in valid requests, each once, in the order of each model's first request."""
         return list(dict.fromkeys(line.model for line in self.lines if line.model is not None))
 
     def in_order(self, numbers: Collection[int]) -> list[RequestLine]:
-        """Returns the valid requests whose line numbers are not in `numbers`. Requests that one loaded model can answer
-        come one after another."""
+        """Returns the valid requests whose line numbers are not in `numbers`. Requests of one `group` come one after
+        another."""
         first: dict[str, int] = {}
         for line in self.lines:
             first.setdefault(line.group, line.number)
@@ -146,7 +149,8 @@ class Requests:
         return sorted(left, key=lambda line: (first[line.group], line.number))
 
     def read(self, line: RequestLine) -> tuple[str, bytes]:
-        """Returns (url, body) of a valid request. Raises BatchFileError if the line has changed since the check."""
+        """Returns (url, body) of a valid request. The body is JSON and includes the defaults. Raises BatchFileError if
+        the line has changed since the check."""
         raw = os.pread(self._file.fileno(), line.n_bytes, line.offset)
         if hash(raw) != line.content_hash:
             raise BatchFileError(f"line {line.number} of the requests has changed; start anew.")
@@ -154,13 +158,13 @@ class Requests:
         return request["url"], json.dumps(self._with_defaults(request["body"])).encode()
 
     def id_of(self, line: RequestLine) -> str:
-        """Returns the id of the answer to a line. The id is the same in each run with the same requests."""
+        """Returns the id of the answer to a line. The id depends only on `fingerprint` and the line's number."""
         return f"batch_req_{self.fingerprint}_{line.number}"
 
 
 def _lines(file: BinaryIO, update: Callable[[bytes], object]) -> Iterator[tuple[int, int, bytes | None]]:
-    """Yields (offset, number of bytes, contents) of each line. The contents of a line that is too long are None. Calls
-    `update` with all bytes of the file."""
+    """Yields (offset, number of bytes, contents) of each line. The contents are None for a line of more than
+    MAX_LINE_BYTES. Passes all bytes of the file to `update`, in parts."""
     offset = file.seek(0)
     while raw := file.readline(MAX_LINE_BYTES + 1):
         update(raw)
@@ -198,7 +202,7 @@ class _Request(_Named):
 
 
 def _checked(kind: type[Checked], request: Mapping[str, Any]) -> Checked:
-    """Validates the object of a line as a `kind`. Raises LineError for the first invalid field."""
+    """Validates a line's JSON object as a `kind`. Raises LineError for the first invalid field."""
     try:
         return kind.model_validate(request)
     except ValidationError as error:
@@ -210,19 +214,19 @@ def _checked(kind: type[Checked], request: Mapping[str, Any]) -> Checked:
 
 
 def response_entry(requests: Requests, line: RequestLine, status: int, body: Any) -> Entry:
-    """Returns the output line for a request that an endpoint has answered, with any status."""
+    """Returns the output line for a request to which an endpoint has replied, with success or with an error."""
     response = {"status_code": status, "request_id": f"req_{uuid.uuid4().hex}", "body": body}
     return {"id": requests.id_of(line), "custom_id": line.custom_id, "response": response, "error": None}
 
 
 def error_entry(requests: Requests, line: RequestLine, error: LineError) -> Entry:
-    """Returns the output line for a line that was not sent to an endpoint."""
+    """Returns the output line with an error for a request that has no reply from an endpoint."""
     told = {"code": error.code, "message": f"line {line.number}: {error}"}
     return {"id": requests.id_of(line), "custom_id": line.custom_id, "response": None, "error": told}
 
 
 def to_line(entry: Entry) -> bytes:
-    """Encodes an output line as JSON in UTF-8."""
+    """Encodes an output line as JSON in UTF-8, with a newline at its end. Unpaired surrogates become "?"."""
     return json.dumps(entry, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n"
 
 
@@ -233,7 +237,7 @@ def is_answer(entry: Entry) -> bool:
 
 @dataclass
 class Counts:
-    """The numbers of requests that have ended, and of the tokens in their prompts and answers."""
+    """The numbers of completed and failed requests, and of the tokens of the completed requests."""
 
     completed: int = 0
     failed: int = 0
@@ -244,12 +248,12 @@ class Counts:
 
     @property
     def done(self) -> int:
-        """Returns the number of requests that have ended."""
+        """Returns the number of completed and failed requests."""
         return self.completed + self.failed
 
     def add(self, entry: Entry) -> None:
-        """Counts the request of an output line, unless it was never started. The names in `usage` are those in
-        /v1/responses or in the older endpoints."""
+        """Counts the request of an output line, unless its error code is in NOT_EXECUTED. Token counts may have the
+        names of /v1/responses or of OpenAI's older endpoints."""
         if not is_answer(entry):
             self.failed += (entry["error"] or {}).get("code") not in NOT_EXECUTED
             return
@@ -268,18 +272,19 @@ class Counts:
 
 @dataclass
 class Journal:
-    """The answers to the requests of one batch so far, in a database."""
+    """The answers stored so far for one batch, in a database."""
 
     database: Database
-    batch: str = ""  # id of the batch in the database
-    answered: dict[int, bool] = field(default_factory=dict)  # {number of an answered line: True if it succeeded}
+    batch: str = ""  # id of the batch in the database; "" if the database has only one batch
+    # {number of a line: True if it succeeded, False: it failed}
+    answered: dict[int, bool] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
-    # called with the number of bytes of each new answer before it is stored; may raise StorageError
+    # called before an answer is stored, with the size of its line in bytes; may raise StorageError
     take_space: Callable[[int], object] = lambda n_bytes: None
     _fingerprint: str = ""
 
     def read(self, requests: Requests) -> None:
-        """Reads the answers that are stored already. Raises BatchFileError if they are answers to other requests,
+        """Reads the answers that were stored earlier. Raises BatchFileError if one of them belongs to other requests,
         StorageError."""
         self._fingerprint = requests.fingerprint
         rows = self.database.execute("SELECT number, requests FROM answer WHERE batch = ?", self.batch)
@@ -292,7 +297,8 @@ class Journal:
             self._note(number, json.loads(self._line(number)))
 
     def append(self, number: int, entry: Entry) -> None:
-        """Stores the answer to a line. After the return, the answer survives a kill of this process.
+        """Stores the answer to a line. After the return, the answer survives a kill of this process, unless a
+        transaction is open.
 
         Raises StorageError; the journal is then unchanged.
         """
@@ -311,22 +317,25 @@ class Journal:
         return line
 
     def lines(self, succeeded: Collection[bool] = (True, False)) -> Iterator[bytes]:
-        """Yields the output lines in the order of the requests. True in `succeeded` selects answers, False errors."""
+        """Yields output lines in the order of the requests: of successful requests if `succeeded` contains True, of
+        failed requests if it contains False."""
         for number, has_succeeded in sorted(self.answered.items()):
             if has_succeeded in succeeded:
                 yield self._line(number)
 
     def finish(self, path: Path) -> None:
-        """Writes all answers, in the order of the requests, to the file `path` and removes them from the database. The
-        file is written atomically, with the file mode of the database. Raises StorageError; the database then keeps the
-        answers."""
+        """Writes all answers, in the order of the requests, to the file `path`, then removes them from the database.
+
+        The file is replaced atomically and gets the database's file mode. Raises StorageError. If the file cannot be
+        written, the database keeps the answers.
+        """
         with storing(path):
             write_atomically(path, self.lines(), stat.S_IMODE(self.database.path.stat().st_mode))
         self.remove()
 
     def remove(self) -> None:
-        """Removes all answers of the batch in small steps, so that other threads can use the database meanwhile. Raises
-        StorageError."""
+        """Removes all answers of the batch from the database. Each statement deletes N_REMOVED answers, so that other
+        threads can use the database in between. Raises StorageError."""
         some = f"SELECT rowid FROM answer WHERE batch = ? LIMIT {N_REMOVED}"
         while self.database.execute(some, self.batch):
             self.database.execute(f"DELETE FROM answer WHERE rowid IN ({some})", self.batch, flush=False)
@@ -334,8 +343,8 @@ class Journal:
 
 
 def _answers_in(file: Iterable[bytes]) -> Iterator[tuple[str, int, Entry, bytes]]:
-    """Yields (fingerprint of the requests, number of the request's line, answer, raw line) for each complete line of a
-    file of answers. Raises ValueError for a line that is not an answer."""
+    """Yields (fingerprint of the requests, number of the request's line, answer, raw line) for each line of a file of
+    answers. Stops at a line without a newline. Raises ValueError for another line that is not an answer."""
     for raw in file:
         if not raw.endswith(b"\n"):
             return
@@ -352,11 +361,11 @@ def _answers_in(file: Iterable[bytes]) -> Iterator[tuple[str, int, Entry, bytes]
 
 @contextmanager
 def open_journal(path: Path, requests: Requests) -> Iterator[Journal]:
-    """Opens the journal in the database at `path` and reads its answers. Removes the database at the end if it has no
-    answers.
+    """Context manager that opens the journal in the database at `path` and reads its answers. At the end, removes the
+    database if it has no answers. Also takes the answers of an older version's file.
 
-    Raises BatchFileError if there are answers to other requests, or another process has the database open. Raises
-    StorageError.
+    Raises BatchFileError if an answer is damaged or belongs to other requests, or if another process has the database
+    open. Raises StorageError.
     """
     with ExitStack() as opened:
         try:
@@ -376,10 +385,11 @@ def _remove_when_empty(database: Database) -> None:
 
 
 def take_old_journal(database: Database, batch: str, path: Path) -> None:
-    """Moves the answers from the file at `path`, which an older version wrote, into a database.
+    """Moves the answers from the file at `path`, which an older version wrote, into a database. Does nothing without
+    this file. An incomplete last line is dropped.
 
-    The last line may be incomplete. Raises BatchFileError if any other line is not an answer, BlockingIOError while
-    another process has the file open, StorageError.
+    Raises BatchFileError if a complete line is not an answer, BlockingIOError while another process has locked the
+    file, OSError.
     """
     with suppress(FileNotFoundError), open_regular(path) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -395,7 +405,7 @@ def take_old_journal(database: Database, batch: str, path: Path) -> None:
 def finished_counts(path: Path, requests: Requests) -> Counts | None:
     """Returns the counts of a finished file of answers at `path`, or None if there is no file.
 
-    Raises BatchFileError if the file does not have the answers to all of `requests`.
+    Raises BatchFileError if the file does not have exactly the answers to `requests`, in their order.
     """
     if not path.exists():
         return None
@@ -420,7 +430,7 @@ def write_all(handle: int, data: bytes) -> None:
 
 @dataclass(frozen=True)
 class Reply:
-    """The reply of an endpoint: HTTP status, and body as JSON values."""
+    """An endpoint's reply: the HTTP status, and the JSON body as Python values."""
 
     status: int
     body: Any
@@ -434,13 +444,15 @@ the request."""
 async def answer_requests(
     requests: Requests, answers: Journal, answer: Answer, n_parallel: int, on_answer: Callable[[Entry], object]
 ) -> None:
-    """Answers the requests that have no answer yet, `n_parallel` at a time. Calls `on_answer` with each output line.
+    """Answers the requests that have no stored answer, at most `n_parallel` at a time. Stores each output line, then
+    calls `on_answer` with its entry.
 
-    All requests for one model come before the requests for the next model, so that models are not swapped back and
-    forth. If the server is busy, a request is sent again. If this call is cancelled, unfinished requests stay
-    unanswered.
+    Invalid lines get their errors first. Requests start group by group (model and load options), to avoid repeated
+    loads. While the reply has a status in BUSY, the request is sent again. If this call is cancelled, unfinished
+    requests stay unanswered.
 
-    Raises the errors of `answer` and `answers.append`; the other requests are then cancelled.
+    Raises the first error of `requests.read`, `answer`, `answers.append` or `on_answer`; all other requests are then
+    cancelled.
     """
 
     def add(line: RequestLine, entry: Entry) -> None:
@@ -464,4 +476,4 @@ async def answer_requests(
             for _ in range(min(n_parallel, len(left))):
                 tasks.create_task(work())
     except BaseExceptionGroup as failed:
-        raise failed.exceptions[0] from None  # other tasks were cancelled, or failed for the same reason
+        raise failed.exceptions[0] from None  # errors of other tasks are not reported

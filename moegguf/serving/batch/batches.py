@@ -1,9 +1,10 @@
-"""Batches that a server answers: each reads a stored file of requests, and stores files of answers and of errors.
+"""Batches that a server answers. A batch reads a stored file of requests, and stores a file of answers and a file of
+errors.
 
-The requests of a new batch are checked immediately. Batches are answered one at a time, in the order of their arrival.
-The database has each change of a batch before the change has an effect, so that a server continues after a kill. A
-batch waits while the disk is full. If a batch expires or is cancelled, its files contain the answers that were finished
-by then, and an error for every other request.
+The requests of a new batch are checked immediately. Only one batch at a time is answered. The batches are in a
+database, so that a restarted server continues unfinished batches. A step that fails because of the disk is repeated
+later. If a batch expires or is cancelled, its files contain the answers that were finished by then, and an error for
+every other request.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Result = TypeVar("Result")
 INPUT_PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
 DATABASE = "batches.db"
 CANCELLABLE = ("validating", "in_progress")
-MAX_REQUESTS = 50_000  # per batch, as in OpenAI's API
+MAX_REQUESTS = 50_000  # maximum number of requests in a batch, equal to OpenAI's limit
 MAX_UNFINISHED = 1000
 MAX_ERRORS = 100
 DISK_RETRY_S = 30.0
@@ -48,7 +49,8 @@ NOT_EXECUTED_TEXT = {
 
 @dataclass
 class Batch:
-    """A batch, with OpenAI's names for fields. Fields that end with `_at` are times in seconds since 1970."""
+    """A batch. Most fields have the names in OpenAI's batch objects. Fields that end with `_at` are times in seconds
+    since 1970, or None."""
 
     id: str
     endpoint: str
@@ -59,10 +61,11 @@ class Batch:
     status: str = "validating"
     metadata: dict[str, str] | None = None
     output_expires_after_s: int | None = None
-    model: str | None = None  # the model of all requests; None if they use several models
+    model: str | None = None  # the model of all requests; None: several models, none, or not checked yet
     total: int = 0  # number of requests
     counts: Counts = field(default_factory=Counts)
-    errors: list[dict[str, Any]] = field(default_factory=list)  # errors of lines that are not valid requests
+    # errors of a failed batch: one for each invalid line (at most MAX_ERRORS), or one for the whole batch
+    errors: list[dict[str, Any]] = field(default_factory=list)
     output_file_id: str | None = None
     error_file_id: str | None = None
     in_progress_at: int | None = None
@@ -77,14 +80,15 @@ class Batch:
 
 @dataclass(eq=False)
 class Batches:
-    """The batches and files in a folder, answered inside `async with`. Only one server at a time can use a folder."""
+    """The batches and files in a folder. Unfinished batches are answered inside `async with`. Only one server at a time
+    can use a folder."""
 
     folder: Path
     answer: answers.Answer  # answers one request
     _: KW_ONLY
-    max_bytes: int  # limit for all files and the answers of unfinished batches together
-    n_parallel: int  # requests of a batch that are answered at once
-    window_s: float  # seconds after which a batch expires; inf: never
+    max_bytes: int  # limit for files, descriptions of files and batches, and answers in the database together
+    n_parallel: int  # maximum number of requests that are sent at once
+    window_s: float  # seconds from a batch's creation until it expires; inf: never
     now: Callable[[], float] = time.time  # returns seconds since 1970
 
     def __post_init__(self) -> None:
@@ -92,7 +96,7 @@ class Batches:
         self._batches: dict[str, Batch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}  # {id of an unfinished batch: its task}
         self._begun: set[str] = set()  # ids of batches whose task has started to run
-        self._turn = asyncio.Lock()  # held while a batch is answered; batches get it in their order of arrival
+        self._turn = asyncio.Lock()  # held by the batch that is answered
         self._closing = False
 
     async def __aenter__(self) -> Batches:
@@ -113,7 +117,8 @@ class Batches:
 
     @property
     def files(self) -> FileStore:
-        """Returns the store of files. Raises BusyError if another server uses the folder, StorageError."""
+        """Returns the store of files. Raises BusyError if another server uses the folder or this server is shutting
+        down, StorageError."""
         self._open()
         return self._files
 
@@ -138,7 +143,8 @@ class Batches:
             self._start(batch)
 
     def _load(self, database: Database) -> None:
-        for path in (self.folder, *self.folder.rglob("*")):  # older versions let other users read the files
+        # older versions let other users of the machine read these files
+        for path in (self.folder, *self.folder.rglob("*")):
             make_private(path)
         migrate(self.folder, database, lambda known: _row_of(_batch_of(known)))
         ended = "SELECT batch FROM answer EXCEPT SELECT id FROM batch WHERE needs IS NOT NULL"
@@ -157,8 +163,8 @@ class Batches:
         return [batch for batch in reversed(self._batches.values()) if is_visible(batch.owner)]
 
     def get(self, batch_id: str) -> Batch:
-        """Returns the batch with this id. Raises UnknownIdError if the current request may not see it, BusyError,
-        StorageError."""
+        """Returns the batch with this id. Raises UnknownIdError if there is none that the current request may see,
+        BusyError, StorageError."""
         self._open()
         found = self._batches.get(batch_id)
         if found is None or not is_visible(found.owner):
@@ -172,7 +178,8 @@ class Batches:
         metadata: Mapping[str, str] | None = None,
         output_expires_after_s: int | None = None,
     ) -> Batch:
-        """Creates a batch of the requests in a stored file. The client may delete the file before the batch has ended.
+        """Creates a batch from a stored file of requests, and starts it. The client may delete the file before the
+        batch has ended.
 
         Raises UnknownIdError, BatchFileError for a file with another purpose, BusyError, StorageError.
         """
@@ -208,9 +215,11 @@ class Batches:
             task.add_done_callback(lambda _: self._tasks.pop(batch.id, None))
 
     async def _carry_out(self, batch: Batch) -> None:
-        """Does all steps of a batch until it has ended or the server closes, with the rights of its owner.
+        """Runs the steps of a batch until it has ended or the server closes. Meanwhile `current_owner` is the batch's
+        owner.
 
-        Repeats a step every DISK_RETRY_S seconds while it fails with an OSError, for example because the disk is full.
+        Repeats a step after DISK_RETRY_S seconds if it fails with an OSError, for example because the disk is full.
+        When the batch has ended, removes its answers from the database, and the contents of a deleted file of requests.
         """
         self._begun.add(batch.id)
         current_owner.set(batch.owner)
@@ -225,7 +234,7 @@ class Batches:
                     self._try_update(batch)  # stores the counts
                     raise
                 if (task := asyncio.current_task()) is not None:
-                    task.uncancel()  # a client cancelled the batch, and the next step finishes it
+                    task.uncancel()  # `cancel` has changed the status, and the next step finishes the batch
             except BatchFileError as error:
                 self._fail(batch, [_error_of("invalid_file", str(error))])
             except OSError as error:
@@ -234,13 +243,14 @@ class Batches:
             except Exception as error:
                 log.error("%s has failed", batch.id, exc_info=error)
                 self._fail(batch, [_error_of("server_error", "internal error; see the server's log.")])
-        with suppress(OSError):  # files that remain are removed when the folder is opened again
+        with suppress(OSError):  # files and answers that remain are removed when the folder is opened again
             self._files.remove_unused(batch.input_file_id)
             await _in_thread(Journal(self._files.database, batch.id).remove)
             self._files.count_answers()
 
     async def _advance(self, batch: Batch) -> None:
-        """Does the work of a batch's current status, and sets the next status. `cancel` cancels this call."""
+        """Carries out the step that belongs to a batch's status, and sets the next status. `Batches.cancel` interrupts
+        this call."""
         if batch.status == "validating":
             await self._validate(batch)
         elif batch.status == "in_progress":
@@ -274,8 +284,8 @@ class Batches:
     async def _finalize(self, batch: Batch, status: str, not_executed: str | None = None) -> None:
         """Stores the file of answers and the file of errors, and sets the batch's final status.
 
-        Requests that were never started are errors with the code `not_executed`. The files may exceed the limit of
-        space, since the journal is removed when they are complete.
+        `not_executed`: error code for requests that have no answer; None: all requests have one. The files may exceed
+        the limit of space for a short time, because the journal is removed after they are complete.
         """
         async with self._answers(batch) as (requests, journal):
             if not_executed is not None:
@@ -299,7 +309,8 @@ class Batches:
     async def _store(self, batch: Batch, journal: Journal, what: str, succeeded: bool) -> str | None:
         """Stores a file with the output lines of all requests that succeeded, or (`succeeded=False`) that failed.
 
-        Returns the file's id, or None if there are no such lines. A repeated call returns the same id.
+        `what` is a part of the file's name and id. Returns the file's id, or None if there are no such lines. Calls
+        with equal arguments return equal ids.
         """
         if succeeded not in journal.answered.values():
             return None
@@ -313,18 +324,19 @@ class Batches:
 
     @asynccontextmanager
     async def _requests(self, batch: Batch) -> AsyncIterator[Requests]:
-        """Opens and checks the batch's file of requests. Raises BatchFileError, OSError."""
+        """Context manager that opens and checks the batch's file of requests. Raises BatchFileError, OSError."""
         try:
             file = open_regular(self._files.contents(batch.input_file_id))
         except FileNotFoundError:
             raise BatchFileError("the requests of this batch are gone; create another one.") from None
         with file:
-            # Checking a large file takes some seconds, so this is done on a thread.
+            # A thread checks the file, because a large file can take seconds.
             yield await _in_thread(lambda: Requests(file, (batch.endpoint,), max_requests=MAX_REQUESTS))
 
     @asynccontextmanager
     async def _answers(self, batch: Batch) -> AsyncIterator[tuple[Requests, Journal]]:
-        """Opens the batch's requests and the journal of its answers so far. Raises BatchFileError, OSError."""
+        """Context manager that opens the batch's requests and the journal of its answers so far. Raises BatchFileError,
+        OSError."""
         async with self._requests(batch) as requests:
             journal = Journal(self._files.database, batch.id)
             await _in_thread(lambda: journal.read(requests))
@@ -346,7 +358,8 @@ class Batches:
 
 
 async def _in_thread(call: Callable[[], Result]) -> Result:
-    """Runs `call` on a thread and returns its value. If cancelled, first waits until the thread has ended."""
+    """Runs `call` on a thread and returns its value. If this coroutine is cancelled, `call` still runs to its end
+    before CancelledError is raised."""
     running = asyncio.ensure_future(asyncio.to_thread(call))
     try:
         return await asyncio.shield(running)

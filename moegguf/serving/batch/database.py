@@ -1,4 +1,4 @@
-"""The sqlite3 database of stored files, batches and their answers.
+"""A sqlite3 database that one process has open, and the tables of stored files, batches and their answers.
 
 If the process is killed at any moment, a transaction is either complete or has no effect. Only one process at a time
 can open a database. The lock ends with the process, even if the process is killed.
@@ -27,13 +27,14 @@ SCHEMA = (
     "CREATE TABLE answer (batch TEXT, number INTEGER, requests TEXT, line BLOB, PRIMARY KEY (batch, number))",
     f"PRAGMA user_version = {VERSION}",
 )
-MAX_LOG_BYTES = 4 << 20  # the write-ahead log is cut to this size when its changes are in the database
+MAX_LOG_BYTES = 4 << 20  # a longer write-ahead log is cut to this size when its changes are in the database
 DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 @contextmanager
 def storing(path: Path) -> Iterator[None]:
-    """Context manager that raises errors of the disk as StorageError, and another process's lock as BlockingIOError."""
+    """Context manager that converts OSErrors and errors of sqlite3 to StorageError. An error about another process's
+    lock becomes BlockingIOError."""
     try:
         yield
     except (StorageError, BlockingIOError):
@@ -59,7 +60,7 @@ def _not_written(path: Path, why: object) -> StorageError:
 
 
 class Database:
-    """A sqlite3 database that only this process can use. All threads may call it."""
+    """A sqlite3 database that only this process can use. Any thread may call the methods."""
 
     def __init__(self, path: Path, mode: int, schema: Sequence[str] = SCHEMA) -> None:
         """Opens the database at `path`. If there is none, creates it with the file mode `mode` and the statements of
@@ -69,12 +70,13 @@ class Database:
         with storing(path):
             with suppress(FileExistsError):
                 os.close(os.open(path, os.O_CREAT | os.O_EXCL, mode))  # sqlite3 gives its log the same mode
-            # No timeout: another process holds its lock until it ends, so waiting would be useless.
+            # No timeout: another process holds its lock as long as it has the database open, so waiting would be
+            # useless.
             self._connection = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
             try:
                 self._connection.execute("PRAGMA locking_mode = EXCLUSIVE")
                 if not path.stat().st_size:
-                    self._connection.execute("PRAGMA auto_vacuum = FULL")  # deleted rows free space on the disk
+                    self._connection.execute("PRAGMA auto_vacuum = FULL")  # deleted rows make the file smaller
                 self._connection.execute("PRAGMA journal_mode = WAL")
                 self._connection.execute(f"PRAGMA journal_size_limit = {MAX_LOG_BYTES}")
                 with self.transaction():
@@ -96,10 +98,11 @@ class Database:
             self.execute(statement)
 
     def execute(self, statement: str, *values: Any, flush: bool = True) -> list[Any]:
-        """Executes a statement and returns its rows. Outside of `transaction`, the statement is one transaction.
+        """Executes a statement and returns its rows. Outside of `transaction`, the statement is a transaction of its
+        own.
 
-        Without `flush`, the change survives a kill of the process, but perhaps not a power failure. Raises
-        StorageError; nothing is then changed.
+        Without `flush`, such a change survives a kill of the process, but perhaps not a power failure. Raises
+        StorageError; the statement then has no effect.
         """
         with self._lock, storing(self.path):
             if not self._connection.in_transaction:
@@ -108,7 +111,8 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Context manager that makes all changes inside it, or no change if it raises an error. Raises StorageError."""
+        """Context manager that commits all changes made inside it at its end, or none of them if an exception is
+        raised. Other threads wait. Raises StorageError."""
         with self._lock, storing(self.path):
             self.execute("BEGIN IMMEDIATE")
             with self._connection:
@@ -119,8 +123,8 @@ class Database:
         self._connection.close()
 
     def remove(self) -> None:
-        """Deletes the files of the database, and closes it. The log is deleted first, so that a new database of another
-        process never finds it."""
+        """Deletes the database's files, then closes the database. The log is deleted first, so that a new database of
+        another process never finds the old log."""
         for suffix in ("-wal", ""):
             Path(f"{self.path}{suffix}").unlink(missing_ok=True)
         self.close()

@@ -1,7 +1,8 @@
-"""Files that clients have uploaded, and files of answers. The contents are in a folder, all other facts in a database.
+"""Files that clients have uploaded, and files that batches have written. The contents are in a folder, all other facts
+in a database.
 
-Contents stay files because they may be large and are sent in parts. A file exists if the database has it: the database
-entry is written after the contents, and is removed before them.
+Contents are kept in files because they may be large and are sent in parts. A file exists if the database has an entry
+for it. The entry is added after the contents are written, and removed before they are deleted.
 """
 
 from __future__ import annotations
@@ -40,14 +41,16 @@ class StoredFile:
 
 
 class FileStore:
-    """The stored files in `folder`. All files, and the answers in the database, may together have `max_bytes`.
+    """The stored files in `folder`. `max_bytes` limits the files, their descriptions and the answers in the database
+    together.
 
-    All calls must come from one event loop. A request cannot see the files of other owners.
+    Calls must come from one event loop, except calls of `put`. Requests see only files without an owner, and files of
+    their own owner.
     """
 
     def __init__(self, folder: Path, database: Database, max_bytes: int, now: Callable[[], float] = time.time) -> None:
-        """Opens the store. Removes contents without an entry in the database, and entries without contents. Raises
-        OSError."""
+        """Opens the store. Removes entries without contents. Removes contents that have no entry and that no unfinished
+        batch needs. Raises OSError."""
         self._folder = folder
         self.database = database
         self._max_bytes = max_bytes
@@ -62,7 +65,8 @@ class FileStore:
         self.count_answers()
 
     def all(self) -> list[StoredFile]:
-        """Removes expired files, and returns the files that the current request may see, oldest first."""
+        """Removes expired files. Returns the files that the current request may see, oldest first. Raises
+        StorageError."""
         self._remove_expired()
         return self._select("ORDER BY created_at, id")
 
@@ -72,21 +76,22 @@ class FileStore:
         return [StoredFile(*row) for row in rows]
 
     def get(self, file_id: str) -> StoredFile:
-        """Returns the file with this id. Raises UnknownIdError if the current request may not see it."""
+        """Returns the file with this id. Raises UnknownIdError if there is none, or it has expired, or the current
+        request may not see it."""
         for file in self._select("AND id = ?", without_surrogates(file_id)):
             return file
         raise UnknownIdError(f"No such File object: {file_id:.80}")
 
     def path(self, file_id: str) -> Path:
-        """Returns the path of a file's contents. Raises UnknownIdError."""
+        """Returns the path of a file's contents. Raises UnknownIdError as `get` does."""
         return self.contents(self.get(file_id).id)
 
     def contents(self, file_id: str) -> Path:
-        """Returns the path of the contents for a file id. The file need not exist."""
+        """Returns the path at which the contents of a file with this id are stored. There need not be such a file."""
         return self._folder / f"{file_id}.data"
 
     def delete(self, file_id: str) -> None:
-        """Removes a file. Batches that need its contents, and clients that are reading it, can continue. Raises
+        """Removes a file. Batches that need its contents, and clients that are already reading it, can continue. Raises
         UnknownIdError, OSError."""
         self._remove(self.get(file_id).id)
 
@@ -96,11 +101,12 @@ class FileStore:
 
     def _remove_expired(self) -> None:
         for (file_id,) in self.database.execute("SELECT id FROM file WHERE expires_at <= ?", self._now()):
-            with suppress(OSError):  # the next start of the store removes contents that remain
+            with suppress(OSError):  # contents that remain are removed when the store is opened again
                 self._remove(file_id)
 
     def remove_unused(self, file_id: str) -> None:
-        """Deletes the contents for a file id, unless the database has the file or a batch needs it. Raises OSError."""
+        """Deletes the contents for a file id, unless the file has an entry or an unfinished batch needs it. Raises
+        OSError."""
         users = "SELECT id FROM file WHERE id = ?1 UNION SELECT id FROM batch WHERE needs = ?1"
         if not self.database.execute(users, file_id):
             self.contents(file_id).unlink(missing_ok=True)
@@ -111,7 +117,8 @@ class FileStore:
         return NewFile(self, self.room() - DESCRIPTION_BYTES)
 
     def check_space(self, n_bytes: int) -> None:
-        """Raises StorageError if `n_bytes` more would exceed the limit, even after expired files are removed."""
+        """Raises StorageError if `n_bytes` more would exceed the limit. First removes expired files if this is
+        necessary."""
         if self.room() < n_bytes:
             self._remove_expired()
         if (room := self.room()) < n_bytes:
@@ -121,16 +128,16 @@ class FileStore:
             )
 
     def take_space(self, n_bytes: int) -> None:
-        """Counts `n_bytes` of answers that will be stored next. Raises StorageError if they exceed the limit."""
+        """Counts `n_bytes` of answers that will be stored next. Raises StorageError if they would exceed the limit."""
         self.check_space(n_bytes)
         self._answer_bytes += n_bytes
 
     def count_answers(self) -> None:
-        """Counts the bytes of all answers in the database anew. Raises StorageError."""
+        """Counts the bytes of all answers in the database again. Raises StorageError."""
         ((self._answer_bytes,),) = self.database.execute("SELECT coalesce(sum(length(line)), 0) FROM answer")
 
     def room(self) -> int:
-        """Returns the number of bytes that can still be stored; it may be negative."""
+        """Returns the number of bytes that can still be stored. The number is negative if the limit is exceeded."""
         counts = "SELECT (SELECT count(*) FROM file) + (SELECT count(*) FROM batch)"
         ((n_described,),) = self.database.execute(counts)
         taken = self._answer_bytes + n_described * DESCRIPTION_BYTES
@@ -142,7 +149,7 @@ class FileStore:
     def put(
         self, file_id: str, lines: Iterable[bytes], filename: str, purpose: str, expires_after_s: int | None
     ) -> None:
-        """Stores a file of `lines`, and replaces a file with the same id. The limit of space is not checked. Any thread
+        """Stores a file of `lines`, and replaces a file with the same id. Does not check the limit of space. Any thread
         may call this method. Raises StorageError."""
         with storing(self._folder):
             write_atomically(self.contents(file_id), lines, OWNER_ONLY)
@@ -159,10 +166,12 @@ class FileStore:
 
 
 class NewFile:
-    """A file that is being written. The end of the `with` block deletes it unless `finish` was called."""
+    """A file that is being written. The end of the `with` block deletes it unless `finish` has added it to the
+    store."""
 
     def __init__(self, store: FileStore, room_bytes: int) -> None:
-        """Creates the file. After `room_bytes`, each write checks the store's limit, which is slow."""
+        """Creates the file. A write that makes it larger than `room_bytes` checks the store's limit, which is slow.
+        Raises StorageError."""
         self._store = store
         self._room_bytes = room_bytes
         self._n_bytes = 0

@@ -26,9 +26,10 @@ Row = tuple[Any, ...]
 
 
 def migrate(folder: Path, database: Database, batch_row: Callable[[dict[str, Any]], Row]) -> None:
-    """Moves all files and batches of an older version into the database. The call can be repeated after a kill.
+    """Moves all files and batches of an older version into the database. The call can be repeated after a kill. Does
+    nothing if the folder has no files of such a version.
 
-    `batch_row` checks the JSON of a batch and makes a row of the database. Damaged JSON files are ignored. Raises
+    `batch_row` checks the JSON of a batch and makes a row of the database. Damaged JSON files are deleted. Raises
     BlockingIOError while a server of an older version uses the folder, StorageError.
     """
     lock = folder / ".lock"
@@ -38,7 +39,7 @@ def migrate(folder: Path, database: Database, batch_row: Callable[[dict[str, Any
     with storing(folder), open(lock, "rb") as locked:
         fcntl.flock(locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for journal in folder.glob("batch_*/answers.jsonl"):
-            with suppress(BatchFileError):  # if its answers are damaged, the batch is answered again
+            with suppress(BatchFileError):  # if the stored answers are damaged, the whole batch is answered again
                 take_old_journal(database, journal.parent.name, journal)
         with database.transaction():
             for row in _rows(files, _file_row):

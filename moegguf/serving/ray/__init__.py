@@ -1,9 +1,9 @@
-"""Models on several machines: a Ray Serve application whose replicas are moegguf workers.
+"""Models on several machines: a Ray Serve application in which each replica runs one model in a worker process.
 
 Ray Serve starts, restarts, scales and addresses replicas. This package has the code that a replica runs, and decides
 which replica a request prefers. Promises: an answer comes from one replica, whole or with an error at its end. If the
-preferred replica is full, a request goes to a free replica. Does not know HTTP. Only modules that use replicas or
-handles import Ray.
+preferred replica is full, Ray Serve sends the request to another one. Does not know about the formats of HTTP APIs.
+Only application.py imports Ray.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The Ray Serve application: one deployment for each model, and one deployment with the HTTP APIs in front of them.
 
 A replica runs one model in a worker process, with the same `ModelManager` as the server. The HTTP APIs use a
-`ReplicaManager`, which has the manager's interface and calls replicas. The router of requests chooses a replica with
-`preference.rank`.
+`ReplicaManager`, which calls replicas. The router of requests ranks replicas with `preference.rank`.
 
 Errors are sent as values (`Failure`), because Ray would wrap exceptions in its own classes.
 """
@@ -43,7 +42,8 @@ from moegguf.settings import n_parallel, read_settings
 # The name of the function that makes the HTTP application. This package does not import it: only the replica with the
 # HTTP APIs needs it.
 MAKE_HTTP = "moegguf.server.app:make_http"
-MAX_HTTP_REQUESTS = 4096  # requests at once in the HTTP replica, which forwards them to the models' replicas
+# maximum number of requests at once in the HTTP replica, which forwards them to the models' replicas
+MAX_HTTP_REQUESTS = 4096
 STATUS_PERIOD_S = 5.0
 STATUS_TIMEOUT_S = 5.0
 COUNTERS: Mapping[str, str] = {
@@ -121,7 +121,7 @@ class Replica:
     async def __init__(self, config: ModelConfig) -> None:  # type: ignore[misc]  # Ray Serve awaits it
         catalog = ConfiguredCatalog((config,))
         settings = read_settings()
-        # Ray Serve decides how long a replica lives and how many requests may wait, so these settings are unlimited.
+        # Ray Serve decides how long a replica lives and how many requests may wait, so these settings do not limit it.
         settings = replace(
             settings, memory_bytes=config.memory_bytes, keep_alive_s=math.inf, max_queue=MAX_REQUESTS,
             loading={"n_parallel": config.n_parallel} if config.n_parallel else {},
@@ -146,8 +146,9 @@ class Replica:
     async def call(
         self, conversation: str, kind: str, fields: Mapping[str, Any], client: str
     ) -> AsyncGenerator[Event | Failure | Any]:
-        """Yields the events of an answer if `kind` is "generate", otherwise the value of `Calls.value`. An error is
-        yielded as `Failure`. Closing the generator stops an answer within a token.
+        """Yields the events of an answer if `kind` is "generate", otherwise one item: the value that `Calls.value`
+        returns. An error of moegguf is yielded as `Failure`. Closing the generator stops an answer after the current
+        pass.
 
         Only the router uses `conversation`. `client` is the client whose turn the request takes.
         """
@@ -181,10 +182,10 @@ class Replica:
 
 
 class ReplicaManager:
-    """Has the interface of `ModelManager`, but each model is a deployment in `handles`. All calls must come from the
-    event loop that entered it.
+    """Replaces `ModelManager` for the HTTP APIs, with its methods lease, load, unload and loaded. Each model is a
+    deployment in `handles`. All calls must come from the event loop that entered the manager.
 
-    Load options and keep-alive times of requests have no effect, since the config file sets them.
+    Load options and keep-alive times of requests have no effect: the config file and Ray Serve decide.
     """
 
     def __init__(self, catalog: ConfiguredCatalog, handles: Mapping[str, DeploymentHandle]) -> None:
@@ -210,7 +211,7 @@ class ReplicaManager:
         yield ReplicaLease(entry, self._handles[entry.name])
 
     async def load(self, name: str | ModelEntry, *_: object, **__: object) -> LoadedModel:
-        """Returns the state of a model in one of its replicas. Raises BusyError if this replica has not loaded it."""
+        """Returns the state of a model in one of its replicas. Raises BusyError if this replica has no loaded model."""
         entry = await self._find(name)
         with ray_errors():
             found: LoadedModel | None = await self._handles[entry.name].status.remote()
@@ -226,7 +227,8 @@ class ReplicaManager:
         )
 
     def loaded(self) -> list[LoadedModel]:
-        """Returns the loaded models in the config's order. Numbers are sums over replicas, and some seconds old."""
+        """Returns the loaded models in the config's order. `total` combines the replicas of each, and the state is some
+        seconds old."""
         return [self._loaded[name] for name in self._handles if name in self._loaded]
 
     async def _find(self, name: str | ModelEntry) -> ModelEntry:
@@ -246,8 +248,8 @@ class ReplicaManager:
 
 
 def total(replicas: Sequence[LoadedModel]) -> LoadedModel:
-    """Combines the states of one model's replicas: numbers are summed, the context is the shortest, and the process and
-    the plan are the first replica's."""
+    """Combines the states of one model's replicas. Sizes of all memory, queues, requests and statistics are summed, and
+    the shortest context counts. All other facts are the first replica's."""
     first = replicas[0]
     return replace(
         first,
@@ -263,7 +265,8 @@ def total(replicas: Sequence[LoadedModel]) -> LoadedModel:
 
 
 class ReplicaLease(Calls):
-    """The use of a model by one request, as `moegguf.serving.lease.Lease`. Another replica may repeat a failed call."""
+    """The use of a model by one request, with the calls of `moegguf.serving.lease.Lease`. A call that failed before its
+    first event may be repeated by another replica."""
 
     load_s = 0.0
 
@@ -272,7 +275,8 @@ class ReplicaLease(Calls):
         self._handle = handle
 
     def answer(self, request: Request, *, stream: bool = True) -> AsyncGenerator[Event, None]:
-        """Yields the events of an answer. Closing the generator stops it. Raises the errors of `Lease.answer`."""
+        """Yields the events of an answer. Closing the generator stops the answer. Raises the errors of
+        `Lease.answer`."""
         return self.events("generate", conversation=conversation_of(request), request=request, stream=stream)
 
     async def _attempt(self, kind: str, conversation: str = "", **fields: Any) -> AsyncGenerator[Any, None]:
@@ -289,7 +293,8 @@ class ReplicaLease(Calls):
 
 @contextmanager
 def ray_errors() -> Iterator[None]:
-    """Context manager that raises Ray's errors as moegguf's errors."""
+    """Context manager that converts Ray's errors about full or failed replicas to moegguf's errors. A RayTaskError,
+    which an exception in the replica has caused, stays unchanged."""
     try:
         yield
     except BackPressureError:
@@ -307,8 +312,8 @@ class ConversationRouter(RequestRouter):
     """Router of Ray Serve that prefers the replica to which a conversation went before. The conversation
     (`conversation_of`) is the first argument of a request.
 
-    The preference is correct because all requests come through one HTTP replica. If the preferred replica has lost its
-    KV cache, nothing is lost, since no other replica has the conversation.
+    All requests come through one HTTP replica, so this router sees every request of a conversation. The router
+    remembers MAX_CONVERSATIONS conversations, and may prefer a replica that has lost a conversation's KV cache.
     """
 
     def initialize_state(self) -> None:

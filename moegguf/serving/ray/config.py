@@ -12,7 +12,7 @@ models:
                                  # default: twice the requests that it computes together, but at least 8
     max_queued_requests: 512     # requests that wait; further requests are refused
     autoscaling_config: {...}    # passed to Ray Serve unchanged; default: one replica
-    ray_actor_options: {...}     # passed to Ray unchanged
+    ray_actor_options: {...}     # passed to Ray; may replace num_cpus and memory, which this program sets
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from moegguf.quantities import parse_expert_cache, parse_size
 
 MAX_THREADS = 1024
 MAX_REQUESTS = 1_000_000
-MIN_ONGOING = 8  # minimum of the default of `max_ongoing_requests`
+MIN_ONGOING = 8  # smallest default of `max_ongoing_requests`
 
 
 def _budget(value: Any) -> str:
@@ -50,8 +50,8 @@ def _name(text: str) -> str:
 
 
 class ModelConfig(BaseModel):
-    """The configuration of one model. None stands for the value that `moegguf serve` would choose on the replica's
-    machine."""
+    """The configuration of one model. A load option of None stands for the value that `moegguf serve` would choose on
+    the replica's machine."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -68,8 +68,9 @@ class ModelConfig(BaseModel):
     ray_actor_options: dict[str, Any] = Field(default_factory=dict)
 
     def ongoing_requests(self, n_parallel: int) -> int:
-        """Returns how many requests one replica accepts at once. The default is twice the requests that it computes
-        together, so that the next requests already wait in the replica.
+        """Returns the maximum number of requests that one replica accepts at once. The default is twice the number of
+        requests that a replica computes together, but at least MIN_ONGOING. So the next requests already wait in the
+        replica.
 
         n_parallel: requests that a replica computes together if the config does not set this.
         """
@@ -83,9 +84,9 @@ class _Arguments(BaseModel):
 
 
 def read_config(arguments: Mapping[str, Any]) -> tuple[ModelConfig, ...]:
-    """Returns the models in `arguments`, or the bundled demo model if there are none.
+    """Returns the models in `arguments`, or the bundled demo model if there is no key `models`.
 
-    Raises OptionError, which names the key, for unknown keys and values out of range. Raises ModelNameError.
+    Raises OptionError, which names the key, for unknown keys, invalid values and repeated names. Raises ModelNameError.
     """
     with _naming():
         models = _Arguments.model_validate(dict(arguments)).models
@@ -104,7 +105,8 @@ def _read_model(name: str, options: Mapping[str, Any]) -> ModelConfig:
 
 @contextmanager
 def _naming(*keys: str) -> Iterator[None]:
-    """Context manager that adds the full key of the invalid value, which begins with `keys`, to errors."""
+    """Context manager that adds the full key of an invalid value to errors. The key begins with `keys`. A
+    ValidationError becomes an OptionError."""
     try:
         yield
     except ModelNameError as error:

@@ -1,6 +1,6 @@
-"""Chooses the replica for a request: the replica that has the request's conversation, otherwise the least loaded one.
+"""Ranks replicas for a request: first the replica that has the request's conversation, unless it is too busy.
 
-This module does not know Ray. application.py supplies the facts.
+This module knows nothing about Ray. application.py supplies the facts.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from moegguf.generate.request import Request
 from moegguf.serving.wire import encode
 
 DIGEST_BYTES = 8
-MAX_CONVERSATIONS = 4096  # conversations whose replica is remembered
-BEGINNING = 256  # characters of a prompt, or tokens of a context, that identify a conversation
-MAX_IMBALANCE = 4  # a preferred replica has less than this many requests more than the least loaded replica
+MAX_CONVERSATIONS = 4096  # maximum number of conversations whose replica is remembered
+BEGINNING = 256  # number of first characters of a prompt, or first tokens of a context, that identify a conversation
+MAX_IMBALANCE = 4  # a replica with this many requests more than the least loaded replica is not preferred
 
 
 def conversation_of(request: Request) -> str:
-    """Returns a hash that is equal for all turns of a conversation.
+    """Returns a hash that is equal for all turns of a conversation whose beginning and options stay unchanged.
 
     The hash covers the owner, the options that templates write before the first message, and the messages up to the
-    user's first message. Without messages it covers the beginning of the prompt. Raises OptionError for values that
-    JSON cannot express.
+    user's first message. Without messages it covers the beginning of the context or prompt. Raises OptionError for
+    values that JSON cannot express.
     """
     parts: dict[str, Any] = {
         "owner": request.owner,
@@ -42,11 +42,13 @@ def conversation_of(request: Request) -> str:
 
 
 def rank(holder: int | None, queues: Sequence[int]) -> list[list[int]]:
-    """Returns the indices of replicas in ranks, preferred replicas first. `queues` has the number of requests of each.
+    """Returns the indices of replicas in ranks, preferred replicas first. `queues` has each replica's number of
+    requests.
 
     Ray takes the least loaded replica of the first rank in which not all are full, and the first of equally loaded
-    replicas. `holder` is the index of the replica that has the conversation. It is the first rank unless it has at
-    least MAX_IMBALANCE more requests than the least loaded replica: then waiting would cost more than computing anew.
+    replicas. `holder` is the index of the replica that has the conversation, or None. This replica is the first rank,
+    unless it has at least MAX_IMBALANCE more requests than the least loaded replica: then waiting would cost more than
+    computing anew. All other replicas are one rank.
     """
     preferred = [] if holder is None or queues[holder] - min(queues) >= MAX_IMBALANCE else [holder]
     rest = [i for i in range(len(queues)) if i not in preferred]
