@@ -110,7 +110,8 @@ class Totals:
             self.answers[model][field] += figures[field]
 
     def prompt_tokens(self, model: str) -> dict[str, int]:
-        """Returns how many prompt tokens of a model were computed, reused from memory, and read from disk."""
+        """Returns how many prompt tokens of a model's finished answers were computed, reused from memory, and read from
+        disk."""
         known: Mapping[str, float] = self.answers.get(model, {})
         cached, disk = (int(known.get(field, 0)) for field in ("cached_tokens", "disk_tokens"))
         return {"computed": int(known.get("prompt_tokens", 0)), "memory": cached - disk, "disk": disk}

@@ -168,11 +168,11 @@ Tools = Annotated[list[OpenAITool], Field(max_length=limits.TOOLS)]
 
 
 class Reasoning(Body):
-    """The field `reasoning`: how much the model thinks, and how responses send the thinking."""
+    """The field `reasoning`: how much the model thinks, and how /v1/responses sends the thinking."""
 
     effort: Effort | None = None
     max_tokens: Whole = in_range("reasoning_budget_tokens")  # OpenRouter's name for the budget of thinking tokens
-    summary: str | None = None  # if set, responses send the thinking as a summary, otherwise as text
+    summary: str | None = None  # if set, /v1/responses sends the thinking as a summary, otherwise as text
     generate_summary: str | None = None  # deprecated name of `summary`
 
 

@@ -35,8 +35,8 @@ export class Chat {
     return [...this.runs.keys()].find((conversation) => conversation.id === id);
   }
 
-  /** Shows a conversation; screen readers do not read it aloud. If `words` occur in a message, shows the branch with
-   *  this message, highlights the words and scrolls to the message. */
+  /** Shows a conversation; screen readers do not read it aloud. If `words` occur in a message or its files, shows the
+   *  branch with this message, highlights the words and scrolls to the message. */
   show(conversation, words = "") {
     const { message } = (words && findWords(conversation.messages, words)) || {};
     this.conversation = conversation;

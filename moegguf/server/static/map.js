@@ -46,8 +46,8 @@ export class ExpertMap {
     return wanted === undefined ? this.state.length : this.state.reduce((n, state) => n + (state === wanted), 0);
   }
 
-  /** Shows a snapshot of the experts. If the layers or the number of experts differ from the last snapshot, the map
-   *  begins anew. */
+  /** Shows a snapshot of the experts. If the layers or the number of experts differ from the last snapshot, the counts
+   *  of uses and fetches begin again at 0. */
   update({ layers, n_expert: nExpert, state, uses, loads }) {
     this.state = bytes(state);
     if (this.nExpert !== nExpert || this.layers?.join() !== layers.join()) {

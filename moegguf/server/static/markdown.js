@@ -34,8 +34,8 @@ export class Markdown {
     this.references = {};
   }
 
-  /** Shows `text`, which begins with the text of the last call. Parses only the last block again, unless `complete` is
-   *  true: then the whole text is parsed. */
+  /** Shows `text`, which begins with the text of the last call. Parses only the text from the last block on, unless
+   *  `complete` is true: then the whole text is parsed. */
   show(text, complete) {
     if (complete) this.restart(); // a link may come before the definition of its address
     const rest = text.replace(/\r\n?/g, "\n").slice(this.nChars);

@@ -127,7 +127,7 @@ function depthOf(element) {
 /** Fetches KaTeX and its style sheet, then draws the formulas that wait for it. Called for the first formula. */
 export function load() {
   return (fetching ??= Promise.all([import("./vendor/katex.min.js"), style()]).then(() => {
-    ({ katex } = globalThis); // the file sets a global variable, because it is no module
+    ({ katex } = globalThis); // the file sets a global variable, because it is not a module
     waiting.splice(0).forEach((draw) => draw());
   }));
 }
