@@ -1,8 +1,8 @@
 """Finds, lists, copies, creates and removes the models of this machine by name.
 
-Sources, in this order: paths (where allowed), the demo, MOEGGUF_MODELS, our index, the Hugging Face cache, Ollama's
-stores. If two models have one name, the first is used. Only our own files are ever deleted, and files in the Hugging
-Face cache that no name uses any more.
+Sources, in this order: paths of files (where allowed), entries given to the catalog, the demo, MOEGGUF_MODELS, our
+index, the Hugging Face cache, Ollama's stores, folders (where allowed). If two models have one name, the first is used.
+Only our own files are ever deleted, and files in the Hugging Face cache that no name uses any more.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ HUB_SEARCH = "https://huggingface.co/models?library=gguf&search="
 
 
 class Catalog:
-    """The models that can be used now. Each call reads the sources, so changes by other processes are seen.
-    Thread-safe.
+    """The models that can be used now. Each call reads the sources, so changes by other processes are seen. Any thread
+    may call any method.
 
     paths: True accepts a path as a name, as on a command line, and error messages may then contain paths and commands.
     A server needs False, because otherwise its clients could open any file of the machine.
 
-    given: further models, which are found before all others.
+    given: further models, which are found before the models of all sources except paths.
     """
 
     def __init__(self, *, paths: bool = True, given: Sequence[ModelEntry] = ()) -> None:
@@ -67,7 +67,7 @@ class Catalog:
 
     def entries(self, prefix: str = "") -> list[ModelEntry]:
         """Returns the models whose names start with `prefix`, newest first. Ignores the case of letters. Leaves out
-        files that are not GGUF."""
+        models whose first file can be read but is not GGUF."""
         found: dict[str, ModelEntry] = {}
         for entry in self._models():
             found.setdefault(entry.name.lower(), entry)
@@ -76,9 +76,9 @@ class Catalog:
         return sorted(chosen, key=lambda entry: (entry.modified, entry.name), reverse=True)
 
     def find(self, name: str | os.PathLike[str], *, even_missing: bool = False) -> ModelEntry:
-        """Returns the model of this name, or at this path.
+        """Returns the model of this name, or at this path if paths are allowed.
 
-        Raises ModelNotFoundError, with the most similar names, if there is no such model. Also raises
+        Raises ModelNotFoundError if there is no such model, with the most similar names if there are any. Also raises
         ModelNotFoundError if files of the model are missing, unless `even_missing` is True. Raises ModelNameError for
         an invalid name if paths are not allowed.
         """
@@ -86,7 +86,7 @@ class Catalog:
         if not text.strip():
             raise ModelNotFoundError(f"a model is given by its name, but is {text!r}; try {sources.DEMO_NAME!r}.")
         if (entry := next(self._models(text), None)) is None:
-            # If paths are allowed, a text that is no name is most likely a path that does not exist.
+            # If paths are allowed, a text that is not a name is most likely a path that does not exist.
             raise self._not_found(text, name_or_none(text) if self.paths else parse_name(text))
         if not entry.missing or even_missing:
             return entry
@@ -100,7 +100,8 @@ class Catalog:
         )
 
     def modelfile(self, entry: ModelEntry) -> str:
-        """Returns a Modelfile that makes the same model again, even after the entry's name was removed."""
+        """Returns a Modelfile that makes the same model again. For a model in our index, its base is a name or path
+        that stays when the entry's name is removed, except for uploaded files."""
         if entry.source in ("demo", "hub", "ollama"):
             return render(entry, entry.name)
         if entry.path == demo_path():
@@ -111,10 +112,11 @@ class Catalog:
         return render(entry, next(names, str(entry.path)))
 
     def copy(self, source: str, destination: str) -> ModelEntry:
-        """Makes `destination` another name for the files of `source`. The files are not copied.
+        """Makes `destination` another name for the files and overrides of `source`, and replaces an entry of that name
+        in our index. The files are not copied.
 
-        Raises ModelNotFoundError, ModelNameError, and OptionError if a model outside our index has the name
-        `destination`.
+        Raises ModelNotFoundError, ModelNameError, and OptionError if `destination` is the name of a model outside our
+        index and Ollama's stores.
         """
         target = self._free_name(destination)
         entry = self.find(source)
@@ -123,8 +125,9 @@ class Catalog:
     def create(self, name: str, recipe: Recipe) -> ModelEntry:
         """Saves the model that `recipe` describes in our index under `name`, and replaces an entry of that name.
 
-        Raises ModelNotFoundError (base or blobs), ModelFormatError for files that are not a model or not an adapter of
-        it, OptionError for values of the wrong type or out of range. Warns of parts of the recipe that are left out.
+        Raises ModelNotFoundError for a missing base, draft model or blob. Raises ModelFormatError for files that are
+        not a model, or not an adapter for it. Raises OptionError for a name in use, and for values that are not
+        allowed. Warns of parts of the recipe that are left out.
         """
         target = self._free_name(name)
         if bool(recipe.from_) == bool(recipe.files):
@@ -165,7 +168,8 @@ class Catalog:
         return self._save(make, target)
 
     def remove(self, name: str) -> ModelEntry:
-        """Removes the name. Also deletes its files if no other name uses them. Returns the removed model.
+        """Removes the name, and returns the removed model. Also deletes uploaded files that no name uses any more, and
+        files in the Hugging Face cache that only removed names use.
 
         Raises ModelNotFoundError, OptionError for sources that are never changed, PullError when a file cannot be
         deleted.
@@ -189,7 +193,8 @@ class Catalog:
         return entry
 
     def unhide(self, *names: str) -> None:
-        """Makes removed names of the Hugging Face cache visible again, because their files were fetched again."""
+        """Makes removed names of the Hugging Face cache visible again, because their files were fetched again or could
+        not be deleted."""
         keys = {name.lower() for name in names} & self.index.read().hidden
         if keys:
             with self.index.changed() as found:
@@ -211,7 +216,7 @@ class Catalog:
         yield from (updated(entry) for known, entry in contents.entries.items() if key in (None, known))
         yield from sources.cached_models(text, contents.hidden)
         yield from sources.ollama_models(text)
-        if text and (model := find_in_library(text)):  # a short name of the library, unknown to the sources above
+        if text and (model := find_in_library(text)):  # short names of the library, which the sources above do not know
             yield from sources.cached_models(model.hub_name, contents.hidden)
         if path is not None and (folder := _existing(path, Path.is_dir)):
             file = sources.only_model(folder)
@@ -232,8 +237,8 @@ class Catalog:
         return updated(own)
 
     def _free_name(self, text: str) -> Name:
-        """Parses a name and returns it. Raises ModelNameError, and OptionError if a model outside our index has this
-        name."""
+        """Parses a name and returns it. Raises ModelNameError, and OptionError if a model outside our index and
+        Ollama's stores has this name."""
         name = parse_name(text)
         with suppress(ModelNotFoundError):
             entry = Catalog(paths=False).find(name.canonical)
@@ -298,15 +303,16 @@ def _as_now(entry: ModelEntry) -> ModelEntry:
 
 
 def with_adapter(entry: ModelEntry, path: str | Path) -> ModelEntry:
-    """Returns the model with a LoRA adapter. Raises ModelFormatError for a file that is no adapter of this model,
-    ModelNotFoundError if the file is missing."""
+    """Returns the model with a LoRA adapter. Raises ModelFormatError for a file that is not an adapter for models of
+    this architecture, ModelNotFoundError if the file is missing."""
     adapter = Path(path).expanduser().absolute()
     read_adapter(adapter, read_layout(entry.path).arch)
     return replace(entry, adapter=adapter, weights=weights_digest(entry.files, adapter))
 
 
 def _existing(text: str, is_kind: Callable[[Path], bool]) -> Path | None:
-    with suppress(OSError, ValueError, RuntimeError):  # too long, a zero byte, or ~ and an unknown user
+    # text that is too long or has a zero byte, or ~ with an unknown user
+    with suppress(OSError, ValueError, RuntimeError):
         path = Path(text).expanduser()
         return path if is_kind(path) else None
     return None
@@ -315,6 +321,6 @@ def _existing(text: str, is_kind: Callable[[Path], bool]) -> Path | None:
 def find_model(name: str | os.PathLike[str]) -> Path:
     """Returns the file to open for `name`: a path, a folder with one model, or a name (see `Catalog.find`).
 
-    Raises ModelNotFoundError, with the most similar names, if there is no such model.
+    Raises ModelNotFoundError if there is no such model, with the most similar names if there are any.
     """
     return _existing(os.fspath(name), Path.is_file) or Catalog().find(name).path

@@ -37,8 +37,8 @@ def details(entry: ModelEntry) -> Details:
     template = entry.template or layout.chat_template
     tool_template = None if entry.template else layout.tool_template
     total, _ = parameters(layout)
-    # Ollama's rules: a model with pooling computes embeddings, any other model completes text. Our rule: a model whose
-    # pooling gives a score ranks texts.
+    # Ollama's rules: a model with pooling computes embeddings, any other model completes text. Our rule: a model with
+    # pooling type RANK ranks texts.
     if (pooling := metadata.get(f"{layout.arch}.pooling_type")) is not None:
         capabilities = ["rerank" if pooling == POOLING_RANK else "embedding"]
     else:
@@ -65,7 +65,7 @@ def details(entry: ModelEntry) -> Details:
 
 def parameters_of(model: NamedModel) -> dict[str, Any]:
     """Returns the parameters that the model's name sets, and other sampling parameters that the model's files contain.
-    If the files cannot be read, returns only the parameters that the name sets."""
+    If the files are unknown, missing or damaged, returns only the parameters that the name sets."""
     own = dict(model.parameters)
     if isinstance(model, ModelEntry) and not model.missing:
         with suppress(MoeggufError):
@@ -107,7 +107,7 @@ def main_type(layout: ExpertLayout) -> str:
 
 
 def quantization(layout: ExpertLayout) -> str:
-    """Returns the name of the file type, such as "Q4_K_M". If the file does not state it, returns the main tensor
+    """Returns the name of the file type, such as "Q4_K_M". If the file states no known type, returns the main tensor
     type."""
     kind = layout.metadata.get("general.file_type")
     return FILE_TYPES.get(kind, main_type(layout)) if isinstance(kind, int) else main_type(layout)

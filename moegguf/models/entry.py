@@ -1,5 +1,5 @@
-"""Data about a named model: its name, the overrides that replace values of its files, and facts that are known without
-opening the files."""
+"""Data about a named model: its name, the overrides that replace values of its files, and the sizes and digests of its
+files. Also defines the facts from the files' headers, and the steps of a download."""
 
 from __future__ import annotations
 
@@ -60,18 +60,18 @@ class ModelEntry(NamedModel):
     source: Source
     files: tuple[Path, ...]  # the shards in order
     size_bytes: int
-    weights: str  # hex digits that change with the files (`weights_digest`), equal for all names of the files
+    # hex digits that identify the files and the adapter (`weights_digest`), equal for all names of the files
+    weights: str
     modified: datetime  # last change, as an aware datetime in UTC
     mmproj: Path | None = None  # a projector for images
     adapter: Path | None = None  # a LoRA adapter that is loaded with the model
     draft: Path | None = None  # a smaller model that guesses the model's next tokens
-    parent: str = ""  # the name from which this one was made
+    parent: str = ""  # the name from which this one was made; "": made from a path, or not made here
     missing: tuple[Path, ...] = ()  # files that are no longer there
 
     @property
     def digest(self) -> str:
-        """64 hex digits that change with the files and with the overrides. Equal to `weights` if nothing is
-        overridden."""
+        """64 hex digits that identify the files and the overrides. Equal to `weights` if nothing is overridden."""
         given = {name: value for name, value in self.overrides.items() if value not in (None, (), {})}
         if not given:
             return self.weights
@@ -112,15 +112,15 @@ class PullStatus:
     """A step of a download."""
 
     status: str  # Ollama's text for the step
-    digest: str = ""  # digest of the file that is fetched
+    digest: str = ""  # digest of the file that is fetched; "" for a small file
     file: str = ""
     total_bytes: int = 0
     completed_bytes: int | None = None  # None until bytes of the file were reported
 
 
 def blob_name(digest: str) -> str:
-    """Returns the file name for a digest, "sha256-<hex>". All such names are made here. Raises ModelNameError if
-    `digest` is no digest."""
+    """Returns the file name for a digest: "sha256-" and its 64 hex digits in lower case. Raises ModelNameError if
+    `digest` is not a SHA-256 digest."""
     match = _DIGEST.fullmatch(digest) if isinstance(digest, str) else None
     if match is None:
         raise ModelNameError(f'a digest is "sha256:" and 64 hexadecimal digits, but this is {digest!r:.80}.')
@@ -128,11 +128,12 @@ def blob_name(digest: str) -> str:
 
 
 def digest_of(files: tuple[Path, ...]) -> str:
-    """Returns 64 hex digits that change with the files. If the name of each file, or of the file to which it links, is
-    a SHA-256, these names are used and no file is read.
+    """Returns 64 hex digits that identify the contents of the files. If the name of each file, or of the file to which
+    it links, is a SHA-256, these names are used and no file is read.
 
-    Otherwise the digest is computed from each file's size, first MiB and last MiB. These parts contain the header, and
-    weights that differ between trainings. To hash all of a 200 GB model would take minutes. Raises OSError.
+    Otherwise the digest is computed from each file's size, first MiB and last MiB, because hashing all of a 200 GB
+    model would take minutes. These parts contain the beginning of the header, and weights that differ between training
+    runs. A change only between these parts is not noticed. Raises OSError.
     """
     targets = [os.readlink(path) if path.is_symlink() else str(path) for path in files]
     addresses = [_CONTENT_ADDRESS.fullmatch(os.path.basename(target)) for target in targets]
@@ -142,7 +143,7 @@ def digest_of(files: tuple[Path, ...]) -> str:
 
 
 def weights_digest(files: tuple[Path, ...], adapter: Path | None) -> str:
-    """Returns 64 hex digits that change with the model's files and with its adapter. Raises OSError."""
+    """Returns 64 hex digits that identify the model's files and its adapter, as `digest_of` does. Raises OSError."""
     of_files = digest_of(files)
     return combined_digest([of_files, digest_of((adapter,))]) if adapter else of_files
 
@@ -153,7 +154,7 @@ def combined_digest(digests: list[str]) -> str:
 
 
 def size_of(files: Iterable[Path]) -> int:
-    """Returns the bytes of these files on disk. Raises OSError."""
+    """Returns the total size of these files in bytes. Raises OSError."""
     return sum(path.stat().st_size for path in files)
 
 

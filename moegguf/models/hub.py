@@ -1,22 +1,22 @@
 """Fetches from the Hub: a repository's list of files, the headers of a model, and whole files.
 
-Downloads are resumed and verified. Files get their names only when all of them are there. Errors of the Hub become
-moegguf's errors.
+Downloads are verified. Interrupted downloads of files of up to PLAIN_LIMIT_BYTES are resumed. Files get their names
+only when all of them are there. Errors of the Hub become moegguf's errors.
 
-A file grows as `blobs/<etag>.incomplete` in the Hugging Face cache and is continued after an interruption, also by
+Such a file grows as `blobs/<etag>.incomplete` in the Hugging Face cache and is continued after an interruption, also by
 another process. A file of full size is read again for its digest. If the digest is right, the blob gets its name. The
 locks are huggingface_hub's, so two programs do not fetch one file at the same time. In the cache, the file's name is a
 link in the commit's snapshot to the blob, as huggingface_hub makes it. Any other folder gets a cache inside it, and
 hard links to the blobs.
 
 huggingface_hub 2.4's own `hf_hub_download` does less. It writes to a file of a random name, deletes that file after a
-failure or an interruption, and never continues it. Over HTTP it compares no digest, and a 5xx or a reset connection
-ends it. Its `http_get` continues a file, but drops the bytes after the last full 10 MiB. It waits as long as
-Retry-After says.
+failure or an interruption, and no later call continues the file. Over HTTP it compares no digest, and a 5xx or a reset
+connection ends it. Within one call its `http_get` continues a file, but drops the bytes after the last full 10 MiB, and
+waits as long as Retry-After says.
 
-This module imports huggingface_hub, which is slow: import it only when something is fetched. Addresses and folders come
-from sources.py at each call, because huggingface_hub reads their environment variables only once. Access tokens come
-from huggingface_hub.
+Importing this module is slow, because it imports huggingface_hub: import it only when something is fetched. Addresses
+and folders come from sources.py at each call, because huggingface_hub reads their environment variables only once.
+Access tokens come from huggingface_hub.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ from moegguf.regular_file import open_regular
 from moegguf.text import without_password
 
 TRIES = 4
-WAIT_S = 1.0  # seconds before the second try; doubled before each further one
+WAIT_S = 1.0  # seconds before the next try after a failure; doubled for each further failure in a row
 MAX_WAIT_S = 30.0
 TIMEOUT_S = 20.0  # seconds without a byte after which a request fails
 PROGRESS_BYTES = 1 << 20  # a try that receives at least this much sets the count of failures to 0
 TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
-FIRST_BYTES = 2 << 20  # bytes of a header that are fetched first; a large vocabulary needs several times as many
+FIRST_BYTES = 2 << 20  # bytes fetched before the header is first read; a large vocabulary needs several times as many
 MOST_BYTES = 128 << 20
 PLAIN_LIMIT_BYTES = 50 * 10**9  # the Hub serves larger files only through its chunked storage (Xet)
 MAX_PARALLEL_FILES = 4
@@ -102,7 +102,7 @@ class HubFile:
 
     @property
     def is_cached(self) -> bool:
-        """Returns whether the cache has the complete file."""
+        """Returns whether the cache has the complete file, which is recognized by its size."""
         return self.blob.is_file() and self.blob.stat().st_size == self.size_bytes
 
     @property
@@ -120,8 +120,8 @@ class HubFile:
         return self.size_bytes - self.received_bytes
 
     def is_at(self, path: Path) -> bool:
-        """Returns whether the file at `path` has this file's digest. Writes its data to disk first (fsync). Raises
-        OSError."""
+        """Returns whether the file at `path` has this file's digest. First writes the data of the file at `path` to
+        disk (fsync). Raises OSError."""
         git = hashlib.sha1(f"blob {self.size_bytes}\0".encode(), usedforsecurity=False)
         digest = hashlib.sha256() if self.is_large else git
         with open_regular(path) as found:
@@ -251,11 +251,11 @@ def _to_moegguf_error(error: BaseException, repo: str, path: str) -> MoeggufErro
 
 @contextmanager
 def remote_model(name: str) -> Iterator[ModelEntry]:
-    """Provides the model of a Hub name with headers only, so that it can be described and planned before it is
-    fetched.
+    """Provides the model of a Hub name with headers only, so that it can be described and planned before it is fetched.
 
     Each of its files is a sparse file of its full size whose first bytes are the header. A reader of headers reads it
-    like a fetched model, but finds zeros instead of weights. The files are deleted at the end of the `with`.
+    like a fetched model, but finds zeros in place of weights that were not fetched. The files are deleted at the end of
+    the `with`.
 
     Raises ModelNotFoundError, ModelNameError, ModelFormatError, PullError.
     """
@@ -376,8 +376,8 @@ def _fetch_plain(file: HubFile, on_bytes: Callable[[int], None], stopped: thread
 
 
 def _locked(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event) -> ExitStack:
-    """Takes the file's lock in the cache and returns it. While another process holds the lock, reports the bytes that
-    the other process has received. Raises Stopped if `stopped` is set meanwhile."""
+    """Takes the file's lock in the cache and returns it. While another thread or process holds the lock, reports the
+    bytes that are in the cache so far. Raises Stopped if `stopped` is set meanwhile."""
     path = file.folder.parent / ".locks" / file.folder.name / f"{file.etag}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     stack = ExitStack()
@@ -392,9 +392,9 @@ def _locked(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.E
 
 
 def _receive(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event) -> None:
-    """Sends one request for the missing bytes and writes them as they arrive. Raises httpx2.ReadError if too few bytes
-    arrive, PullError if the size differs from `file`, ModelFormatError if a .gguf file does not begin with GGUF's magic
-    bytes, and Stopped."""
+    """Sends one request for the missing bytes, if there are any, and writes them as they arrive. Raises
+    httpx2.ReadError if too few bytes arrive, PullError if the size differs from `file`, ModelFormatError if a .gguf
+    file does not begin with GGUF's magic bytes, and Stopped."""
     n_bytes = file.received_bytes
     with open(file.partial, "a+b") as output:
         output.truncate(n_bytes)
@@ -488,9 +488,9 @@ def link_commit(files: Sequence[HubFile]) -> Path:
 
 
 def find_missing(files: Sequence[HubFile], folder: Path) -> list[HubFile]:
-    """Returns the files that are missing in `folder`. A file is not missing if its path is a link to the complete file
-    in the cache. If the cache lacks the file, its path must have the right digest, and is then linked into the cache.
-    Raises PullError."""
+    """Returns the files that are missing in `folder`. A path counts as present if it is a link to the complete file in
+    the cache. If the cache lacks the file, a path with the right size and digest counts as present, and is linked into
+    the cache. Raises PullError."""
 
     def is_there(file: HubFile) -> bool:
         path = folder / file.path
@@ -517,7 +517,7 @@ def link_files(files: Sequence[HubFile], folder: Path) -> None:
             path.unlink(missing_ok=True)
             try:
                 os.link(file.blob, path)
-            except PermissionError:  # a file system without links
+            except PermissionError:  # a file system without hard links
                 os.replace(file.blob, path)
         for blob in files[0].blob.parent.iterdir() if files else ():
             if blob.stat().st_nlink == 1 and blob.suffix != ".incomplete":

@@ -1,12 +1,12 @@
 """Parses names of models: `[host/][namespace/]model[:tag]`.
 
-The rules are Ollama's (types/model/name.go: first character, characters, lengths), so that a name is never a path. A
+The rules for characters follow Ollama's (types/model/name.go), so that no part of a name leads out of a folder. A
 Hugging Face repository can be written `hf.co/user/repo`, `huggingface.co/user/repo`, `hf:user/repo`, `user/repo` or as
 a URL. The tag selects a file ("Q4_K_M", or a file's whole name). Names are compared without case.
 
 The library has short names such as "qwen3:30b" for well-known MoE models, with their repositories and sizes. Its table
-library.json says how its facts were checked. A short name without a tag means the first model of that name. No other
-file is opened.
+library.json describes how its facts were checked. A short name without a tag means the first model of that name. No
+other file is opened.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ FORMS = 'write "model:tag", or "hf.co/user/repo:Q4_K_M" for a model of Hugging F
 
 @dataclass(frozen=True)
 class Name:
-    """The parts of a name. `host` and `namespace` are empty for local models. `tag` is never empty."""
+    """The parts of a name. `host` and `namespace` are empty in a name that is only a model and a tag. `tag` is never
+    empty."""
 
     host: str
     namespace: str
@@ -61,7 +62,7 @@ class Name:
 
     @property
     def key(self) -> str:
-        """A text that is equal for names with the same meaning."""
+        """The canonical name in lower case. Names with equal keys have the same meaning."""
         return self.canonical.lower()
 
     @property
@@ -78,7 +79,8 @@ class Name:
 def parse_name(text: str) -> Name:
     """Parses a name.
 
-    Raises ModelNameError for paths, other characters, long texts and reserved names.
+    Raises ModelNameError for a text that breaks a rule: wrong characters, a part that is empty or too long, or a
+    reserved name.
     """
     if not isinstance(text, str) or not text:
         raise ModelNameError(f"a model's name must be text, but is {text!r:.40}; {FORMS}.")
@@ -101,7 +103,7 @@ def parse_name(text: str) -> Name:
 
 
 def name_or_none(text: str) -> Name | None:
-    """Parses a name. Returns None if `text` is no valid name."""
+    """Parses a name. Returns None if `text` is not a valid name."""
     with suppress(ModelNameError):
         return parse_name(text)
     return None
@@ -142,7 +144,7 @@ def is_tag(text: str) -> bool:
 
 
 def _fault(part: str, most: int) -> str | None:
-    """Returns the rule that `part` breaks; None if it breaks none."""
+    """Returns a description of the rule that `part` breaks; None if it breaks none."""
     if not part:
         return "has an empty part"
     if len(part) > most:
@@ -168,7 +170,7 @@ class LibraryModel:
 
     name: str
     repository: str
-    file: str  # first shard of a split model
+    file: str  # path in the repository; the first shard of a split model
     quantization: str
     size_bytes: int
     n_parameters: float
@@ -185,24 +187,25 @@ class LibraryModel:
 
     @property
     def resident_bytes(self) -> int:
-        """The bytes in memory when all experts are in memory. Tables that stay in the file (`row_table_bytes`) are left
-        out."""
+        """The bytes of the weights that are in memory when all experts are in memory. Tables that stay in the file
+        (`row_table_bytes`) are left out."""
         return self.size_bytes - self.row_table_bytes
 
     @property
     def expert_bytes(self) -> int:
-        """The bytes of all routed experts. A token uses n_expert_used of every n_expert of them."""
+        """An estimate of the bytes of all routed experts, from the numbers of parameters. A token uses n_expert_used of
+        every n_expert experts."""
         share = (1 - self.n_active / self.n_parameters) / (1 - self.n_expert_used / self.n_expert)
         return round(min(1.0, share) * self.resident_bytes)
 
     @property
     def token_bytes(self) -> int:
-        """The bytes of the routed experts that one token uses."""
+        """An estimate of the bytes of the routed experts that one token uses."""
         return self.expert_bytes * self.n_expert_used // self.n_expert
 
     @property
     def dense_bytes(self) -> int:
-        """The bytes of all other weights, which every token uses."""
+        """An estimate of the bytes of all other weights, which every token uses."""
         return self.resident_bytes - self.expert_bytes
 
 
@@ -214,14 +217,15 @@ def library() -> tuple[LibraryModel, ...]:
 
 
 def find_in_library(text: str) -> LibraryModel | None:
-    """Returns the library's model of this short name, or None if there is none. Ignores the case of letters."""
+    """Returns the library's model of this short name, or None if there is none. Without a tag, or with the tag
+    `latest`, returns the first model of that name. Ignores the case of letters."""
     name = text.lower().removesuffix(":latest")
     return next((model for model in library() if name in (model.name, model.name.partition(":")[0])), None)
 
 
 def fetchable_name(text: str) -> str | None:
-    """Returns the name on Hugging Face that `text` means, directly or as a short name of the library. Returns None if
-    it means none."""
+    """Returns the Hugging Face name that `text` means: `text` itself, or the full name of a model of the library.
+    Returns None for other texts, and for the path of a .gguf file."""
     if model := find_in_library(text):
         return model.hub_name
     is_path = text.lower().endswith(".gguf") and ":" not in text  # a path can look like USER/REPOSITORY

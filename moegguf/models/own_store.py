@@ -1,13 +1,13 @@
 """Stores the index of names made here, and uploaded files, in our data folder.
 
-The index is one small JSON file, replaced atomically under a lock between processes. A name points to files that lie
-elsewhere. Their location is "hub:" and a path in the Hugging Face cache, "sets:" and a path in our folder of sets,
-"demo:", or an absolute path. A damaged index is renamed with a warning, and its readable entries are kept. Models in
-the caches are found without the index.
+The index is one small JSON file, replaced atomically under a lock between processes. An entry has the locations of its
+files. A location is "hub:" and a path in the Hugging Face cache, "sets:" and a path in our folder of sets, "demo:", or
+an absolute path. A damaged index is renamed with a warning, and its readable entries are kept. Models in the caches are
+found without the index.
 
-Uploaded files (blobs) are named by digest only once they are complete and verified. A set of blobs is a folder named
-by its digest. Each file of a model has its own name there, a hard link to the blob, so that llama.cpp finds all shards
-of a split model in one folder.
+Uploaded files (blobs) are named by digest only once they are complete and verified. A set of blobs is a folder named by
+its digest. Each file of a model has its own name there, a hard link to the blob, so that llama.cpp finds all shards of
+a split model in one folder.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def _location_of(path: Path) -> str:
 
 
 def _path_at(location: str) -> Path:
-    """Returns the path of a location; the file may be missing. Raises ValueError for a location outside its folder."""
+    """Returns the path of a location; the file may be missing. Raises ValueError for a location that leads out of its
+    folder, and for a relative path."""
     prefix, _, rest = location.partition(":")
     if prefix == "demo":
         return demo_path() or Path(DEMO_FILE)
@@ -67,8 +68,9 @@ def _path_at(location: str) -> Path:
 
 
 def updated(entry: ModelEntry) -> ModelEntry:
-    """Returns an entry of the index with the present sizes and digest of its files. `missing` lists files that are
-    gone."""
+    """Returns an entry with the present size and digest of its files. `missing` lists shards and an adapter that are
+    gone. A projector or draft model that is gone becomes None. The digest is computed again only if nothing is missing
+    and a file is not named by its digest."""
     there = {path: path.stat().st_size for path in entry.all_files if os.path.isfile(path)}
     needed = (*entry.files, *filter(None, (entry.adapter,)))
     missing = tuple(path for path in needed if path not in there)
@@ -92,7 +94,8 @@ class Contents:
     """The contents of an index."""
 
     entries: dict[str, ModelEntry] = field(default_factory=dict)  # {name in lower case: entry as stored}
-    hidden: set[str] = field(default_factory=set)  # removed Hugging Face names whose files stay for other names
+    # removed Hugging Face names, in lower case, whose files stay for other names
+    hidden: set[str] = field(default_factory=set)
     is_intact: bool = True  # False: a part of the file could not be read
 
     def files(self) -> set[Path]:
@@ -108,8 +111,8 @@ class Index:
         self.path = folder / "models.json"
 
     def read(self) -> Contents:
-        """Returns the contents now, which are empty if there is no file. Repairs a damaged file and raises no
-        error."""
+        """Returns the contents now, which are empty if there is no file. Repairs a damaged file if it can be written.
+        Raises no error."""
         contents = self._load()
         if not contents.is_intact:
             with suppress(OSError, PullError), self.changed():  # a read-only folder keeps the damaged file
@@ -119,7 +122,7 @@ class Index:
     @contextmanager
     def changed(self) -> Iterator[Contents]:
         """Provides the contents, which may be changed inside the `with`, under the index's lock. At the end the
-        contents are written, unless the block raises. Raises PullError when the disk fails."""
+        contents are written if they have changed, unless the block raises. Raises PullError when the disk fails."""
         with disk_errors(f"the index {str(self.path)!r} cannot be written"):
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(self.folder / "models.lock", "a+b") as lock:
@@ -215,7 +218,7 @@ class BlobStore:
         self.folder = data_folder() / "blobs"
 
     def path(self, digest: str) -> Path:
-        """Returns the path of a blob. Raises ModelNameError for a text that is no digest, ModelNotFoundError for a
+        """Returns the path of a blob. Raises ModelNameError for a text that is not a digest, ModelNotFoundError for a
         missing blob."""
         if not self.has(digest):
             raise ModelNotFoundError(f"there is no blob {blob_name(digest)!r}; send it first.")
@@ -227,15 +230,15 @@ class BlobStore:
         return path.is_file() and not path.is_symlink()
 
     def writer(self, digest: str, size_bytes: int | None = None) -> BlobWriter:
-        """Returns a context manager that receives one blob. Raises PullError if `size_bytes` do not fit on the
-        disk."""
+        """Returns a context manager that receives one blob. Raises ModelNameError, and PullError if `size_bytes` do not
+        fit on the disk (None: unknown, not checked)."""
         return BlobWriter(self.folder, digest, size_bytes)
 
     def make_set(self, files: Mapping[str, str]) -> ModelEntry:
         """Makes a set of {file name: digest of a blob}. Returns the model in the set, without a name.
 
-        Raises ModelNotFoundError for a missing blob, ModelFormatError for files that are not a model, OptionError for
-        names that are not file names.
+        Raises ModelNotFoundError for a missing blob or shard, ModelFormatError for files that are not a model,
+        OptionError for names that are not file names.
         """
         named = _named(files)
         selection = select_files(named, repo="the list of files")
@@ -251,15 +254,16 @@ class BlobStore:
         return ModelEntry("", "own", paths, size_of(paths), digest, datetime.now(UTC), mmproj)
 
     def make_adapter(self, files: Mapping[str, str]) -> Path:
-        """Makes a set of one blob, an adapter given as {file name: digest}. Returns the adapter's path. Raises the
-        errors of `make_set`."""
+        """Makes a set of one blob, an adapter given as {file name: digest}. Returns the adapter's path. Raises
+        OptionError unless there is one file with a valid name, and ModelNotFoundError for a missing blob."""
         if len(files) != 1:
             raise OptionError(f"a model takes one adapter, but these are {len(files)}; merge them into one file.")
         ((name, blob),) = _named(files).items()
         return self._folder_of({name: blob}) / name
 
     def clean(self, used: Iterable[Path]) -> None:
-        """Removes sets that have no file in `used`, and the blobs to which only these sets were linked."""
+        """Removes sets that have no file in `used`, and blobs that were linked only in these sets. Keeps what cannot be
+        removed."""
         kept = {path.parent for path in used}
         for folder in list(sets_folder().iterdir()) if sets_folder().is_dir() else []:
             if folder in kept:
@@ -295,7 +299,7 @@ class BlobStore:
 
 
 def _named(files: Mapping[str, str]) -> dict[str, str]:
-    """Returns {file name: digest} with ".gguf" added to names that lack it. Raises OptionError for a text that is no
+    """Returns {file name: digest} with ".gguf" added to names that lack it. Raises OptionError for a text that is not a
     file name."""
     for name in files:
         if not _FILE_NAME.fullmatch(name) or ".." in name:

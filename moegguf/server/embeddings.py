@@ -1,12 +1,16 @@
-"""Endpoints for embeddings of texts, and for ranking documents by their scores for a query.
+"""Endpoints that compute embeddings of texts, and endpoints that rank documents by their scores for a query.
 
-Embeddings: OpenAI's /v1/embeddings, Ollama's /api/embed and the deprecated /api/embeddings, llama-server's /embeddings.
-In OpenAI's API a text may be a list of tokens, and the reply has numbers or little-endian float32 in base64. A text
-that is longer than the context is an error in OpenAI's API unless `truncate` is true, and in Ollama's API if it is
-false.
+Embeddings: OpenAI's /v1/embeddings, Ollama's /api/embed and the deprecated /api/embeddings, and llama-server's
+/embeddings. At OpenAI's and llama-server's endpoints a text may also be a list of tokens. OpenAI's endpoint replies
+with numbers, or with little-endian float32 in base64.
 
-/v1/rerank needs a reranker, a model whose pooling type is RANK. The endpoint accepts what llama-server accepts: a list
-`documents` as in Jina's and Cohere's APIs, or a list `texts` as in TEI. The reply to `texts` is a plain list.
+A text that is too long for the model is truncated if `truncate` is true, and is an error if it is false. `truncate` is
+false by default at /v1/embeddings and true at /api/embed. Ollama's /api/embeddings always truncates, and llama-server's
+/embeddings never does.
+
+/v1/rerank needs a reranker, which is a model whose pooling type is RANK. The endpoint accepts what llama-server
+accepts: a list `documents` as in Jina's and Cohere's APIs, or a list `texts` as in TEI. The reply to a body with only
+`texts` is a JSON list.
 """
 
 from __future__ import annotations
@@ -45,8 +49,9 @@ RERANK_PATHS = ("/rerank", "/reranking", "/v1/rerank", "/v1/reranking")
 
 
 def _shorten(vectors: npt.NDArray[np.float32], n_dimensions: int | None) -> npt.NDArray[np.float32]:
-    """Cuts each vector to its first `n_dimensions` and normalizes it again: (n, n_embd) to (n, n_dimensions). Returns
-    the vectors unchanged if `n_dimensions` is None, 0 or at least n_embd."""
+    """Cuts each vector to its first `n_dimensions` elements and scales it to length 1; a zero vector stays zero. The
+    shape changes from (n, n_embd) to (n, n_dimensions). Returns the vectors unchanged if `n_dimensions` is None, 0 or
+    at least n_embd, or if there are no vectors."""
     if not n_dimensions or not len(vectors) or n_dimensions >= vectors.shape[1]:
         return vectors
     cut = vectors[:, :n_dimensions]
@@ -75,8 +80,8 @@ class EmbeddingsBody(Loading):
     truncate: bool | None = None
 
     async def whole_reply(self, state: State) -> Json:
-        """Returns the reply, a normalized vector for each text. Raises HttpError 400 if the model has fewer
-        dimensions."""
+        """Returns the reply, with a normalized vector for each text. Raises HttpError 400 if `dimensions` is larger
+        than the number of dimensions of the model's vectors."""
         found, _ = await _embed_texts(state, self.model, self, self.input, truncate=bool(self.truncate))
         vectors = np.asarray(found.vectors, dtype="<f4").reshape(len(self.input), -1)
         n_embd = vectors.shape[1]
@@ -104,8 +109,8 @@ class _EmbedRequest(ModelBody, Loading):
 
 
 async def _embed(request: HttpRequest, body: _EmbedRequest) -> Json:
-    """Replies with a normalized vector for each text. In a list, texts may be empty. Without a text, only loads the
-    model."""
+    """Replies with a normalized vector for each text. Texts in a list may be empty. If `input` is absent or is an empty
+    string or list, loads the model and replies with an empty list."""
     texts = [text for text in (body.input,) if text] if isinstance(body.input, str) else body.input or []
     found, load_ns = await _compute(request, body, texts, truncate=body.truncate is not False, normalize=True)
     return {
@@ -122,8 +127,8 @@ class _EmbeddingRequest(ModelBody, Loading):
 
 
 async def _embedding(request: HttpRequest, body: _EmbeddingRequest) -> Json:
-    """Replies with the vector of one text, not normalized. Without a text, loads the model and replies with an empty
-    vector."""
+    """Replies with the vector of one text, not normalized. If there is no text or it is empty, loads the model and
+    replies with an empty vector."""
     texts = [body.prompt] if body.prompt else []
     found, _ = await _compute(request, body, texts, truncate=True, normalize=False)
     return {"embedding": np.asarray(found.vectors, np.float32)[0].tolist() if texts else []}
@@ -132,8 +137,8 @@ async def _embedding(request: HttpRequest, body: _EmbeddingRequest) -> Json:
 async def _compute(
     request: HttpRequest, body: _EmbedRequest | _EmbeddingRequest, texts: list[str], *, truncate: bool, normalize: bool
 ) -> tuple[Embeddings, int]:
-    """Returns the vectors of texts, and the nanoseconds for finding and loading the model. Raises HttpError 404, and
-    ContextError for a text that is too long."""
+    """Returns the vectors of texts, and the nanoseconds that finding and loading the model took. Raises HttpError 404
+    if there is no such model. Raises ContextError for a text that is too long if `truncate` is False."""
     state = request.app.state
     entry = await asyncio.to_thread(find, state.catalog, body.model)
     found_ns = body.age_ns
@@ -144,7 +149,8 @@ async def _compute(
 async def _embed_texts(
     state: State, model: Any, body: Loading, texts: list[Any], *, truncate: bool, normalize: bool = True
 ) -> tuple[Embeddings, float]:
-    """Returns the vectors of texts, and the seconds for loading the model. `model` is a name or an entry."""
+    """Returns the vectors of texts, and the seconds that loading the model took (0 if it was loaded already). `model`
+    is a name or an entry. If there are no texts, the model is only loaded."""
     async with state.manager.lease(model, body.overrides(), body.keep_alive_s()) as lease:
         num_ctx = sampling_of(lease.entry, body.options).num_ctx
         if not texts:
@@ -157,8 +163,8 @@ async def _embed_texts(
 
 
 class _NativeEmbeddingsBody(Loading):
-    """The body of /embeddings. `embd_normalize` is p of the p-norm by which each vector is divided. -1 divides by
-    nothing. 0 scales each vector so that its largest absolute value is NATIVE_MOST."""
+    """The body of /embeddings. Each vector is divided by its p-norm with p = `embd_normalize`. -1 leaves vectors
+    unchanged. 0 scales each vector so that its largest absolute value is NATIVE_MOST."""
 
     model: SelectedName = ""
     input: Annotated[Texts, AfterValidator(_not_empty)] = Field(validation_alias=AliasChoices("input", "content"))
@@ -166,7 +172,7 @@ class _NativeEmbeddingsBody(Loading):
 
 
 async def _native_embeddings(request: HttpRequest, body: _NativeEmbeddingsBody) -> list[Json]:
-    """Replies with one pooled vector for each text. Each vector is in a list, because llama-server can also send one
+    """Replies with one vector for each text. Each vector is wrapped in a list, because llama-server can also send one
     vector for each token."""
     model, power = selected_model(request.app.state, body.model), body.embd_normalize
     found, _ = await _embed_texts(request.app.state, model, body, body.input, truncate=False, normalize=False)
@@ -178,8 +184,8 @@ async def _native_embeddings(request: HttpRequest, body: _NativeEmbeddingsBody) 
 
 
 class _RerankBody(Loading):
-    """The body of /v1/rerank. An empty `model` selects the only loaded model. `documents` are texts or objects with a
-    key `text`."""
+    """The body of /v1/rerank. An empty `model` selects the only loaded model. `documents` are strings, or objects with
+    a string under `text`."""
 
     model: SelectedName = ""
     query: Annotated[str, Field(min_length=1)]
@@ -198,7 +204,8 @@ class _RerankBody(Loading):
 
 
 async def _rerank(request: HttpRequest, body: _RerankBody) -> Any:
-    """Replies with the scores of the documents for the query, best first, at most `top_n` of them."""
+    """Replies with the scores of the documents for the query, best first. Leaves out all but the best `top_n` documents
+    if the body has `top_n`."""
     texts = body.texts if body.documents is None else body.documents
     if not texts:
         raise HttpError(400, "documents: a list of texts is missing")

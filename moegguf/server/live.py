@@ -2,15 +2,16 @@
 
 `/live` sends one JSON object per line; with `?once=1` it sends one object for all models. It never loads a model.
 - One kind of line is a snapshot: a `moegguf.serving.events.Snapshot` with bytes in base64, and the state of its model
-  under `loaded`. Snapshots without changes are not sent.
-- The other kind is `{"loaded_models": [names]}`. It is sent first, at every change, and every HEARTBEAT_S. Its key
-  `loading` has the share that was read of each model that is being loaded. Without `model` in the query, only the first
-  name of each model is listed.
+  under `loaded`. Snapshots without visible changes are not sent.
+- The other kind is `{"loaded_models": [names]}`. It is sent first, at every change, and every HEARTBEAT_S. While models
+  are being loaded, it has a key `loading` with the share of each model that has been read. Without `model` in the
+  query, only the first name of each model is listed.
 
-`/budget` shows the memory for a loaded model's experts. PUT changes it: `expert_cache` and `vram_cache` have the forms
-of `--expert-cache` and `--vram-cache`, and are at most the budgets with which the model was loaded. `vram_cache`
-includes the buffers in which prompts are staged; their size, `staging_bytes` in the reply, does not change. A new
-budget takes effect between two passes of a running answer, changes no token, and lasts until the model is unloaded.
+`/budget` shows the memory for a loaded model's experts, and PUT changes it. `expert_cache` and `vram_cache` have the
+forms of `--expert-cache` and `--vram-cache`. A budget larger than at the model's load is reduced to that size.
+`vram_cache` includes the buffers in which prompts are staged; their size, `staging_bytes` in the reply, does not
+change. A new budget takes effect between two passes of a running answer and changes no token. It lasts until the model
+is unloaded, and longer if waiting requests load the model again.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ from moegguf.serving.events import LoadedModel, Snapshot
 from moegguf.serving.memory_budget import planned_budgets
 from moegguf.serving.model_manager import ModelManager
 
-HEARTBEAT_S = 5.0  # longest time between two lines with loaded models
+HEARTBEAT_S = 5.0  # seconds after which a line with the loaded models is sent again without a change
 MAX_SNAPSHOTS_PER_S = 20.0
-POLL_S = 0.5  # longest time between two checks of the loaded models
+POLL_S = 0.5  # longest pause in seconds between two checks of the loaded models
 
 
 async def _live(request: HttpRequest) -> Response:
-    """Replies with snapshots of loaded models. The query may have `model` (default: all loaded models), `per_s`
-    (snapshots per second) and `once`."""
+    """Replies with a stream of snapshots, or with one object for all loaded models if the query has `once=1`. For a
+    stream the query may have `model` (default: all loaded models) and `per_s` (snapshots per second; default: 4)."""
     state, query = request.app.state, request.query_params
     if query.get("once", "0") not in ("", "0"):
         return JSONResponse({"models": await _current_state(state.manager)})
@@ -62,8 +63,8 @@ async def _live(request: HttpRequest) -> Response:
 
 
 async def _current_state(manager: ModelManager) -> list[dict[str, Any]]:
-    """Returns the state of each loaded model, with its snapshot under `snapshot`. The snapshot is None if the model has
-    just been unloaded."""
+    """Returns the state of each loaded model, with its snapshot under `snapshot`. The snapshot is None if the model is
+    being unloaded or has just been unloaded."""
     loaded, before = manager.loaded(), await _snapshots(manager, None, MAX_SNAPSHOTS_PER_S)
     await asyncio.sleep(1 / MAX_SNAPSHOTS_PER_S)
     now = await _snapshots(manager, None, MAX_SNAPSHOTS_PER_S)
@@ -72,7 +73,8 @@ async def _current_state(manager: ModelManager) -> list[dict[str, Any]]:
 
 
 async def _snapshots(manager: ModelManager, entry: ModelEntry | None, per_s: float) -> dict[str, Snapshot]:
-    """Returns {model: current snapshot}, for a client that reads `per_s` snapshots per second."""
+    """Returns {name: current snapshot} for the model `entry`, or for all loaded models if it is None. `per_s` is the
+    number of snapshots per second that the client reads."""
     return {snapshot.model: snapshot for snapshot in await manager.snapshots(entry, 2 / per_s + POLL_S)}
 
 
@@ -102,7 +104,7 @@ async def snapshot_lines(
                 if (model := loaded.get(name)) is None:
                     continue
                 snapshot = now.since(before.get(name))
-                # Clients also display these figures, so a change of one of them is sent.
+                # Clients also display these figures, so a change in one of them sends a snapshot.
                 figures = model.queue, model.stopping, model.expert_cache_bytes, model.vram_cache_bytes
                 tokens = snapshot.stats.tokens, model.last_answer_s
                 visible = snapshot.state, snapshot.busy, snapshot.layers, *tokens, *figures
@@ -118,7 +120,7 @@ def _snapshot_object(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def _loaded_object(loaded: LoadedModel, *, whole: bool = False) -> dict[str, Any]:
-    """Returns a loaded model and its budget as JSON, with `whole` including the model's statistics and plan."""
+    """Returns a loaded model and its budgets as a JSON object. `whole` adds the model's statistics and plan."""
     found = {
         **vars(loaded),
         **_budget_object(loaded),
@@ -138,8 +140,8 @@ class _BudgetRequest(BaseModel):
 
 
 async def _put_budget(request: HttpRequest) -> Response:
-    """Changes the budgets of a loaded model. Raises HttpError 400 for a budget that is invalid, too small or too
-    large."""
+    """Changes the budgets of a loaded model, and replies with them. Raises HttpError 400 if there is no budget in the
+    body, or if a budget is invalid, too small, or larger than the free memory allows."""
     body = await read_body(request, _BudgetRequest)
     if body.expert_cache is None and body.vram_cache is None:
         raise HttpError(400, "a budget needs expert_cache or vram_cache, but neither is given")
@@ -162,8 +164,8 @@ async def _get_budget(request: HttpRequest) -> Response:
 
 
 def _budget_object(loaded: LoadedModel) -> dict[str, Any]:
-    """Returns the memory that a loaded model's experts have, the maximum that they can get, and the memory of the whole
-    model, in bytes."""
+    """Returns a JSON object with the bytes and slots that a loaded model's experts have. It also has the maximum bytes
+    that PUT /budget can set, and the bytes of the whole model."""
     slot_bytes, staging_bytes = loaded.plan.get("slot_bytes", 0), loaded.plan.get("staging_bytes", 0)
     most = planned_budgets(loaded.plan)
     in_vram = max(0, loaded.vram_cache_bytes - staging_bytes)

@@ -1,11 +1,12 @@
 """llama-server's own endpoints, for its clients and for health checks.
 
-llama-server has one model. Here `model` in the body or query selects a model; the default is the only loaded model.
+Where an endpoint needs a model, `model` in the body or query selects it; the default is the only loaded model.
 
-Models and tokens: /health, /props, /slots, /tokenize, /detokenize. vLLM's names of fields are accepted, too, and there
-is vLLM's /tokenizer_info, which lm-eval reads. Text: /completion (continues a prompt without a template), /infill
-(fills the gap between two texts) and /apply-template (returns the prompt of a conversation). These endpoints accept the
-sampling options of /v1/completions, and ignore options of unknown samplers.
+Models and tokens: /health, /props, /slots, /lora-adapters, /tokenize, /detokenize. The endpoint /tokenize also accepts
+vLLM's names of fields, and /tokenizer_info is vLLM's endpoint, which lm-eval reads. Text: /completion (continues a
+prompt without a template), /infill (fills the gap between two texts) and /apply-template (returns the prompt of a
+conversation). Both /completion and /infill accept the sampling options of /v1/completions, and ignore options of
+unknown samplers.
 """
 
 from __future__ import annotations
@@ -66,13 +67,14 @@ from moegguf.settings import data_folder
 MAX_FILES = 256
 SLOT_ACTIONS = ("save", "restore", "erase")
 SLOT_FILE = re.compile(r"[\w-][\w.-]{0,199}", re.ASCII)
-STOP_TYPES = {"stop": "eos", "length": "limit"}  # {why an answer ended: llama-server's `stop_type`}
+STOP_TYPES = {"stop": "eos", "length": "limit"}  # {`finish` of an answer: llama-server's `stop_type`}
 
 # Models and tokens
 
 
 async def _health(request: HttpRequest) -> Response:
-    """Replies with the server's state. Raises HttpError 503 while models that were named at its start are loaded."""
+    """Replies with the status "ok", or with "degraded" and the failed reads of each loaded model that had some. Raises
+    HttpError 503 while the models that were named at the server's start are being loaded."""
     check_loaded(request.app.state)
     failed = {model.name: n for model in request.app.state.manager.loaded() if (n := model.stats.read_errors)}
     return JSONResponse({"status": "degraded", "read_errors": failed} if failed else {"status": "ok"})
@@ -86,8 +88,8 @@ def _shared_lease(request: HttpRequest, model: str | None) -> Lease:
 
 
 async def _selected(request: HttpRequest) -> tuple[ModelEntry, Details, LoadedModel | None]:
-    """Returns the model in `?model=`, by default the only loaded model. The third value is the model's state, or None
-    if the model is not loaded."""
+    """Returns the entry and the details of the model in `?model=`, by default the only loaded model. The third value is
+    the loaded model, or None if the selected model is not in memory."""
     entry, known = await look_up(request.app.state, request.query_params.get("model"))
     return entry, known, loaded_of(request.app.state, entry)
 
@@ -115,7 +117,8 @@ async def _props(request: HttpRequest) -> Response:
 
 async def _slots(request: HttpRequest) -> Response:
     """Replies with a list of llama-server's slots: one for each request that the model can answer at once, busy slots
-    first. With `?fail_on_no_slot=1` raises HttpError 503 if all are busy."""
+    first. The list is empty if the model is not loaded. With `?fail_on_no_slot=1` raises HttpError 503 if all slots are
+    busy."""
     entry, _, loaded = await _selected(request)
     if loaded is None:
         return JSONResponse([])
@@ -131,8 +134,8 @@ class _SlotBody(Body):
 
 
 async def _change_slot(request: HttpRequest) -> Response:
-    """Saves, restores or erases one of llama-server's slots: the computed context of one parallel request. Saved slots
-    are files in the data folder, in one folder for each owner."""
+    """Saves, restores or erases the computed context in one of llama-server's slots, as `?action=` selects. Saved
+    contexts are files in the data folder, in one folder for each owner. Clients without an owner share a folder."""
     action, slot = request.query_params.get("action"), request.path_params["slot"]
     if action not in SLOT_ACTIONS:
         raise HttpError(400, f"action: must be {', '.join(SLOT_ACTIONS)}, but is {action!r:.40}")
@@ -163,7 +166,8 @@ async def _change_slot(request: HttpRequest) -> Response:
 
 
 def _bytes_in(folder: Path) -> int:
-    """Returns the bytes of all files in the subfolders of a folder, or 0 if the folder does not exist."""
+    """Returns the total size in bytes of the files in the direct subfolders of a folder, or 0 if the folder does not
+    exist."""
     return sum(path.lstat().st_size for path in folder.glob("*/*"))
 
 
@@ -194,12 +198,13 @@ class _TokenizeBody(Body):
 
 
 async def _tokenize(request: HttpRequest, body: _TokenizeBody) -> Json:
-    """Replies with the tokens of a text. As in llama-server, `add_special` adds BOS, and `parse_special` recognizes the
-    names of special tokens in the text."""
+    """Replies with the tokens of a text. As in llama-server, `add_special` (default: false) adds BOS if the model uses
+    it. `parse_special` (default: true) reads the names of special tokens in the text as these tokens."""
     special = body.parse_special is not False
     async with _shared_lease(request, body.model) as lease:
         tokens = await lease.tokenize(body.content, special=special)
-        bos = await lease.tokenize("", special=True)  # [BOS] if the model uses it, else []
+        # special tokens around an empty text: usually [BOS], or [] if the model adds none
+        bos = await lease.tokenize("", special=True)
         if special and not body.add_special:
             tokens = tokens[len(bos) :]
         elif body.add_special and not special:
@@ -211,7 +216,7 @@ async def _tokenize(request: HttpRequest, body: _TokenizeBody) -> Json:
 
 
 def _piece(piece: bytes) -> str | list[int]:
-    """Returns the text of a token, or its bytes if the token is only a part of a character."""
+    """Returns the text of a token, or a list of its bytes if they are not UTF-8, as in a part of a character."""
     try:
         return piece.decode()
     except UnicodeDecodeError:
@@ -230,7 +235,8 @@ async def _detokenize(request: HttpRequest, body: _DetokenizeBody) -> Json:
 
 
 async def _tokenizer_info(request: HttpRequest) -> Response:
-    """Replies with a model's special tokens and chat template, with vLLM's names."""
+    """Replies with a model's BOS, EOS and padding tokens, chat template and training context length, with vLLM's names.
+    A token that the file does not name is None."""
     entry, known, _ = await _selected(request)
 
     async def work() -> Json:
@@ -248,8 +254,9 @@ async def _tokenizer_info(request: HttpRequest) -> Response:
 
 
 def _biases_of(given: Any) -> Any:
-    """Reads `logit_bias`, an object or a list of pairs, as {token id or text: bias}. A bias of false becomes -100, so
-    that the token is never chosen. Raises ValueError."""
+    """Converts `logit_bias`, an object or a list of pairs, to {token id or text: bias}. A bias of false becomes -100,
+    with which the token is practically never chosen. Returns a value of another type unchanged. Raises ValueError for a
+    bad pair or token id."""
     pairs = given = without_nulls(given)
     if isinstance(given, dict):
         pairs = [[int(key) if key.isascii() and key.isdigit() else key, bias] for key, bias in given.items()]
@@ -267,14 +274,14 @@ def _biases_of(given: Any) -> Any:
 class _NativeBody(chat.GenerationBody):
     """The fields that /completion and /infill share.
 
-    The tags are the texts between which the model thinks. The model's own tags count unless both a start tag and an end
-    tag are given. When the thinking budget is used up, the first end tag is forced.
+    The reasoning tags are the texts between which the model thinks. The model's own tags count unless both a start tag
+    and an end tag are given. When the thinking budget is used up, the first end tag is forced.
     """
 
     limit = limits.BODY_BYTES
 
     model: SelectedName = ""
-    # -1, -2: until the model ends or the context is full; 0: only evaluates the prompt
+    # maximum number of tokens; -1, -2: no maximum; 0: only evaluates the prompt; None: `max_tokens` applies
     n_predict: Annotated[Whole, Field(ge=-2, le=MAX_ANSWER_TOKENS)] | None = None
     n_keep: Annotated[Whole, Field(ge=-1, le=MAX_ANSWER_TOKENS)] | None = None
     n_probs: chat.TopLogprobs | None = None
@@ -318,7 +325,7 @@ class _ExtraFile(Body):
 
 
 class _InfillBody(_NativeBody):
-    """The body of /infill. The gap lies between `prompt`, which follows `input_prefix`, and `input_suffix`."""
+    """The body of /infill. The gap lies between `input_prefix` followed by `prompt`, and `input_suffix`."""
 
     input_prefix: str
     input_suffix: str
@@ -332,12 +339,13 @@ class _InfillBody(_NativeBody):
 
 
 class _NativeReply(Reply):
-    """The reply of /completion and /infill: one object, or a list of objects if there are several answers."""
+    """The reply of /completion and /infill. If it is not streamed, it is one object, or a list of objects for several
+    answers."""
 
     def __post_init__(self) -> None:
         self._prompts = [request.prompt or "" for request in self.requests]
         self._index = 0  # index of the current answer
-        self._has_line = False  # True if the current answer contains a newline
+        self._has_line = False  # True if the current answer contains a newline so far
         self._biases = dict(self.requests[0].sampling.logit_bias)
         self._answers: list[Json] = []
 
@@ -418,7 +426,9 @@ class _AdaptersBody(Body):
 
 
 async def _set_adapters(request: HttpRequest) -> Response:
-    """Sets the scale of the model's LoRA adapter for requests without `lora`. The scale lasts until the server ends."""
+    """Sets the scale of the model's LoRA adapter for requests without `lora`, until the server ends. An adapter that
+    the body does not list gets the scale 0. Raises HttpError 501 in front of Ray's replicas, which share no
+    scales."""
     scales: dict[str, float] | None = request.app.state.lora_scales
     if scales is None:
         raise HttpError(501, "replicas share no scales; send `lora` with each request")

@@ -1,8 +1,8 @@
 """GET /metrics: statistics of all models in Prometheus' text format 0.0.4, written by prometheus_client.
 
-Metrics `llamacpp:*` have llama-server's names and sum over all models. Metrics `moegguf_*` have a label with the model.
-Counters never decrease: the counts of an unloaded model stay in its total. Names follow Prometheus: base units, and
-`_total` for counters.
+Metrics `llamacpp:*` have llama-server's names and cover all models together. Metrics `moegguf_*` have a label with the
+model. Counters do not decrease while the server runs: the counts of an unloaded model stay in its total. Names follow
+Prometheus: base units, and `_total` for counters.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class CounterSpec(NamedTuple):
     name: str
     help: str
     fields: Mapping[str, str]  # {value of the label `by`: field of the statistics}
-    by: str = ""  # name of the label; "": there is one field, and no label
+    by: str = ""  # name of a label in addition to the model's; "": there is one field and no such label
 
 
 COUNTS = (
@@ -79,7 +79,7 @@ DRIVE_COUNTS = (
     CounterSpec("drive_reads", "Reads from it.", {"": "reads"}),
 )
 
-# Rows of name, help text and field of `AnswerSummary`. The field "answers" is the number of answers.
+# Rows of name, help text and field of `AnswerSummary`. "answers" is no such field; it counts the finished answers.
 ANSWERS = (
     ("answers", "Finished answers.", "answers"),
     ("prompt_tokens", "Tokens of prompts that were evaluated.", "prompt_tokens"),
@@ -95,8 +95,8 @@ Family = tuple[str, str, Sequence[str], Sequence[tuple[Sequence[str], float]]]
 
 
 class Totals:
-    """Counts since the server's start, of loaded and unloaded models. All calls must come from one event loop. `stats`
-    has the sum of the statistics of all processes of each model."""
+    """Counts since the server's start, of loaded and unloaded models. `add` and `update` must be called on one event
+    loop. `stats` has the sum of the statistics of all processes of each model."""
 
     def __init__(self) -> None:
         self.answers: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -110,7 +110,8 @@ class Totals:
             self.answers[model][field] += figures[field]
 
     def prompt_tokens(self, model: str) -> dict[str, int]:
-        """Returns how many prompt tokens of a model were computed, reused from memory, and read from disk."""
+        """Returns how many prompt tokens of a model's finished answers were computed, reused from memory, and read from
+        disk."""
         known: Mapping[str, float] = self.answers.get(model, {})
         cached, disk = (int(known.get(field, 0)) for field in ("cached_tokens", "disk_tokens"))
         return {"computed": int(known.get("prompt_tokens", 0)), "memory": cached - disk, "disk": disk}
@@ -124,12 +125,13 @@ class Totals:
 
 
 def _tiers(models: Iterable[tuple[str, Stats]]) -> list[tuple[tuple[str, ...], TierStats]]:
-    """Returns the statistics of all tiers of models, each with its labels: model, tier, device."""
+    """Returns a pair for each tier of each model: the values of its labels (model, tier, device), and its
+    statistics."""
     return [((name, tier.name.lower(), tier.device), tier) for name, stats in models for tier in stats.tiers]
 
 
 def _resident_bytes(pid: int) -> int:
-    with suppress(psutil.Error):  # the process has just ended
+    with suppress(psutil.Error):  # the process may have just ended
         return int(psutil.Process(pid).memory_info().rss)
     return 0
 
@@ -230,8 +232,8 @@ def exposition(totals: Totals, loaded: Iterable[LoadedModel]) -> str:
 
 
 def record(state: State, model: str, event: Event) -> None:
-    """Counts an answer when its event is `Done`. Also updates the statistics of all loaded models, since a model may be
-    unloaded before the next scrape. `state` is the application's state."""
+    """Counts an answer if `event` is `Done`, and then also updates the statistics of all loaded models, since a model
+    may be unloaded before the next scrape. Ignores other events. `state` is the application's state."""
     if isinstance(event, Done):
         state.totals.add(model, event.summary)
         state.totals.update(state.manager.loaded())

@@ -1,7 +1,7 @@
 """GET /v1/models and /v1/models/{id}: the available models in OpenAI's format, with llama-server's `meta`.
 
-A client that sends Anthropic's header gets Anthropic's format. An id is a name with a tag. It may contain slashes and
-colons, escaped or not. The reply about one model repeats the id in the request.
+A client that sends Anthropic's header gets Anthropic's format. An id in the list is a name with a tag. In a path, the
+id may contain slashes and colons, escaped or not. The reply about one model repeats the id in the request.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from moegguf.server.common.options import details_or_none, find
 from moegguf.server.common.replies import page
 
 DEFAULT_OWNER = "library"  # owner of a model whose name has no namespace, as in Ollama
-DEFAULT_LISTED, MAX_LISTED = 20, 1000  # models on one page in Anthropic's API
+DEFAULT_LISTED, MAX_LISTED = 20, 1000  # default and maximum number of models on one page in Anthropic's API
 
 
 def _described(entry: ModelEntry, is_anthropic: bool) -> dict[str, Any]:
-    """Returns a model in Anthropic's or OpenAI's format. Facts from the model's file are missing if the file cannot be
-    read."""
+    """Returns a model in Anthropic's or OpenAI's format. If the model's file cannot be read, facts from the file are
+    None in Anthropic's format and absent in OpenAI's."""
     known = details_or_none(entry)
     if is_anthropic:
         return {

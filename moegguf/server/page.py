@@ -1,8 +1,9 @@
 """Serves `/` (the web page for browsers, a line of text for other clients) and the files of the page, which need no
 build step.
 
-The content security policy lets the page load only from this server, and parse no text as HTML. The page gets its data
-from /api, /live, /budget and /pdf-text.
+The content security policy lets the page load resources only from this server, and pictures also from data URLs. It
+stops the page's scripts from parsing text as HTML. The page gets its data from /api, /live, /budget, /props and
+/pdf-text.
 """
 
 from __future__ import annotations

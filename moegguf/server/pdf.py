@@ -41,7 +41,8 @@ async def _pdf_text(request: Request) -> Response:
 
 
 async def _read(data: bytes) -> dict[str, Any]:
-    """Returns the object that the child process writes for a PDF file, or {"error"} if the process fails."""
+    """Returns the object that the child process writes for a PDF file. Returns {"error"} if the process fails or takes
+    longer than MAX_S."""
     child = await asyncio.create_subprocess_exec(
         *COMMAND, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=child_environment()
     )

@@ -39,7 +39,8 @@ def read_pdf(data: bytes) -> dict[str, Any]:
 
 
 def _bounded(pages: Iterator[str]) -> Iterator[str]:
-    """Yields the texts of the pages, each followed by an empty line, up to MAX_CHARS characters."""
+    """Yields the text of each page that has text, followed by an empty line. The texts together have at most MAX_CHARS
+    characters."""
     left = MAX_CHARS
     for page in pages:
         text = page.strip()[:left]

@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 BACKLOG = 2048
 DRAIN_S = 3  # seconds that running answers have at shutdown, before they are cancelled
 CANCELLED_S = 1.0  # seconds in which requests that were cancelled at shutdown can send their errors
-MAX_UNSENT_BYTES = 16 << 20  # bytes buffered for a slow client, so that it does not block the model
-USER_TIMEOUT_MS = 60_000  # a client that acknowledges no data for this time is disconnected
+MAX_UNSENT_BYTES = 16 << 20  # bytes buffered for a slow client before its response waits
+USER_TIMEOUT_MS = 60_000  # milliseconds; a client that acknowledges no sent data for this time is disconnected
 HEADERS_S = 30.0  # seconds in which a request's headers must arrive
 REFUSED_HEADERS_S = 2.0  # seconds in which headers must arrive on a connection that will be refused
 MAX_DESCRIPTORS = 1 << 16
@@ -49,7 +49,8 @@ class StartError(MoeggufError, OSError):
 
 
 def listen(host: Host) -> socket.socket:
-    """Returns a listening socket. Raises StartError if the port is in use or the address is not of this machine."""
+    """Returns a listening socket. Raises StartError if the server cannot listen on the address, for example because the
+    port is in use."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host.host, host.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -71,8 +72,8 @@ def listen(host: Host) -> socket.socket:
 
 
 def _max_connections() -> int:
-    """Raises this process's limit of file descriptors as far as allowed, and returns how many connections it can hold
-    apart from reserved descriptors."""
+    """Raises this process's limit of file descriptors as far as allowed, up to MAX_DESCRIPTORS. Returns the number of
+    connections for which descriptors are left, apart from reserved and refused ones."""
     given, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, most = (MAX_DESCRIPTORS if n == resource.RLIM_INFINITY else n for n in (given, hard))
     if soft < (wanted := min(most, MAX_DESCRIPTORS)):
@@ -89,17 +90,18 @@ async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 class Protocol(H11Protocol):
-    """One connection of a client. A slow client never blocks the model, and an inactive client is disconnected.
+    """One connection of a client. A client that sends no headers or acknowledges no data for too long is disconnected.
 
-    If more than `max_connections` are open, the connection gets an error for every request. If more than
-    REFUSED_CONNECTIONS such connections are open, it is closed at once.
+    A connection beyond `max_connections` gets an error for every request. If there are more than REFUSED_CONNECTIONS
+    such connections, a new one is closed at once.
     """
 
     max_connections = math.inf
     _headers_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # h11's is wider
-        """Refuses a connection beyond the limit. Otherwise sets buffer limits and timeouts of the socket."""
+        """Closes or refuses a connection beyond the limits. Sets the buffer limit and the timeouts of a connection that
+        is not closed."""
         super().connection_made(transport)
         n_beyond = len(self.connections) - self.max_connections
         if n_beyond > REFUSED_CONNECTIONS:
@@ -121,7 +123,7 @@ class Protocol(H11Protocol):
         self._headers_timer = None if most_s is None else self.loop.call_later(most_s, self.transport.close)
 
     def handle_events(self) -> None:
-        """Stops the timer for headers when a request has arrived."""
+        """Stops the timer for headers when a request's headers have arrived."""
         super().handle_events()
         if self.cycle is not None and not self.cycle.response_complete:
             self._limit_headers(None)
@@ -137,7 +139,8 @@ class Protocol(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Replies with JSON to invalid HTTP or too long headers, unless a reply has begun. Closes the connection."""
+        """Replies with JSON and status 400 to invalid HTTP or too long headers, unless a reply has begun. Closes the
+        connection."""
         if self.cycle is not None:
             self.cycle.disconnected = True  # invalid bytes in a running request: stops the request's own reply
         body = dumps({"error": f"bad request: {msg.lower()}"}).encode()
@@ -164,14 +167,15 @@ class QuietServer(Server):
         self._on_end = on_end
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Starts to serve on the listening socket, then calls `on_start`."""
+        """Starts to serve on the listening socket, then calls `on_start` unless the startup has failed."""
         await super().startup(sockets=[self._listener])
         if self.started:
             self._listener.listen(BACKLOG)  # asyncio has set the socket's backlog to 1
             self._on_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Calls `on_end`, lets running answers end, and waits until cancelled requests have sent their errors."""
+        """Calls `on_end`, and waits up to DRAIN_S until running answers have ended. Then cancels answers that still
+        run, and waits up to CANCELLED_S until cancelled requests have sent their errors."""
         self._on_end()
         # The clients of cancelled requests get an error, so the log needs no tracebacks.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
@@ -192,7 +196,8 @@ class QuietServer(Server):
 
 
 async def _preload(manager: ModelManager, models: Sequence[ModelEntry]) -> None:
-    """Loads models one after another, and keeps them loaded. If a model cannot be loaded, the log has the error."""
+    """Loads models one after another, and keeps each loaded unless a later request sets a keep-alive time. If a model
+    cannot be loaded, the log has the error."""
     for model in models:
         try:
             manager.kept.add(model.name)
@@ -211,7 +216,8 @@ class _JsonFormatter(logging.Formatter):
 
 
 def _start_logging(level: str, form: str) -> None:
-    """Writes moegguf's log records of this level and above to stderr, and warnings of other packages."""
+    """Sends log records to stderr: moegguf's of this level and above, and other packages' of level WARNING and above.
+    `form` "json" writes them as JSON."""
     handler = logging.StreamHandler()
     text = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
     handler.setFormatter(_JsonFormatter() if form == "json" else text)
@@ -224,7 +230,8 @@ def run_server(
     settings: Settings, listener: socket.socket, on_listening: Callable[[], None], models: Sequence[ModelEntry] = ()
 ) -> int:
     """Serves until SIGINT or SIGTERM. Calls `on_listening` when requests are accepted, and then loads `models`, which
-    clients may use in addition to the catalog's models. Returns the exit code."""
+    clients may use in addition to the catalog's models. Returns the exit code: 0, or 1 if the server could not
+    start."""
     catalog = Catalog(paths=False, given=models)  # if names could be paths, clients could read any file
     manager = ModelManager(catalog, settings)
     app = make_app(manager, catalog, settings)

@@ -1,5 +1,5 @@
-"""HTTP responses: a stream of lines (NDJSON or server-sent events) or one JSON object; and parts of JSON objects that
-more than one API has.
+"""HTTP responses that send a stream of lines (NDJSON or server-sent events) or one JSON value, and parts of JSON
+objects that several APIs share.
 
 Each response stops its work when the client disconnects. An error before the first byte sets the HTTP status. A later
 error becomes the last line of the stream.
@@ -27,7 +27,7 @@ from moegguf.server.common import limits
 from moegguf.server.common.body import read_body
 from moegguf.server.common.errors import HttpError, error_response, http_error
 
-MIN_LOGPROB = -9999.0  # sent for minus infinity, which JSON cannot express
+MIN_LOGPROB = -9999.0  # lowest log probability that is sent, also for minus infinity, which JSON cannot express
 
 Lines = AsyncGenerator[bytes, None]
 ErrorLine = Callable[[HttpError, str], bytes]
@@ -40,12 +40,12 @@ def dumps(value: Any) -> str:
 
 
 def json_line(value: Any) -> bytes:
-    """Returns a value as one line of JSON, for a LineResponse."""
+    """Returns a value as JSON in UTF-8 with a newline at the end: one line of a LineResponse."""
     return to_utf8(dumps(value)) + b"\n"
 
 
 def event_line(data: Mapping[str, Any], name: str = "") -> bytes:
-    """Returns a server-sent event with `data` as JSON; with an empty `name` the event has no name."""
+    """Returns a server-sent event in UTF-8 whose data is `data` as JSON. If `name` is empty, the event has no name."""
     return to_utf8(f"{f'event: {name}' if name else ''}\ndata: {dumps(data)}\n\n".lstrip())
 
 
@@ -57,12 +57,12 @@ async def end(*tasks: asyncio.Task[None]) -> None:
 
 
 class LineResponse(Response):
-    """A response that sends each item of `lines` as soon as it comes: server-sent events with a `ping_line`, else lines
-    of JSON.
+    """A response that sends each item of `lines` as soon as `lines` yields it. The content type is text/event-stream if
+    there is a `ping_line`, and application/x-ndjson otherwise.
 
-    `ping_line` is sent every PING_S seconds, so that the connection stays open. `error_line` returns the last line
-    after an error in mid-stream; the default is the error's JSON. `lines` is always closed, also when the client
-    disconnects.
+    A `ping_line` is sent every PING_S seconds, so that the connection stays open. `error_line` makes the last line
+    after an error in mid-stream; its default makes a line with the error's JSON. `lines` is closed at the end, even if
+    the client disconnects.
     """
 
     ping_line = b""
@@ -82,7 +82,7 @@ class LineResponse(Response):
         disconnect = asyncio.create_task(self._wait_for_disconnect(receive, send))
         try:
             await asyncio.wait((work, disconnect), return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:  # the server shuts down, and its time for running answers is over
+        except asyncio.CancelledError:  # the server is shutting down and no longer waits for running answers
             await end(work, disconnect)
             await self._fail(BusyError("the server is shutting down; try again later."), scope, receive, send)
             return
@@ -123,7 +123,7 @@ class LineResponse(Response):
 
 
 class WholeResponse(LineResponse):
-    """A response with the object that `answer` computes, as JSON. `answer` is cancelled if the client disconnects."""
+    """A response whose body is the result of `answer` as JSON. `answer` is cancelled if the client disconnects."""
 
     _started = False
 
@@ -142,8 +142,8 @@ class WholeResponse(LineResponse):
 def computed(
     path: str, kind: type[Kind], compute: Callable[[HttpRequest, Kind], Awaitable[Any]], limit: int = limits.BODY_BYTES
 ) -> Route:
-    """Returns an endpoint for POST requests at `path`. The endpoint replies with the JSON of the object that `compute`
-    returns for a body, and cancels `compute` if the client disconnects."""
+    """Returns a route for POST requests at `path`, whose bodies are a `kind` of at most `limit` bytes. The reply is the
+    value that `compute` returns for the body, as JSON. `compute` is cancelled if the client disconnects."""
 
     async def respond(request: HttpRequest) -> Response:
         return WholeResponse(compute(request, await read_body(request, kind, limit)))
@@ -152,13 +152,13 @@ def computed(
 
 
 def to_ns(seconds: float) -> int:
-    """Converts seconds to whole nanoseconds, the unit of Ollama's API."""
+    """Converts seconds to whole nanoseconds, the unit of durations in Ollama's API."""
     return round(seconds * 1e9)
 
 
 def logprob_objects(logprobs: Iterable[TokenLogprob], *, with_ids: bool = False) -> list[dict[str, Any]]:
-    """Returns the list of tokens with log probabilities that a chat reply has. If a character is split between tokens,
-    each token has its own part of the bytes."""
+    """Returns one JSON object per token, as in the `logprobs` of OpenAI's chat replies. `with_ids` adds the ids of
+    tokens. If a character is split between tokens, each object has only the bytes of its own token."""
 
     def token_object(chance: TokenChance) -> dict[str, Any]:
         number = {"id": chance.token} if with_ids else {}
@@ -169,8 +169,8 @@ def logprob_objects(logprobs: Iterable[TokenLogprob], *, with_ids: bool = False)
 
 
 def moe_object(stats: Stats) -> dict[str, Any]:
-    """Returns the cost of an answer's experts: hit rate, lookups, bytes read, stall time in ns. The object is moegguf's
-    addition to replies of other APIs."""
+    """Returns the statistics of experts that moegguf adds to replies of other APIs. These are the hit rate, the number
+    of lookups, the bytes read in all and per token, and the stall time in ns."""
     return {
         "hit_rate": round(stats.hit_rate, 6),
         "lookups": stats.lookups,
@@ -205,10 +205,13 @@ def usage(n_input: int, n_cached: int, n_output: int, n_thinking: int, **details
 def page(
     request: HttpRequest, objects: Sequence[dict[str, Any]], most: int, default: int, suffix: str = ""
 ) -> dict[str, Any]:
-    """Returns one page of a list: at most `limit` of `objects`, after the id in `after` or before the id in `before`.
+    """Returns one page of a list as a JSON object, with at most `limit` of `objects`. The page begins after the object
+    with the id `after`, or ends before the object with the id `before`. Without either id, the page is the beginning of
+    the list.
 
-    These three values come from the request's query, where `after` and `before` have the `suffix` at the end of their
-    names. `default` is the default of `limit`, `most` its maximum. Raises HttpError 400.
+    `limit`, `after` and `before` come from the request's query, where the names of the ids end with `suffix`. `default`
+    and `most` are the default and the maximum of `limit`. Raises HttpError 400 for an invalid `limit`, for an id that
+    is not in the list, and if both ids are given.
     """
     query = request.query_params
     text = query.get("limit") or str(default)

@@ -1,4 +1,4 @@
-"""Brings the target of an HTTP request (a path or a whole URL) into one form, before access checks and routing."""
+"""Reduces the target of an HTTP request (a path or a whole URL) to a path, before access checks and routing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moegguf.server.common.errors import HttpError, error_response
 
-URL = re.compile(rb"https?://([^/@]+)(/.*)?", re.IGNORECASE | re.DOTALL)  # the target has no query here
+URL = re.compile(rb"https?://([^/@]+)(/.*)?", re.IGNORECASE | re.DOTALL)  # matches a target without its query
 ALIASES = {
     **{
         path: f"/v1{path}"
@@ -25,7 +25,8 @@ ALIASES = {
 
 def with_plain_target(app: ASGIApp) -> ASGIApp:
     """Middleware that reduces a request's target to a path. The host in a whole URL replaces the Host header (RFC 9112,
-    3.2.2). Slashes at the end of a path are removed, and an alias becomes the path of its endpoint."""
+    3.2.2). Slashes at the end of a path other than "/" are removed, and an alias becomes the path of its endpoint. A
+    target that is neither a path, a whole URL nor "*" gets a reply with status 400."""
 
     async def handle(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":

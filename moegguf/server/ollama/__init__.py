@@ -1,6 +1,7 @@
 """Ollama's API, below /api.
 
-Promises: requests and replies in the format of Ollama's own server (api/types.go). Does not know OpenAI's API.
+Promises: requests and replies have the format of Ollama's own server (api/types.go), with a few additional fields. This
+package does not know about OpenAI's API.
 """
 
 from moegguf.server.ollama import chat, models

@@ -1,7 +1,9 @@
 """/api/chat and /api/generate: the next message of a conversation, and the answer to one prompt.
 
 A request without a question only loads or unloads the model. Bodies and replies are in Ollama's format (api/types.go).
-The model entry supplies the system message, first messages, parameters and template that a request does not have.
+The model entry supplies first messages, and the system message, parameters and template that a request does not have.
+With `raw` or `suffix`, /api/generate uses only the entry's parameters. With `context`, it leaves out the first
+messages.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from moegguf.server.common.messages import ToolCall, Tools, with_entry_messages
 from moegguf.server.common.options import ModelName, check_capabilities, find, sampling_of
 from moegguf.serving.events import Done, Event
 
-NEVER = datetime(2318, 1, 1, tzinfo=UTC)  # expiry of a model that stays loaded; Ollama sends a similar year
+# expiry in replies for a model that never expires; Ollama sends a similar year
+NEVER = datetime(2318, 1, 1, tzinfo=UTC)
 
 
 def _level(value: bool | str | None) -> bool | str | None:
@@ -68,7 +71,8 @@ class ModelBody(Body):
 
 
 class ChatMessage(Body):
-    """One message of a conversation. The arguments of its tool calls are JSON objects, not text as in OpenAI's API."""
+    """One message of a conversation. The arguments of a tool call are a JSON object. JSON text, as in OpenAI's API, is
+    accepted, too."""
 
     role: Annotated[str, Field(min_length=1, max_length=32), AfterValidator(str.lower)]
     content: str | None = None
@@ -79,7 +83,8 @@ class ChatMessage(Body):
     tool_call_id: str | None = None
 
     def as_message(self) -> Message:
-        """Returns the message for `Request`, without null fields, but always with `content`. Raises OptionError."""
+        """Returns the message for `Request`, without null fields, but always with `content`. Raises OptionError for an
+        image that cannot be used."""
         fields = self.model_dump(exclude_none=True, exclude={"images", "content"})
         return {**fields, "content": with_images(self.content or "", self.images or ())}
 
@@ -145,7 +150,7 @@ class ChatRequest(_GenerationBody):
         return bool(self.messages)
 
     def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
-        """Returns the only request of the body: the next message of the conversation."""
+        """Returns a list of one request, for the next message of the conversation."""
         messages = with_entry_messages((message.as_message() for message in self.messages or ()), entry)
         tools = tuple(tool.model_dump(exclude_none=True) for tool in self.tools or ())
         return [self.request(entry, messages=messages, tools=tools, template=entry.template)]
@@ -175,8 +180,8 @@ class _GenerateRequest(_GenerationBody):
         return bool(self.prompt or self.suffix or self.images)
 
     def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
-        """Returns the only request of the body. The prompt passes through the chat template, unless the body has `raw`
-        or `suffix`."""
+        """Returns a list of one request. The prompt passes through the chat template, unless the body has `raw` or
+        `suffix`."""
         check_capabilities(entry, known, {"generate": True})
         prompt = self.prompt or ""
         if self.raw or self.suffix:
@@ -192,12 +197,13 @@ class _GenerateRequest(_GenerationBody):
 
 
 def time_text(moment: datetime | None) -> str:
-    """Returns an aware time in UTC in the format of RFC 3339. None stands for NEVER."""
+    """Formats an aware time as RFC 3339 in UTC, with microseconds. None stands for NEVER."""
     return (moment or NEVER).astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
 def _present(**fields: Any) -> Json:
-    """Returns the fields that are not empty or zero, since Ollama's Go code omits such fields."""
+    """Returns only the fields that are neither empty nor zero, because Ollama's Go code omits empty fields and
+    zeros."""
     return {name: value for name, value in fields.items() if value}
 
 
@@ -250,8 +256,8 @@ class _Reply(Reply):
         return self._content(delta.text, thinking=delta.thinking, tool_calls=calls) | _present(logprobs=logprobs)
 
     def _end(self, done: Done) -> Json:
-        """Returns the fields of the last object: token counts, and durations in ns. `load_duration` is the time for
-        finding the model, and for loading it if it was not in memory."""
+        """Returns the fields of the last object, such as token counts, and durations in ns. `load_duration` is the time
+        for finding the model, and for loading it if it was not in memory."""
         summary = done.summary
         return {
             "done": True,

@@ -1,7 +1,8 @@
 """Ollama's endpoints about models: they list, show, copy, delete, download and create models.
 
-When the client of /api/pull disconnects, the download stops unless other clients wait for it. /api/create makes a new
-name for another name's model or for uploaded files (/api/blobs). There is no support of /api/push.
+When the client of /api/pull disconnects, the download stops. The received part of a file of up to 50 GB is kept, and
+the next download of the file continues from there. The endpoint /api/create makes a new name for another name's model
+or for uploaded files (/api/blobs). Pushing a model is not supported.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ from moegguf.server.ollama.chat import ChatMessage, ModelBody, time_text
 from moegguf.serving.events import LoadedModel, LoadedName
 from moegguf.text import without_surrogates
 
-OLLAMA_VERSION = "0.33.0"  # version of the API; clients parse it as numbers and refuse old ones
+OLLAMA_VERSION = "0.33.0"  # version of Ollama's API; clients parse it as numbers and refuse old versions
 SHORT_ARRAY = 5  # longer arrays are shown as empty without `verbose`
-HIDDEN = ("general.name", "tokenizer.chat_template")  # metadata that the reply has in other fields
+# metadata left out of `model_info`, as in Ollama; `template` has the chat template
+HIDDEN = ("general.name", "tokenizer.chat_template")
 SUCCESS = "success"
 
 Json = dict[str, Any]
@@ -57,7 +59,8 @@ async def _tags(request: HttpRequest) -> Response:
 
 
 def _details_object(known: Details | None, parent: str = "") -> Json:
-    """Returns Ollama's object `details`. Its fields are empty if the model's file cannot be read (`known` is None)."""
+    """Returns Ollama's object `details`. If `known` is None, because the model's file cannot be read, the fields about
+    the file are empty."""
     return {
         "parent_model": parent,
         "format": "gguf",
@@ -69,7 +72,8 @@ def _details_object(known: Details | None, parent: str = "") -> Json:
 
 
 def _tag_object(entry: ModelEntry) -> Json:
-    """Returns one model of the list in /api/tags. Its details are empty if its file cannot be read."""
+    """Returns one model of the list in /api/tags. If its file cannot be read, facts from the file are empty or
+    absent."""
     known = details_or_none(entry)
     more = {"context_length": known.n_ctx_train, "embedding_length": known.n_embd} if known else {}
     return {
@@ -98,10 +102,10 @@ async def _ps(request: HttpRequest) -> Response:
 
 
 def _loaded_object(catalog: Catalog, model: LoadedModel, loaded: LoadedName, prompt_tokens: Mapping[str, int]) -> Json:
-    """Returns one name of a loaded model for /api/ps. Names with the same `pid` share one loaded model.
+    """Returns the entry of /api/ps for one name of a loaded model. Names with the same `pid` share one loaded model.
 
-    `size` is the model's memory in bytes, and `size_vram` the part of it on GPUs. `expert_share` is the share of the
-    experts that have a slot, on GPUs or in RAM, whichever is larger.
+    `size` is the model's memory in bytes, and `size_vram` the part of it on GPUs. `expert_share` is the larger of two
+    shares: the experts that fit into the slots on GPUs, and the experts that fit into the slots in RAM.
 
     prompt_tokens: {where prompt tokens came from ("computed", "memory" or "disk"): their number}.
     """
@@ -177,7 +181,8 @@ def _show_object(catalog: Catalog, body: _ShowRequest) -> Json:
 
 
 def _json_value(value: Any, verbose: bool) -> Any:
-    """Converts metadata to JSON. NaN and infinite numbers become null. Without `verbose`, long arrays become empty."""
+    """Converts metadata to JSON. NaN and infinite numbers become null. Without `verbose`, arrays of more than
+    SHORT_ARRAY elements become empty."""
     if isinstance(value, Mapping):
         return {key: _json_value(each, verbose) for key, each in value.items()}
     if isinstance(value, tuple | list):
@@ -186,10 +191,11 @@ def _json_value(value: Any, verbose: bool) -> Any:
 
 
 def _long_arrays(path: Path) -> dict[str, list[Any]]:
-    """Returns all arrays in the metadata, also long arrays that `read_gguf` skips, such as the vocabulary's tokens."""
+    """Returns {key: elements} for all arrays in the metadata, including long arrays whose elements `read_gguf` skips,
+    such as the vocabulary's tokens."""
     from gguf import GGUFReader
 
-    names = read_gguf(path).arrays  # validates the file, which GGUFReader does not do
+    names = read_gguf(path).arrays  # read_gguf validates the file; GGUFReader does not
     fields = GGUFReader(path).fields
     return {name: fields[name].contents() for name in names if name in fields}
 
@@ -228,7 +234,7 @@ class _PullRequest(ModelBody):
 
 
 def _told(body: _PullRequest | _CreateRequest, statuses: AsyncGenerator[Json]) -> Response:
-    """Returns a response with one line for each status, or with the last status alone if `stream` is false."""
+    """Returns a response with one line of JSON for each status, or with the last status alone if `stream` is false."""
 
     async def lines() -> Lines:
         async with aclosing(statuses):
@@ -249,7 +255,7 @@ async def _pull(request: HttpRequest) -> Response:
 
 async def _pulling(name: str, catalog: Catalog) -> AsyncGenerator[Json]:
     """Downloads a model on a daemon thread, and yields the progress. Raises the errors of `moegguf.models.pull.pull`.
-    Closing the generator stops the download; the received part is kept."""
+    Closing the generator cancels the download."""
     loop, cancelled = asyncio.get_running_loop(), threading.Event()
     items: asyncio.Queue[PullStatus | BaseException | None] = asyncio.Queue()
 
@@ -278,7 +284,8 @@ async def _pulling(name: str, catalog: Catalog) -> AsyncGenerator[Json]:
 
 
 def _status_object(status: PullStatus) -> Json:
-    """Returns a download's status in Ollama's format. `completed` is absent before the first bytes."""
+    """Returns a download's status in Ollama's format. `completed` is absent until bytes of the file have been
+    reported."""
     found: Json = {"status": status.status}
     if status.digest or status.file:
         found |= {"digest": status.digest, "total": status.total_bytes}
@@ -290,8 +297,9 @@ def _status_object(status: PullStatus) -> Json:
 
 
 class _CreateRequest(ModelBody):
-    """The body of /api/create. The weights come from the model `from_` or from `files`. The other fields are stored
-    with the new name."""
+    """The body of /api/create. The weights come either from the model `from_` or from `files`, uploaded blobs by file
+    name. The template, system message, license, parameters, messages and adapter are stored with the new name.
+    `quantize` is refused."""
 
     from_: Annotated[str | None, Field(alias="from", max_length=limits.NAME_CHARS)] = None
     files: Annotated[dict[str, str] | None, Field(max_length=1024)] = None
@@ -348,7 +356,8 @@ async def _has_blob(request: HttpRequest) -> Response:
 
 
 async def _add_blob(request: HttpRequest) -> Response:
-    """Stores the body under its digest. Replies with status 201, or 200 if the blob already exists."""
+    """Stores the body as a blob with the digest in the path. Replies with status 201, or 200 if the blob already
+    exists. Raises HttpError 400 if the body has another digest."""
     digest, catalog = request.path_params["digest"], request.app.state.catalog
     if await asyncio.to_thread(catalog.blobs.has, digest):
         return Response()

@@ -1,11 +1,12 @@
 """POST /v1/chat/completions: the next message of a conversation, whole or streamed. OpenAI's other endpoints use parts
 of this module.
 
-The API follows OpenAI's reference and llama-server's extensions. Every number in a body has limits. Unknown keys are
-ignored, because OpenAI's clients often get new ones, and `null` counts as absent. Sampling parameters become Ollama's
-options, so that a model's defaults are applied in one place. Images come as data URLs; audio is refused. Replies have
-additional keys: `timings` and `prompt_progress` as in llama-server, and moegguf's own `moe`. Thinking is sent twice, as
-`reasoning` (Ollama's key) and as `reasoning_content` (llama-server's key).
+The API follows OpenAI's reference and llama-server's extensions. Sizes and numbers in a body are limited. Unknown keys
+are ignored, because OpenAI's clients often get new ones, and `null` counts as absent. Sampling parameters become
+Ollama's options, so that a model's defaults are applied in one place. Images come as data URLs or base64; audio is
+refused. Replies have additional keys: `timings` and (if requested) `prompt_progress` as in llama-server, and moegguf's
+own, such as `moe`. Thinking is sent twice, as `reasoning` (Ollama's key) and as `reasoning_content` (llama-server's
+key).
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def _not_zero(value: int) -> int:
 
 
 def token_ids(biases: Any) -> Any:
-    """Converts the keys of `logit_bias`, which are strings in JSON, to token ids. Raises ValueError."""
+    """Converts the keys of a `logit_bias` object, which are strings in JSON, to token ids, and leaves out biases that
+    are null. Returns other values unchanged. Raises ValueError for a key that is not a token id."""
     biases = without_nulls(biases)
     if not isinstance(biases, dict):
         return biases
@@ -69,7 +71,7 @@ class _StreamOptions(Body):
 
 
 class GenerationBody(RequestBody, SamplingOptions):
-    """The fields that the bodies of chats, responses and completions share."""
+    """The fields that the bodies of chats, responses and completions share, including llama-server's completions."""
 
     stream_options: _StreamOptions | None = None
     n: Choices | None = None
@@ -77,22 +79,24 @@ class GenerationBody(RequestBody, SamplingOptions):
     stop: Annotated[Stops | None, BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = None
     logit_bias: Annotated[Biases, BeforeValidator(token_ids)] | None = None
     thinking_budget_tokens: Whole | None = in_range("reasoning_budget_tokens")
-    ignore_eos: bool | None = None  # True: only a limit ends the answer (as in llama-server and vLLM)
+    ignore_eos: bool | None = None  # True: end tokens are never sampled; no effect with a schema or grammar
     return_progress: bool | None = None
-    truncate: bool | None = None  # True: a prompt longer than the context is cut; otherwise it is an error
-    shift: bool | None = None  # True: when the context is full, the middle is dropped and the answer continues
-    json_schema: dict[str, Any] | None = None  # the answer follows this schema (as in llama-server)
-    grammar: str | None = None  # the answer follows this grammar in GBNF (as in llama-server)
+    truncate: bool | None = None  # True: a prompt longer than the context is cut; otherwise an error
+    shift: bool | None = None  # True: when an answer fills the context, older tokens are dropped
+    json_schema: dict[str, Any] | None = None  # schema that the answer follows (as in llama-server)
+    grammar: str | None = None  # grammar in GBNF that the answer follows
 
     @property
     def thinking_budget(self) -> int | None:
-        """Returns the maximum of thinking tokens. llama-server has two names for this field."""
+        """Returns the maximum number of thinking tokens, or None if the body sets none. llama-server has two names for
+        this field; `reasoning_budget_tokens` comes before `thinking_budget_tokens`."""
         given = self.reasoning_budget_tokens
         return self.thinking_budget_tokens if given is None else given
 
     def sampling(self, entry: ModelEntry, most: int | None) -> Sampling:
-        """Returns the sampling parameters. The body's own keys come before `options`, and these before the entry's
-        parameters. `most` is the maximum of answer tokens; -1: no limit, None: the default."""
+        """Returns the sampling parameters. The body's own keys come before `options`, and `options` before the entry's
+        parameters. `most` is the maximum number of answer tokens. If `most` is below 1, there is no maximum. If it is
+        None, the maximum comes from `options` or the entry, if either has one."""
         own = self.model_dump(include=set(SamplingOptions.model_fields))
         own |= {"num_predict": most, "reasoning_budget_tokens": self.thinking_budget}
         biases = self.logit_bias or {}
@@ -104,8 +108,8 @@ class GenerationBody(RequestBody, SamplingOptions):
         )
 
     def request(self, entry: ModelEntry, most: int | None, **fields: Any) -> Request:
-        """Returns a request with the fields of this class, and with the given `fields`. `most` is the maximum of answer
-        tokens; -1: no limit, None: the default."""
+        """Returns a request with the fields of this class, and with the given `fields`, which come first. `most` is the
+        maximum number of answer tokens, as in `sampling`."""
         shared = {
             "format": self.json_schema,
             "grammar": self.grammar or None,
@@ -128,8 +132,8 @@ class GenerationBody(RequestBody, SamplingOptions):
 
 
 def _choice_of(choice: Any) -> Any:
-    """Converts `tool_choice` to the fields of a `ToolChoice`. A chat nests these fields deeper than a response does.
-    Raises ValueError."""
+    """Converts a `tool_choice` object to the fields of a `ToolChoice`. A chat nests these fields deeper than a response
+    does. Returns other values unchanged. Raises ValueError for an object that names no function."""
     if not isinstance(choice, dict):
         return choice
     kind = choice.get("type")
@@ -164,16 +168,17 @@ Tools = Annotated[list[OpenAITool], Field(max_length=limits.TOOLS)]
 
 
 class Reasoning(Body):
-    """The field `reasoning`: how much the model thinks, and how responses send the thinking."""
+    """The field `reasoning`: how much the model thinks, and how /v1/responses sends the thinking."""
 
     effort: Effort | None = None
     max_tokens: Whole = in_range("reasoning_budget_tokens")  # OpenRouter's name for the budget of thinking tokens
-    summary: str | None = None  # if set, responses send the thinking as a summary, otherwise as text
+    summary: str | None = None  # if set, /v1/responses sends the thinking as a summary, otherwise as text
     generate_summary: str | None = None  # deprecated name of `summary`
 
 
 def _format_of(given: Any) -> Any:
-    """Converts `response_format` to the fields of a `Format`. A chat nests the schema deeper than a response does."""
+    """Converts `response_format` to the fields of a `Format`. The fields in its object `json_schema` move up beside
+    `type`."""
     named = given.get("json_schema") if isinstance(given, dict) else None
     return {"type": given.get("type"), **named} if isinstance(named, dict) else given
 
@@ -211,8 +216,8 @@ class ToolsBody(GenerationBody):
 
     @property
     def thinking_budget(self) -> int | None:
-        """Returns the maximum of thinking tokens. The body may set it by llama-server's names, or else by OpenRouter's
-        `reasoning.max_tokens`."""
+        """Returns the maximum number of thinking tokens, or None if the body sets none. The body sets it by one of
+        llama-server's names, or else by OpenRouter's `reasoning.max_tokens`."""
         given = super().thinking_budget
         return self.reasoning.max_tokens if given is None and self.reasoning else given
 
@@ -235,8 +240,8 @@ class ToolsBody(GenerationBody):
         logprobs: bool,
         **fields: Any,
     ) -> Request:
-        """Returns the request for the next message of a conversation, with the entry's defaults, the tools that the
-        model may use, and the given `fields`."""
+        """Returns the request for the next message of a conversation, with the entry's defaults, the format of the
+        answer, the tools that the model may use, and the given `fields`."""
         choice: Any = self.tool_choice
         tools = self.tools or ()
         if isinstance(choice, ToolChoice):
@@ -285,7 +290,7 @@ class ChatBody(ToolsBody):
         return self
 
     def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
-        """Returns one request for each choice, which is one of `n` answers to the conversation."""
+        """Returns one request for each of the `n` answers (choices) to the conversation."""
         continues, most = self.continue_final_message, self.max_completion_tokens
         request = self.next_message(
             entry,
@@ -347,14 +352,14 @@ def prompt_progress(progress: PromptProgress) -> Json:
 
 
 def _total(summary: AnswerSummary, later: AnswerSummary) -> AnswerSummary:
-    """Returns the sum of the statistics of two answers in one reply."""
+    """Returns a copy of `later` in which the counts and times that a reply reports are the sums of both summaries."""
     names = "prompt_tokens cached_tokens answer_tokens prompt_s answer_s cut_messages cut_tokens n_shifts stats".split()
     return replace(later, **{name: getattr(summary, name) + getattr(later, name) for name in names})
 
 
 class ChoicesReply(Reply):
-    """The reply to one body. It has one or more choices (answers), which are sent one after another. All objects of a
-    reply have the same id and time."""
+    """The reply to one body. It has one or more choices (answers), whose events come one choice after another. All
+    objects of a reply have the same id and time."""
 
     prefix, whole_kind, chunk_kind = "", "", ""
     empty: ClassVar[Mapping[str, Any]] = {}  # the fields that a choice has in a chunk without content
@@ -367,7 +372,7 @@ class ChoicesReply(Reply):
         self.logprobs = self.requests[0].n_logprobs is not None
         self._include_usage = bool(options and options.include_usage)
         self._choices: list[Json] = []  # complete choices, if the reply is not streamed
-        self._summaries: list[AnswerSummary] = []  # statistics of the complete choices
+        self._summaries: list[AnswerSummary] = []  # statistics of the complete choices, streamed or not
         self._head = {
             "id": f"{self.prefix}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -405,7 +410,8 @@ class ChoicesReply(Reply):
         return b"".join(map(event_line, [*first, *items])) + (b"data: [DONE]\n\n" if is_end else b"")
 
     def _finish(self, done: Done) -> str:
-        """Returns OpenAI's `finish_reason`. A cancelled answer is "stop", since OpenAI has no word for it."""
+        """Returns OpenAI's `finish_reason`: "length", "tool_calls" or "stop". OpenAI has no word for a cancelled
+        answer, so its reason is one of the last two."""
         if done.summary.finish == "length":  # even after tool calls, since the last call may be incomplete
             return "length"
         return "tool_calls" if self.n_calls else "stop"
@@ -443,14 +449,15 @@ class ChoicesReply(Reply):
         self._end_choice(done)
 
     def whole(self) -> Json:
-        """Returns the object of a reply that is not streamed. All choices were added by `add` before."""
+        """Returns the object of a reply that is not streamed. `add` must have been called for each choice before."""
         return self._object(self.whole_kind, self._choices, usage=self._usage(), **self._statistics())
 
     def _statistics(self) -> Json:
         return statistics(reduce(_total, self._summaries))
 
     def _usage(self) -> Json:
-        """Returns the object `usage`. The tokens of a prompt count once, also if the prompt has several answers."""
+        """Returns the object `usage`. The tokens of a prompt count only once, even if the prompt has several
+        answers."""
         prompts = reduce(_total, self._summaries[:: self.n_answers])
         n_answer = reduce(_total, self._summaries).answer_tokens
         return {

@@ -25,13 +25,13 @@ DEFAULT_MAX_TOKENS = 16  # default in OpenAI's API
 
 
 def fields_of(prompt: Text) -> Json:
-    """Returns the fields of a `Request` for a prompt, which is a text or a list of tokens."""
+    """Returns the fields of a `Request` for a prompt, which is a string, or a list of token ids and strings."""
     return {"prompt": prompt} if isinstance(prompt, str) else {"prompt": "", "context": tuple(prompt)}
 
 
 class CompletionBody(GenerationBody):
-    """The body of /v1/completions. Each prompt gets `best_of` answers. The reply has the `n` answers with the likeliest
-    tokens, in the order of the prompts."""
+    """The body of /v1/completions. Each prompt gets `best_of` answers (default: `n`). Of these the reply has the `n`
+    answers whose tokens have the highest mean log probability. The answers are in the order of the prompts."""
 
     limit = limits.BODY_BYTES
 
@@ -69,7 +69,8 @@ class CompletionBody(GenerationBody):
     def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
         """Returns `n_answers` requests for each prompt. The model entry's parameters apply, but not its template and
         messages."""
-        ranked = 0 if self.n_answers > (self.n or 1) else None  # the answers are ranked by their tokens' logprobs
+        # 0: logprobs of the chosen tokens, which rank the answers
+        ranked = 0 if self.n_answers > (self.n or 1) else None
         base = self.request(
             entry,
             DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens,
@@ -84,8 +85,9 @@ class CompletionBody(GenerationBody):
 
 
 def _logprobs_object(logprobs: Sequence[TokenLogprob], offset: int) -> Json:
-    """Returns the object `logprobs` of a completion. `offset` is the position of the first of these tokens in the text.
-    If alternative tokens have the same text, such as parts of characters, only the likeliest is included."""
+    """Returns the object `logprobs` of a completion. `offset` is the number of characters of the text before the first
+    of these tokens. If alternative tokens have the same text, such as parts of characters, only the likeliest is
+    included."""
     tops: list[dict[str, float]] = []
     offsets = []
     for logprob in logprobs:
@@ -114,8 +116,8 @@ class _CompletionReply(ChoicesReply):
         super().__post_init__()
         self.logprobs = self.body.logprobs is not None
         self._n_sent = self.body.n or 1  # answers to each prompt that are sent
-        self._prompts = [""] * len(self.body.prompt)  # texts of the prompts if `echo` is true
-        self._scores: list[float] = []  # mean logprob of the tokens of each complete choice
+        self._prompts = [""] * len(self.body.prompt)  # texts of the prompts if `echo` is true, else ""
+        self._scores: list[float] = []  # mean logprob of the tokens of each complete choice that is not streamed
         self._offset = 0
 
     async def prepare(self, lease: Lease) -> None:
@@ -141,8 +143,8 @@ class _CompletionReply(ChoicesReply):
         return [self._chunk({"text": text, "logprobs": self._logprobs(delta)})]
 
     def _logprobs(self, delta: Delta) -> Json | None:
-        """Returns the logprobs of the delta's tokens. The tokens of an echoed prompt come first, and the prompt's first
-        token has null."""
+        """Returns the logprobs of the delta's tokens, or None if the body does not request logprobs. The tokens of an
+        echoed prompt come first, and the prompt's first token has null."""
         if not self.logprobs:
             return None
         found = _logprobs_object(delta.logprobs, self._offset)

@@ -1,12 +1,13 @@
 """POST /v1/responses: the next items of a conversation; /v1/responses/input_tokens counts the tokens of its prompt.
 
-Responses are stored for a day (`MOEGGUF_RESPONSES_AGE`), unless the request has `store: false`. A request that names an
-earlier response continues its conversation, with the instructions of the new request. Tools that run on OpenAI's
-servers (web search, computer use, ...) are dropped with a warning in the log, as in llama-server, since clients send
-them together with their own functions. An answer is a list of items: thinking, text and tool calls, in the order in
-which the model wrote them. A stream has events for each item's beginning, growth and end; without a stream only the
-last object is sent. The text of thinking is sent unchanged, as `reasoning_text`, or as a summary if the request has
-`reasoning.summary`. `timings` and `moe` are additions, as in chats.
+Responses are stored for a day by default (`MOEGGUF_RESPONSES_AGE`), unless the request has `store: false`. A request
+that names an earlier response continues its conversation, with the instructions of the new request. Tools that run on
+OpenAI's servers (web search, computer use, ...) are dropped with a warning in the log, as in llama-server, since
+clients send them together with their own functions.
+
+An answer is a list of items: thinking, text and tool calls. A stream has events for each item's beginning, growth and
+end; without a stream only the last object is sent. The text of thinking is sent unchanged, as `reasoning_text`, or as a
+summary if the request has `reasoning.summary`. `timings` and `moe` are additions, as in chats.
 """
 
 from __future__ import annotations
@@ -65,8 +66,9 @@ REFUSED = {
 
 
 def _thinking_of(item: Json) -> Any:
-    """Returns the text of a reasoning item in an earlier answer. The client may have kept it as `content`, `summary` or
-    `encrypted_content`. Returns "" for the `encrypted_content` of another server."""
+    """Returns the text of a reasoning item in an earlier answer. The client may have kept the text as `content`,
+    `summary` or `encrypted_content`. Returns "" if there is only the `encrypted_content` of another server, or none of
+    the three."""
     if parts := item.get("content") or item.get("summary"):
         return read_parts(parts)
     _, prefix, text = str(item.get("encrypted_content") or "").partition(REASONING_PREFIX)
@@ -77,23 +79,24 @@ def _thinking_of(item: Json) -> Any:
 
 
 def _called(item: Json, kind: str) -> Json:
-    """Returns the tool call in an item. A function's arguments are in the field `arguments`. The arguments of another
-    tool are all fields that are not in `CALL_FIELDS`."""
+    """Returns the name and the arguments of the tool call in an item. A function's arguments are in the field
+    `arguments`. The arguments of another tool are the fields that are neither null nor in `CALL_FIELDS`."""
     own = {name: value for name, value in item.items() if name not in CALL_FIELDS and value is not None}
     arguments = item.get("arguments") if kind == "function_call" else own
     return {"name": item.get("name") or kind.removesuffix(CALL), "arguments": arguments}
 
 
 def _output_of(output: Any) -> Any:
-    """Returns a tool's output as the content of a message. Texts and lists of parts stay; other values become JSON
-    text."""
+    """Returns a tool's output as the content of a message. None, texts and lists of parts stay unchanged; other values
+    become JSON text."""
     is_parts = isinstance(output, list) and all(isinstance(part, dict) and part.get("type") for part in output)
     return output if output is None or isinstance(output, str) or is_parts else dumps(output)
 
 
 def _messages_with(item: Any) -> list[Any]:
     """Converts an item to a list of one chat message. The list is empty, with a warning in the log, for an unknown item
-    and for a call of a tool that ran on OpenAI's servers. Raises ValueError for a reference to a stored item."""
+    and for a call of a tool that ran on OpenAI's servers. Raises ValueError for a reference to a stored item, or an
+    item without a type."""
     if not isinstance(item, dict):
         return [item]
     kind = str(item.get("type") or ("message" if "role" in item else "item_reference"))
@@ -122,8 +125,9 @@ def _messages_of(given: Any) -> Any:
 
 
 def _joined(messages: Iterable[Message]) -> list[Message]:
-    """Joins successive messages of the assistant, so that each answer, which begins with its thinking, is one message.
-    Also joins successive system messages, because many templates accept only one."""
+    """Joins successive messages of the assistant into one. A message with thinking is not joined to the message before
+    it, because it begins another answer. Also joins successive system messages, because many templates accept only
+    one."""
     groups: list[list[Message]] = []
     for message in messages:
         role = message["role"]
@@ -176,12 +180,13 @@ class ResponsesBody(chat.ToolsBody):
         if without_nulls(value):
             raise ValueError(f"is not supported: {REFUSED[info.field_name or '']}")
 
-    _responses: ResponseStore | None = None  # store for the response; None with `store: false`
+    _responses: ResponseStore | None = None  # store for the response; None: it is not stored
     _history: list[Message] = PrivateAttr(default_factory=list)  # earlier messages of the conversation
 
     async def look_up(self, state: State) -> None:
-        """Reads the conversation that ends with the previous response, if the body names one. Raises HttpError 400 if
-        it is not stored, BusyError, StorageError."""
+        """Selects the store for the response. Reads the conversation that ends with the previous response, if the body
+        names one. Raises HttpError 400 if the previous response is not stored or the conversation has too many
+        messages, OptionError, BusyError, StorageError."""
         responses: ResponseStore | None = state.responses
         if responses is not None and responses.stores and self.store is not False:
             self._responses = responses
@@ -198,7 +203,7 @@ class ResponsesBody(chat.ToolsBody):
 
     @property
     def is_stored(self) -> bool:
-        """True if the response will be stored."""
+        """True if the response is to be stored."""
         return self._responses is not None
 
     def new_messages(self) -> list[Message]:
@@ -206,7 +211,8 @@ class ResponsesBody(chat.ToolsBody):
         return list(messages_of(self.messages, self._history))
 
     async def keep(self, response: Json) -> None:
-        """Stores the response with the messages of its turn (input and answer), unless `store` is false."""
+        """Stores the response with the messages of its turn (input and answer), if `is_stored` is True. An error of the
+        store is only logged."""
         if self._responses is None:
             return
         answer = MESSAGES.validate_python(_messages_of(response["output"]))
@@ -217,7 +223,7 @@ class ResponsesBody(chat.ToolsBody):
             log.warning("the response %s is not stored: %s", response["id"], error)
 
     def requests(self, entry: ModelEntry, known: Details) -> list[Request]:
-        """Returns the only request of the body: the next message after the stored conversation and the input."""
+        """Returns a list of one request, for the message that follows the stored conversation and the input."""
         effort = self.reasoning.effort if self.reasoning else None
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
         request = self.next_message(

@@ -1,7 +1,7 @@
 // Requests to this server: JSON, NDJSON streams, snapshots of a model, and the API key when the server requires one.
 
 const KEY = "moegguf.key";
-const SNAPSHOTS_PER_S = 8; // many, because an answer of a small model takes less than a second
+const SNAPSHOTS_PER_S = 8; // many, because a small model may answer in less than a second
 const PAUSE_MS = 1000; // milliseconds between the end of a connection and the next attempt to connect
 
 export class ApiError extends Error {
@@ -15,8 +15,8 @@ export function keepKey(key) {
   sessionStorage.setItem(KEY, key);
 }
 
-/** Sends a request to `path` and returns the response. Throws ApiError with the server's message. A file is sent
- *  unchanged as the body, any other body as JSON. */
+/** Sends a request to `path` and returns the response. Throws ApiError if the server is not reachable or replies with
+ *  an error status. A file is sent unchanged as the body, any other body as JSON. */
 export async function request(path, { body, signal, method = body ? "POST" : "GET" } = {}) {
   const key = sessionStorage.getItem(KEY), headers = {};
   if (key) headers.Authorization = `Bearer ${key}`;
@@ -54,8 +54,9 @@ export async function* lines(response) {
   }
 }
 
-/** The stream of snapshots of one model. It reconnects after an error, and pauses while the page is hidden.
- *  `onLine(line)` is called for each object, and `onLost(error)` when the connection fails. */
+/** The stream of snapshots of one model. It connects again after each end of a connection, except after status 401, and
+ *  pauses while the page is hidden. `onLine(line)` is called for each object, and `onLost(error)` when a connection
+ *  fails. */
 export class Live {
   constructor({ onLine, onLost }) {
     Object.assign(this, { onLine, onLost });
@@ -80,7 +81,7 @@ export class Live {
       } catch (error) {
         if (signal.aborted) return;
         this.onLost(error);
-        if (error.status === 401) return; // watch() is called again when the key is known
+        if (error.status === 401) return; // another attempt without the key would fail, too
       }
       await new Promise((resolve) => setTimeout(resolve, PAUSE_MS));
     }

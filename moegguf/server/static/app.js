@@ -75,8 +75,8 @@ async function send(content, attached) {
   if (finePointer.matches) at("message").focus(); // a touch keyboard would cover the answer
 }
 
-/** Updates the buttons, the page's title and its address. Called when an answer begins or ends, when the list of models
- *  changes, and when another conversation is shown. */
+/** Updates the buttons, the page's title and its address after a change of the shown conversation, of its answer or of
+ *  the models. */
 function showState() {
   const { conversation, busy } = chat;
   composer.update({ busy, ready: models.selected !== undefined });

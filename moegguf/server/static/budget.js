@@ -1,10 +1,10 @@
-// The memory of a model's experts in each tier (RAM, VRAM): the size, and a slider that changes the size while the
-// model answers.
+// The memory for a model's experts in each tier (RAM, VRAM): shows its size, and a slider that changes the size, even
+// while the model answers.
 
 import { json } from "./api.js";
 import { at, count, size } from "./dom.js";
 
-const SETTLE_MS = 2000; // milliseconds after a refused change in which its message stays
+const SETTLE_MS = 2000; // minimum milliseconds for which the message about a refused change stays
 const TIERS = { ram: "expert_cache", vram: "vram_cache" };
 
 export class Budget {
@@ -20,7 +20,7 @@ export class Budget {
    *  While a change is sent, the sliders keep their positions. */
   show(loaded) {
     at("budgets").hidden = !loaded?.slot_bytes;
-    if (!loaded) this.now = at("budget-note").textContent = ""; // the numbers and the message were about another model
+    if (!loaded) this.now = at("budget-note").textContent = ""; // no model is loaded, so the numbers and the message no longer apply
     if (loaded && !this.changing && keyOf(loaded) !== keyOf(this.now)) this.draw(loaded);
   }
 
@@ -45,8 +45,8 @@ export class Budget {
     at(`${tier}-budget`).setAttribute("aria-valuetext", text);
   }
 
-  /** Sends the value of the slider of tier `moved` to the server. If a slider is moved before the reply, sends the new
-   *  value afterwards. */
+  /** Sends the value of the slider of tier `moved` to the server. If sliders are moved before the reply, then sends
+   *  the value of the slider that was moved last. */
   async change(moved) {
     this.moved = moved;
     if (this.changing) return;

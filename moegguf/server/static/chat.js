@@ -7,7 +7,7 @@ import { at, button, make, mark } from "./dom.js";
 import { AnswerView, actions, edit, messageView, resultForm } from "./turns.js";
 
 const NEAR_END_PX = 60;
-const SAVE_MS = 1000; // milliseconds between two saves of an answer that is being written
+const SAVE_MS = 1000; // minimum milliseconds between two saves of an answer that is being written
 
 export class Chat {
   /** `fields(conversation)` returns the fields of a request to /api/chat. `isLoaded()` returns true if the selected
@@ -35,8 +35,8 @@ export class Chat {
     return [...this.runs.keys()].find((conversation) => conversation.id === id);
   }
 
-  /** Shows a conversation; screen readers do not read it aloud. If `words` occur in a message, shows the branch with
-   *  this message, highlights the words and scrolls to the message. */
+  /** Shows a conversation; screen readers do not read it aloud. If `words` occur in a message or its files, shows the
+   *  branch with this message, highlights the words and scrolls to the message. */
   show(conversation, words = "") {
     const { message } = (words && findWords(conversation.messages, words)) || {};
     this.conversation = conversation;
@@ -146,7 +146,8 @@ export class Chat {
     this.run?.abort.abort();
   }
 
-  /** Stops the answer to a conversation that is being removed, and does not save the conversation again. */
+  /** Stops the answer to a conversation that is being removed, and prevents this conversation from being saved
+   *  again. */
   forget(id) {
     const forgotten = [this.conversation, ...this.runs.keys()].filter((conversation) => conversation.id === id);
     for (const conversation of forgotten) {

@@ -1,4 +1,4 @@
-// The message field. The user types a text, attaches files by button, paste or drop, and sends the message.
+// The message field. The user types text, attaches files by button, paste or drop, and sends the message.
 
 import { at, grow, iconButton, make } from "./dom.js";
 import { readFile } from "./files.js";
@@ -59,7 +59,7 @@ export class Composer {
     if (event.type === "drop") this.attach([...event.dataTransfer.files], event);
   }
 
-  /** Reads files and attaches them. Reads one file at a time, because the server extracts the text of a PDF. */
+  /** Reads files and attaches them. Reads one file at a time, because the server reads only a few PDF files at once. */
   async attach(files, event) {
     if (!files.length) return;
     event?.preventDefault();

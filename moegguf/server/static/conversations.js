@@ -7,8 +7,9 @@ const TITLE_CHARS = 60;
 const HEADS = "heads", MESSAGES = "messages";
 
 export class Conversation {
-  /** `kept`: the stored fields of a conversation, from `load`. `messages` are in order of arrival; the field `parent`
-   *  of a message is the index of the message before it. `leaf`: the index of the last message that is shown. */
+  /** `kept`: the stored fields of a conversation, from `load`. `messages` are in order of arrival. The field `parent`
+   *  of a message is the index of the message before it, and `leaf` is the index of the last message that is shown;
+   *  null: none. */
   constructor(kept = {}) {
     const id = `${Date.now().toString(36)}${Math.random().toString(36).slice(2, 8)}`;
     Object.assign(this, { id, title: "", model: "", settings: {}, changed: 0, leaf: null, messages: [] }, kept);
@@ -21,7 +22,8 @@ export class Conversation {
     return found;
   }
 
-  /** Adds a message after the message with index `parent` (default: the last shown message), and shows it. */
+  /** Adds a message after the message with index `parent` (default: the last shown message), and shows it. If the
+   *  conversation has no title, a message of the user sets the title. */
   add(message, parent = this.leaf) {
     this.leaf = this.messages.push(Object.assign(message, { parent })) - 1;
     this.changed = Date.now();

@@ -1,4 +1,4 @@
-// Elements of the page, and numbers with their units.
+// Makes elements of the page, and formats numbers with their units.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -11,7 +11,7 @@ export function make(tag, properties, ...children) {
   return element;
 }
 
-/** Returns an icon that index.html defines as a symbol. */
+/** Returns an element that shows the icon `name`, which index.html defines as a symbol. */
 export function icon(name) {
   const picture = document.createElementNS(SVG, "svg"), use = document.createElementNS(SVG, "use");
   picture.setAttribute("aria-hidden", "true");
@@ -38,8 +38,8 @@ export function grow(field) {
   field.style.height = `${field.scrollHeight + 2}px`;
 }
 
-/** Copies a text to the clipboard, and marks the clicked button for 1.5 seconds. On a page without TLS, where the
- *  browser offers no clipboard, copies by way of a text field. */
+/** Copies a text to the clipboard, and marks the clicked button for 1.5 seconds. If the browser offers no clipboard, as
+ *  on a page without TLS, copies by way of a text field. */
 export async function copy(text, { currentTarget: from }) {
   if (navigator.clipboard) await navigator.clipboard.writeText(text);
   else {
@@ -55,8 +55,8 @@ export async function copy(text, { currentTarget: from }) {
   setTimeout(() => from.classList.remove("done"), 1500);
 }
 
-/** Highlights `words` (in lower case) in the texts of an element, without changing its nodes. If `element` is null,
- *  only removes the earlier highlights. */
+/** Removes earlier highlights, and highlights `words` (in lower case) in the text nodes of an element without changing
+ *  the nodes. If `element` is null, only removes the highlights. */
 export function mark(element, words) {
   CSS.highlights?.delete("found");
   if (!element || !CSS.highlights) return;
@@ -65,7 +65,7 @@ export function mark(element, words) {
     const node = texts.currentNode, text = node.data.toLowerCase();
     for (let i = text.indexOf(words); i >= 0; i = text.indexOf(words, i + words.length)) {
       const range = new Range();
-      range.setStart(node, Math.min(i, node.length)); // a lower-case letter may have more characters
+      range.setStart(node, Math.min(i, node.length)); // the text in lower case may be longer
       range.setEnd(node, Math.min(i + words.length, node.length));
       ranges.push(range);
     }
@@ -77,7 +77,7 @@ export function count(n) {
   return n.toLocaleString("en-US");
 }
 
-/** Formats bytes with at most three digits and decimal units: "3.42 MB". */
+/** Formats a number of bytes in decimal units: "3.42 MB". */
 export function size(bytes) {
   const units = ["B", "kB", "MB", "GB", "TB"];
   let unit = 0;
@@ -85,13 +85,13 @@ export function size(bytes) {
   return `${unit ? digits(bytes) : Math.round(bytes)} ${units[unit]}`;
 }
 
-/** Formats a number with three significant digits, or as a whole number from 1,000 on: 1,700, 61.3, 4.20. */
+/** Formats a number with two decimal places below 10, one below 100, and none from 100 on: 1,700, 61.3, 4.20. */
 export function digits(value) {
   if (value >= 1000) return count(Math.round(value));
   return value.toFixed(value >= 99.95 ? 0 : value >= 9.995 ? 1 : 2);
 }
 
-/** Formats a share as percent, rounded down: "98.4 %". */
+/** Formats a share as percent, rounded down to one decimal place: "98.4 %". A share of 1 or more is "100 %". */
 export function percent(share) {
   return `${share >= 1 ? "100" : (Math.floor(share * 1000) / 10).toFixed(1)} %`;
 }

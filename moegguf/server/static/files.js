@@ -4,13 +4,14 @@
 import { json } from "./api.js";
 import { size } from "./dom.js";
 
-const MAX_SIDE_PX = 2048; // largest width and height of a picture; models scale pictures to less
-const AS_THEY_ARE = ["image/png", "image/gif"]; // sent unchanged; not JPEG, because only the browser applies a JPEG's rotation
+const MAX_SIDE_PX = 2048; // largest width and height of a picture that is sent; larger pictures are scaled down
+const AS_THEY_ARE = ["image/png", "image/gif"]; // sent unchanged if not too large; not JPEG, because only the browser applies a JPEG's rotation
 const MAX_TEXT_BYTES = 1e6;
 const MAX_PDF_BYTES = 16 * 2 ** 20;
 
-/** Returns a file as a part of a message: {image}, or {name, text, n_pages}. Throws an Error with the file's name and
- *  the reason. `refusal`: the reason why the model accepts no pictures, or "" if it does. */
+/** Returns a file as a part of a message: {image}, {name, text}, or {name, text, n_pages} for a PDF file. Throws an
+ *  Error with the file's name and the reason. `refusal`: the reason why the model accepts no pictures, or "" if it
+ *  does. */
 export async function readFile(file, refusal) {
   const name = file.name || "This file";
   try {
@@ -42,7 +43,8 @@ async function readPdf(file) {
   return { text, n_pages: nPages };
 }
 
-/** Returns a picture as base64 of a PNG, GIF or JPEG file. */
+/** Returns a picture as the base64 of a PNG, GIF or JPEG file. Throws an Error if there is a `refusal`, or if the
+ *  browser cannot read the picture. */
 async function readPicture(file, refusal) {
   if (refusal) throw new Error(refusal);
   const picture = await createImageBitmap(file).catch(() => {

@@ -1,22 +1,22 @@
 // The map of experts. It has one cell for each expert: a row is a layer, a column is an expert's number.
 //
-// A cell's background shows the expert's state; the grey is stronger in VRAM than in RAM. A colour that fades lies over
-// it: one colour if the expert was used since the last snapshot, another if it was fetched. Cell i is expert i %
-// nExpert in row floor(i / nExpert).
+// A cell's background shows the expert's state; the grey is stronger in VRAM than in RAM. After a snapshot with uses or
+// fetches of the expert, a colour that fades lies over the background. One colour means used. Another colour means
+// fetched, for more than half as many fetches as uses. Cell i is expert i % nExpert in row floor(i / nExpert).
 
 import { bytes } from "./api.js";
 
 export const ABSENT = 0, LOADING = 1, IN_RAM = 2, IN_VRAM = 3;
 
 const STATE_NAMES = ["on disk", "loading", "in RAM", "in VRAM"];
-const HIT = 0, LOAD = 1; // the colours that fade: used, fetched
+const HIT = 0, LOAD = 1; // indices of the colours that fade: used, fetched
 const DECAY_S = [0.45, 0.9]; // seconds in which a colour fades to 37 %: used, fetched
 const COLD = 0.012;
 const SHADES = 64;
-const FRAME_MS = 40; // milliseconds between two frames; few frames leave the processor to the model
+const FRAME_MS = 40; // minimum milliseconds between two frames; few frames leave the processor to the model
 const GUTTER = { left: 26, bottom: 18 };
 const MAX_CELL_WIDTH = 26;
-const MAX_CELL_ASPECT = 1.8; // largest height of a cell, as a multiple of its width
+const MAX_CELL_ASPECT = 1.8; // preferred height of a cell, as a multiple of its width
 const STEPS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 const reducedMotion = matchMedia("(prefers-reduced-motion: reduce)");
 
@@ -46,8 +46,8 @@ export class ExpertMap {
     return wanted === undefined ? this.state.length : this.state.reduce((n, state) => n + (state === wanted), 0);
   }
 
-  /** Shows a snapshot of the experts. If the layers or the number of experts differ from the last snapshot, the map
-   *  begins anew. */
+  /** Shows a snapshot of the experts. If the layers or the number of experts differ from the last snapshot, the counts
+   *  of uses and fetches begin again at 0. */
   update({ layers, n_expert: nExpert, state, uses, loads }) {
     this.state = bytes(state);
     if (this.nExpert !== nExpert || this.layers?.join() !== layers.join()) {
@@ -69,7 +69,7 @@ export class ExpertMap {
     this.wake();
   }
 
-  /** Lets the colours of recent uses and fetches fade by `seconds`. Returns true if any colour is left. If the user
+  /** Lets the colours of recent uses and fetches fade for `seconds`. Returns true if any colour is left. If the user
    *  prefers reduced motion, the colours stay until the next snapshot, and false is returned. */
   cool(seconds) {
     if (reducedMotion.matches) return false;
@@ -86,7 +86,7 @@ export class ExpertMap {
   }
 
   /** Computes the size of the cells so that the map fits the width of its frame. A cell is a whole number of device
-   *  pixels wide if the width suffices for 2 pixels. */
+   *  pixels wide if the width suffices for 2 pixels per cell. Without a snapshot the map is hidden. */
   resize() {
     const { canvas, layers, nExpert } = this, dpr = devicePixelRatio || 1;
     canvas.hidden = !layers;
@@ -134,8 +134,8 @@ export class ExpertMap {
     return [i % this.nExpert, Math.floor(i / this.nExpert)];
   }
 
-  /** Paints cell `i` if its state or its colour has changed since it was painted. A cell of an expert that is loading
-   *  is hollow if the cell is wide enough. */
+  /** Paints cell `i` if its state or its colour has changed since it was painted. A cell without a fading colour whose
+   *  expert is loading is hollow if the cell is wide enough. */
   paintCell(i) {
     const step = Math.round(this.heat[i] * SHADES), state = this.state[i], shade = (state * 2 + this.kind[i]) * (SHADES + 1) + step;
     if (shade === this.painted[i]) return;
@@ -157,7 +157,7 @@ export class ExpertMap {
     else if (state === LOADING && width > 3 * edge) fill(this.states[ABSENT], 1, edge);
   }
 
-  /** Clears the canvas and writes the numbers of layers and experts. */
+  /** Clears the canvas, and writes the numbers of some layers and experts beside the cells. */
   paintNumbers() {
     const { context, dpr, layers, canvas } = this;
     context.clearRect(0, 0, canvas.width, canvas.height);

@@ -13,7 +13,7 @@ parser.core.ruler.after("inline", "tasks", ({ tokens }) => tokens.forEach((token
 
 const TAGS = { h1: "h3", h2: "h3", h3: "h4", h5: "h4", h6: "h4" }; // the page itself uses h1 and h2
 
-// Expressions for the end of an unfinished text whose meaning depends on the next characters.
+// Expressions for an end of an unfinished text that may change its meaning with the next characters.
 const TABLE_HEAD = /(?<!^\|.*\n)^\|.*(\n[-|: \t]*)?$(?![^])/m;
 const LINE_MARKS = /^[-+*=#`~_> \t]*(\d{1,9}[.)]?[*_`~ \t]*)?(\[[ xX]?\]?[ \t]*)?$/;
 const INLINE_MARKS = /(?<![*_`~[\\])[*_`~[\\]+$/;
@@ -34,8 +34,8 @@ export class Markdown {
     this.references = {};
   }
 
-  /** Shows `text`, which begins with the text of the last call. Parses only the last block again, unless `complete` is
-   *  true: then the whole text is parsed. */
+  /** Shows `text`, which begins with the text of the last call. Parses only the text from the last block on, unless
+   *  `complete` is true: then the whole text is parsed. */
   show(text, complete) {
     if (complete) this.restart(); // a link may come before the definition of its address
     const rest = text.replace(/\r\n?/g, "\n").slice(this.nChars);
@@ -51,8 +51,8 @@ export class Markdown {
   }
 }
 
-/** Replaces the mark "[x]" or "[ ]" at the beginning of a list item by a checkbox. `token`: the item's text. `before`:
- *  the token two places before, which begins the item. */
+/** Replaces the mark "[x]" or "[ ]" at the beginning of a list item with a checkbox. `token`: the item's text.
+ *  `before`: the token two places before, which begins the item. */
 function markTask(token, before) {
   const text = token.type === "inline" && before?.type === "list_item_open" && token.children[0];
   const mark = text && TASK.exec(text.content);
@@ -63,7 +63,8 @@ function markTask(token, before) {
 }
 
 /** Returns an unfinished text without marks at its end whose meaning depends on the next characters. Closes inline code
- *  and bold text that is still open. So the shown text does not change its format when more text arrives. */
+ *  or bold text that is still open in the last line. So the format of the shown text seldom changes when more text
+ *  arrives. */
 function withoutOpenEnd(text) {
   if (text.match(FENCES)?.length % 2) return text; // the text ends within a code block
   text = withoutOpenFormula(text).replace(TABLE_HEAD, "");
@@ -79,7 +80,7 @@ function build(tokens) {
   for (const token of tokens) {
     if (token.hidden) continue; // the paragraph token in an item of a list that has no empty lines
     if (token.nesting < 0) at = at.parentNode;
-    else if (token.children) at.append(build(token.children)); // the children of a picture are its description
+    else if (token.children) at.append(build(token.children)); // the children of a picture are its description, which is shown instead
     else {
       const node = nodeOf(token);
       at.append(node);
@@ -105,7 +106,7 @@ function nodeOf(token) {
   return element;
 }
 
-/** Replaces the children of `parent`, from index `from` on, by `nodes`. A child that is equal to its new node stays,
+/** Replaces the children of `parent`, from index `from` on, with `nodes`. A child that is equal to its new node stays,
  *  and keeps its selection and scroll position. */
 function merge(parent, nodes, from = 0) {
   nodes.forEach((node, i) => {
@@ -143,8 +144,9 @@ export function load() {
   }));
 }
 
-/** Returns the nodes that show `text` with the colours of a language, which may have any of its names. Returns the text
- *  itself if the language is unknown. The highlighter's tree becomes span elements; its HTML output is not used. */
+/** Returns the nodes that show `text` with the colours of a language. `language` may be any of the language's names.
+ *  Returns the plain text if the language is unknown, or until the highlighter is loaded. The highlighter's tree
+ *  becomes span elements; its HTML output is not used. */
 function coloured(text, language) {
   if (!highlighter) load();
   if (!text || !highlighter?.getLanguage(language)) return [text];

@@ -8,12 +8,12 @@ const LONGEST = 4000; // largest number of characters in a formula
 const BLANK_LINE = /\n[ \t]*\n/;
 const MAX_BLOCK_LINES = 100;
 const CODE_OR_MARK = /(`+)[^`]+(\1|$)|\\[^]|\$\$?/g;
-const MAX_DEPTH = 200; // nested elements; browsers limit the depth of a layout, and a formula in a book has 40
+const MAX_DEPTH = 200; // largest depth of nested elements; browsers limit the depth of a layout, and a formula in a book has 40
 const OPTIONS = { throwOnError: true, strict: "ignore", trust: false, maxSize: 20, maxExpand: 200 };
 
 /** Returns the formula that begins at position `start`: its source, its end, `apart` (true if it gets its own line),
- *  and its opening mark. `end` is undefined if the text ends before the formula. Returns undefined if there is no
- *  formula, as at "$5". */
+ *  and its opening mark. `end` is undefined if the closing mark is missing. Returns undefined if there is no formula,
+ *  as at "$5". */
 function formulaAt(text, start) {
   const opening = Object.keys(CLOSING).find((mark) => text.startsWith(mark, start));
   if (!opening) return undefined;
@@ -96,11 +96,11 @@ export function addFormulas(parser) {
 let katex = null, fetching = null;
 const waiting = []; // functions that each draw a formula once KaTeX is loaded
 
-/** Returns an element that shows a formula. Until KaTeX is loaded, and if the formula has an error, the element shows
- *  the formula's source. */
+/** Returns an element that shows a formula. Until KaTeX is loaded, and if the formula cannot be drawn, the element
+ *  shows the formula's source. */
 export function formulaView({ content: source, block: apart, markup: opening }) {
   const shown = make("code", {}, opening + source + CLOSING[opening]);
-  const element = make("span", apart ? { className: "formula apart", tabIndex: 0 } : { className: "formula" }, shown); // the keyboard scrolls wide ones
+  const element = make("span", apart ? { className: "formula apart", tabIndex: 0 } : { className: "formula" }, shown); // tabIndex: the keyboard can scroll a wide formula
   const draw = () => {
     try {
       const drawn = make("span");
@@ -127,7 +127,7 @@ function depthOf(element) {
 /** Fetches KaTeX and its style sheet, then draws the formulas that wait for it. Called for the first formula. */
 export function load() {
   return (fetching ??= Promise.all([import("./vendor/katex.min.js"), style()]).then(() => {
-    ({ katex } = globalThis); // the file sets a global variable, because it is no module
+    ({ katex } = globalThis); // the file sets a global variable, because it is not a module
     waiting.splice(0).forEach((draw) => draw());
   }));
 }

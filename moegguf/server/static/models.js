@@ -33,8 +33,8 @@ export class Models {
     return this.selected?.capabilities.includes(capability) ?? false;
   }
 
-  /** Reads the list of models. Selects the first of these models that exists: the selected one, `wanted`, one in
-   *  memory, the one that the user selected last, the first one of the list. Throws ApiError. */
+  /** Reads the list of models. Selects the first of these that the menu has: the selected model, `wanted`, a model in
+   *  memory, the model that the user selected last, the first model of the menu. Throws ApiError. */
   async refresh(wanted) {
     const [tags, ps] = await Promise.all(["api/tags", "api/ps"].map((path) => json(path)));
     this.all = tags.models;
@@ -68,7 +68,7 @@ export class Models {
     this.list();
   }
 
-  /** Shows the error that prevents the list. */
+  /** Shows the error in place of the list of models. */
   fail(error) {
     this.all = this.entries = [];
     this.list(error.message);

@@ -5,9 +5,9 @@ import { Budget } from "./budget.js";
 import { at, count, digits, duration, make, percent, size } from "./dom.js";
 import { ExpertMap, IN_RAM, IN_VRAM } from "./map.js";
 
-const WINDOW = 8; // number of snapshots that a point of a chart covers
+const WINDOW = 8; // maximum number of snapshots that a point of a chart covers
 const PAUSE_MS = 1500;
-const CHART_LENGTH = 90; // points of a chart; in index.html the chart's picture is one less wide, and 1 high
+const CHART_LENGTH = 90; // maximum number of points in a chart; in index.html the chart's picture is one less wide, and 1 high
 const FOLDED = "moegguf.map"; // key in localStorage: "folded" or "open"; without it, the panel is folded on a narrow screen
 const NOTHING = { tokens: 0, lookups: 0, hits_ready: 0, hits_late: 0, bytes_read: 0 }; // the statistics of a model that was just loaded
 
@@ -73,8 +73,9 @@ export class Panel {
     at("resident").textContent = where && `${where}, ${size(stats.pool_bytes)}`;
     at("map").setAttribute("aria-label", `Map of experts: ${all} experts in ${layers.length} layers, ${where}. Arrow keys move from cell to cell.`);
     showTiers(tiers, stats, this.map.count(IN_VRAM) > 0);
-    // The numbers beside the charts cover the current answer. `begin` has the statistics from before this answer.
-    if (!this.begin) this.begin = stats; // the answer began before the page was opened
+    // The numbers beside the charts cover the current or the last answer. `begin` has the statistics from before this
+    // answer.
+    if (!this.begin) this.begin = stats; // the answer may have begun before the page showed the model
     else if (stats.tokens < this.begin.tokens) this.begin = NOTHING; // the model was loaded again
     else if (busy && this.last && !this.last.busy) this.begin = this.last.stats;
     this.plot(snapshot);
@@ -92,16 +93,16 @@ export class Panel {
     this.last = snapshot;
   }
 
-  /** Returns a text with the number of experts in each tier: "5 of 8 in VRAM, 2 in RAM only". `first`: the first tier
-   *  of the statistics. */
+  /** Returns a text with the number of experts in each tier, such as "5 of 8 in VRAM, 2 in RAM only". `first`: the
+   *  first tier of the statistics. */
   where([first]) {
     const [all, inRam, inVram] = [undefined, IN_RAM, IN_VRAM].map((state) => count(this.map.count(state)));
     if (first?.name === "VRAM") return `${inVram} of ${all} in VRAM, ${inRam} in RAM only`;
     return this.map.count(IN_VRAM) ? `${inRam} of ${all} in RAM, ${inVram} in VRAM` : `${inRam} of ${all} in memory`;
   }
 
-  /** Adds a point to each chart if the model has computed since the last snapshot. A point covers the last WINDOW
-   *  snapshots, because a token's bytes and the token itself may be counted in different snapshots. */
+  /** Adds a point to each chart that has a new value, if the model has computed since the last snapshot. A point covers
+   *  up to WINDOW snapshots, because a token's bytes and the token itself may be counted in different snapshots. */
   plot({ stats, tokens_per_s: speed }) {
     const last = this.recent.at(-1), now = performance.now();
     if (last && stats.tokens === last.stats.tokens && stats.lookups === last.stats.lookups) return;
@@ -118,9 +119,9 @@ export class Panel {
   }
 }
 
-/** A chart with one point for each snapshot in which the model computed. `plot`: an element whose children are the
- *  label at the top, the picture (an area, a line and a dot), and the label at zero. `format(value)` returns the text
- *  of the top label. `max`: top of the scale; by default a round number that is not below the largest point. */
+/** A chart of the last CHART_LENGTH values. `plot`: an element whose children are the label at the top, the picture (an
+ *  area, a line and a dot), and the label at zero. `format(value)` returns the text of the top label. `max`: top of the
+ *  scale; by default a round number that is not below the largest point. */
 class Chart {
   constructor(plot, format, max) {
     [this.top, { children: this.shapes }, this.zero] = plot.children;
@@ -149,7 +150,8 @@ class Chart {
   }
 }
 
-/** Returns the smallest of 1, 2, 5, 10, 20, 50, ... (or 0.5, 0.2, 0.1, ...) that is not below `value`. */
+/** Returns the smallest of 1, 2, 5, 10, 20, 50, ... (or 0.5, 0.2, 0.1, ...) that is not below `value`. Returns 1 if
+ *  `value` is not above 0. */
 function roundUp(value) {
   if (!(value > 0)) return 1;
   const power = 10 ** Math.floor(Math.log10(value));
@@ -184,9 +186,9 @@ function fold(folded) {
   return now;
 }
 
-/** Shows the statistics of each tier if layers compute in VRAM, and adapts the legend of the map. If prompts are
- *  staged, also shows the bytes that were copied into staging tensors, and the share of the copying time in which no
- *  layer waited. */
+/** Shows the statistics of each tier if layers compute from slots in VRAM, and adapts the legend of the map. If prompts
+ *  are staged, also shows the bytes that were copied into staging tensors, and the share of the copying time in which
+ *  no layer waited. */
 function showTiers(tiers, { staging_bytes: memory, bytes_staged: copied, staging_overlap: overlap }, anyInVram) {
   const inVram = tiers[0]?.name === "VRAM";
   at("tiers").hidden = !inVram;

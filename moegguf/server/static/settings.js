@@ -9,7 +9,7 @@ const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repeat_penalty", "nu
 const FIELDS = ["system", ...NUMBERS, "think", "tools"];
 const NAMES_OF_PROPS = { num_predict: "n_predict" };
 
-/** Returns the settings that were saved last, with which a new conversation begins. */
+/** Returns the settings that were saved last, with which a new conversation begins; {} if none were saved. */
 export function lastSettings() {
   try {
     return JSON.parse(localStorage.getItem(KEPT)) ?? {};
@@ -18,7 +18,8 @@ export function lastSettings() {
   }
 }
 
-/** Returns the settings as fields of a request to a model. */
+/** Returns the settings, except the system message, as fields of a request to /api/chat. Leaves out thinking and tools
+ *  if the selected model cannot use them. */
 export function requestFields(settings, models) {
   const numbers = NUMBERS.filter((name) => settings[name]).map((name) => [name, Number(settings[name])]);
   const fields = { options: Object.fromEntries(numbers) };
@@ -47,7 +48,7 @@ export class SettingsDialog {
     this.showDefaults(models.name).catch(() => {}); // the fields also work without default values
   }
 
-  /** Shows the model's default values in empty fields. */
+  /** Shows the model's default values as placeholders in empty fields. */
   async showDefaults(model) {
     const { default_generation_settings: defaults } = await json(`props?model=${encodeURIComponent(model)}`);
     for (const name of NUMBERS) {

@@ -5,7 +5,7 @@ import { list, load, remove, save, search } from "./conversations.js";
 
 const OPEN = "moegguf.list";
 const TYPING_MS = 150; // milliseconds after the last key before messages are searched
-const BEFORE = 24, AFTER = 60; // characters that are shown before and after the words that were found
+const BEFORE = 24, AFTER = 60; // maximum number of characters that are shown before and after the words that were found
 const WIDE = matchMedia("(min-width: 1100px)");
 
 export class Sidebar {
@@ -70,8 +70,8 @@ export class Sidebar {
     if (!WIDE.matches) this.element.close();
   }
 
-  /** Reads the list of conversations, and marks the conversation with id `current`. `error`: the reason why the browser
-   *  stores no conversations. */
+  /** Reads the list of conversations if it is open, and marks the conversation with id `current`. `error`: the reason
+   *  why the browser stores no conversations; it is shown. */
   async refresh(current = this.current, error = undefined) {
     this.current = current;
     if (!this.element.open && !error) return;

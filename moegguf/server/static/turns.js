@@ -25,7 +25,8 @@ function fileView(file) {
   return make("details", { className: "file" }, make("summary", {}, fileName(file)), make("pre", { tabIndex: 0 }, file.text));
 }
 
-/** Returns an element with the name of a file, its number of pages and its approximate number of tokens. */
+/** Returns an element with the name of a file, the number of its pages (only for a PDF file) and its approximate number
+ *  of tokens. */
 export function fileName(file) {
   return make("span", { className: "file-name" }, icon("file"), make("b", {}, file.name), make("small", {}, factsOf(file)));
 }
@@ -52,8 +53,8 @@ export function resultForm(calls, onResults) {
   return form;
 }
 
-/** Returns the buttons below a message. Buttons whose function (`onEdit`, `onAgain`) is missing are left out.
- *  `versions`: all versions of the message. `onVersion(other)` is called to show another version. */
+/** Returns an element with the buttons below a message. Buttons whose function (`onEdit`, `onAgain`) is missing are
+ *  left out. `versions`: all versions of the message. `onVersion(other)` is called to show another version. */
 export function actions(message, { versions, onVersion, onEdit, onAgain }) {
   const found = [], i = versions.indexOf(message);
   if (versions.length > 1) {
@@ -66,8 +67,8 @@ export function actions(message, { versions, onVersion, onEdit, onAgain }) {
   return make("div", { className: "below" }, ...found);
 }
 
-/** Replaces the element of a question by a form in which the user edits the text. `onSend(text)` is called with the new
- *  text. */
+/** Replaces the element of a question with a form in which the user edits the text. `onSend(text)` is called with the
+ *  new text. */
 export function edit(view, text, onSend) {
   const field = make("textarea", { value: text, ariaLabel: "Edit the message" });
   const close = () => form.replaceWith(view);
@@ -106,7 +107,7 @@ export class AnswerView {
     this.markdown = new Markdown(content);
   }
 
-  /** Shows that the answer is expected. `isLoading`: the model must be loaded first. */
+  /** Shows that the answer has not begun yet. `isLoading`: the model must be loaded first. */
   begin(isLoading) {
     this.isLoading = isLoading;
     this.waiting = make("p", { className: "waiting" }, isLoading ? LOADING : WAITING);
@@ -134,7 +135,8 @@ export class AnswerView {
     return this;
   }
 
-  /** Shows the share of the model that was read. `share` is undefined if the model is loaded. */
+  /** Shows the share of the model that has been read, if the answer waits for a load. `share` is undefined if the model
+   *  is loaded. */
   showLoad(share) {
     if (!this.isLoading || this.firstMs) return;
     this.isLoading = share !== undefined;
@@ -147,7 +149,7 @@ export class AnswerView {
     return Boolean(content || thinking || calls);
   }
 
-  /** Adds a line of the response to the message, and plans the next paint. */
+  /** Adds a line of the response to the message, and schedules the next paint. */
   take({ message: { content = "", thinking = "", tool_calls: calls } = {}, ...line }) {
     const { message } = this;
     if ((content || thinking || calls) && !this.firstMs) this.firstMs = performance.now() - this.startMs;
@@ -194,7 +196,8 @@ export class AnswerView {
   }
 }
 
-/** Returns the progress of a prompt: "Reading the prompt: 1,024 of 6,300 tokens · 45.0 tokens/s · 1 min 57 s left". */
+/** Returns the progress of a prompt, such as "Reading the prompt: 1,024 of 6,300 tokens · 45.0 tokens/s · 1 min 57 s
+ *  left". Returns WAITING when all tokens have been read. */
 function progress({ n_tokens, n_cached, n_done, seconds }) {
   const left = n_tokens - n_done, rate = (n_done - n_cached) / seconds;
   if (!left) return WAITING;
