@@ -16,6 +16,8 @@ namespace {
 struct Avx2 {
     using OneRow = Avx2;
     static constexpr int n_cols = 8, n_groups = 1, max_rows = 4;
+    // true: interleaved weights of many rows are unpacked to panels, because tiles have few rows
+    static constexpr bool unpacks_interleaved = true;
     static constexpr bool signed_codes = true; // 8-bit codes are signed: unsigned sums would overflow in maddubs
     using I = __m256i;
     using F = __m256;

@@ -9,6 +9,8 @@ namespace {
 
 struct Columns16 {
     static constexpr int n_cols = 16, n_groups = 2, max_rows = 16;
+    // false: interleaved weights are unpacked for each tile of 16 rows
+    static constexpr bool unpacks_interleaved = false;
     using I = __m512i;
     using F = __m512;
 

@@ -32,7 +32,7 @@ struct Kernel {
     void (*multiply)(const char * weights, size_t row_bytes, int64_t n_cols, const char * tile, int n_rows, int64_t n,
                      float * const * out, const char * soon);
 
-    const Panels * panels; // used for more than max_rows rows; nullptr: weights are interleaved, or already in a panel
+    const Panels * panels; // used for many rows; nullptr: weights are never unpacked
 };
 
 // The way to multiply many rows: a group of columns is unpacked once, to a panel, and the panel is multiplied with all
@@ -41,6 +41,7 @@ struct Panels {
     const Kernel * kernel; // multiplies panels; its row_bytes is block_bytes times the number of blocks
     size_t block_bytes;    // size in bytes of one column's block (kernel->block_values weights) in a panel
     void (*unpack)(const char * weights, size_t row_bytes, int64_t n_cols, int64_t n, char * panel);
+    int least_rows; // fewest rows for which columns are unpacked
 };
 
 // A function that multiplies n_rows rows of n floats with n_cols columns of weights, and writes out[r][0, n_cols).

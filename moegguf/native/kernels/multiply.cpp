@@ -117,7 +117,7 @@ struct Product {
     int64_t n;        // values of a row
 
     Product(const Kernel * of_weights, const ggml_tensor * w, int64_t n_rows)
-        : panels(n_rows > of_weights->max_rows ? of_weights->panels : nullptr),
+        : panels(of_weights->panels && n_rows >= of_weights->panels->least_rows ? of_weights->panels : nullptr),
           kernel(panels ? panels->kernel : of_weights),
           weights((const char *)w->data),
           row_bytes(w->nb[1]),

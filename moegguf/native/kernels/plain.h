@@ -18,82 +18,15 @@
 
 #include "grids.h"
 #include "kernels.h"
+#include "panels.h"
 #include "plain_types.h"
-#include "tile.h"
 
 #include <algorithm>
 
 namespace moegguf::kernels {
 namespace {
 
-// ---- panels: unpacked weights of Isa::n_cols columns, block by block ----
-
-// A panel of weights with a scale for each 32 values. A block has 8 vectors of codes, one of scales, and one of minima
-// if the type has them.
-template <class Isa, class T>
-struct ScaledPanel {
-    static constexpr int n_values = 32, n_dots = T::n_dots;
-    static constexpr int bytes = Isa::n_cols * (32 + 4 + (T::adds_min ? 4 : 0));
-    static constexpr bool has_mins = false, adds_min = T::adds_min, is_streamed = false;
-    template <class>
-    static constexpr int read_bytes = Isa::n_cols * T::bytes;
-    template <class>
-    static constexpr bool is_signed = T::template is_signed<Isa>;
-    using Row = typename T::Row;
-    using From = const uint8_t * const (&)[Isa::n_groups];
-
-    template <class>
-    static void codes(From block, typename Isa::I * w) {
-        for (int i = 0; i < 8; i++) { w[i] = Isa::load_codes(block[0] + i * sizeof(*w)); }
-    }
-    template <class>
-    static typename Isa::F scale(From block) {
-        return Isa::load((const float *)(block[0] + 32 * Isa::n_cols));
-    }
-    template <class>
-    static typename Isa::F min(From block) {
-        return Isa::load((const float *)(block[0] + 36 * Isa::n_cols));
-    }
-};
-
-// A panel of weights in blocks of 256 values with integer scales. A block has 64 vectors of codes, 16 of scales, and
-// one of d. If the type has minima, 8 vectors of pairs of minima follow, and one of their factors.
-template <class Isa, class T>
-struct SuperblockPanel {
-    static constexpr int n_values = 256, n_steps = 8, n_codes = 32 / T::scale_values, n_dots = T::n_dots, n_pairs = 8;
-    static constexpr int n_minus = T::has_sign || T::zero != 0;
-    static constexpr int scales_at = 256 * Isa::n_cols, d_at = scales_at + 64 * Isa::n_cols;
-    static constexpr int mins_at = d_at + 4 * Isa::n_cols, min_at = mins_at + 32 * Isa::n_cols;
-    static constexpr bool has_mins = T::has_mins, is_wide = T::template is_wide<Isa>, is_streamed = false;
-    template <class>
-    static constexpr int read_bytes = Isa::n_cols * T::bytes;
-    static constexpr int bytes = has_mins ? min_at + 4 * Isa::n_cols : mins_at;
-    using Row = RowPlain;
-
-    template <class>
-    struct Block {
-        using I = typename Isa::I;
-        using F = typename Isa::F;
-        const uint8_t * const from;
-
-        explicit Block(const uint8_t * const (&groups)[Isa::n_groups]) : from(groups[0]) {}
-
-        F scale() const { return Isa::load((const float *)(from + d_at)); }
-        F min() const { return Isa::load((const float *)(from + min_at)); }
-        I mins(int i) const { return Isa::load_codes(from + mins_at + i * sizeof(I)); }
-        I scales(int step, int i) const { return Isa::load_codes(from + scales_at + (2 * step + i) * sizeof(I)); }
-        static int first_value(int step, int i) { return 32 * step + 16 * i; }
-        template <int>
-        void load() {}
-        template <int step, int i>
-        void codes(I * w) const {
-            constexpr int n_vectors = 8 / n_codes;
-            for (int j = 0; j < n_vectors; j++) {
-                w[j] = Isa::load_codes(from + (8 * step + n_vectors * i + j) * sizeof(I));
-            }
-        }
-    };
-};
+// ---- panels ----
 
 // Loads 16 bytes of each column to four vectors. Each vector has four successive bytes of all columns.
 template <class Isa, class At>
@@ -247,11 +180,13 @@ struct OneRow {
         }
     }
 
-    static MOEGGUF_INLINE void add_superblock(At columns, int64_t at, const Row & row, __m256 & sums, __m256 & mins) {
+    static MOEGGUF_INLINE void add_superblock(At columns, int64_t at, const Row & row, __m256 & sums, __m256 & mins,
+                                              const uint8_t * soon) {
         alignas(32) float d[8], min[8];
         __m256i of_codes[8], of_mins[8];
         const __m256i row_sums = _mm256_loadu_si256((const __m256i *)row.sums);
         unpack_each<Isa, T>(columns, at, [&](int c, const Unpacked & block) __attribute__((always_inline)) {
+            prefetch_part<8 * T::bytes, 8>(soon, c);
             of_codes[c] = products_of(block, row, row_sums);
             d[c] = block.d;
             if constexpr (T::has_mins) {
@@ -293,14 +228,13 @@ struct OneRow {
             const Columns<8> columns(first, row_bytes, n_cols - col);
             __m256 sums = {}, mins = {};
             for (int64_t b = 0; b < n / T::n_values; b++) {
-#pragma GCC unroll 64
-                for (int i = 0; i < 8 * T::bytes; i += 64) { // prefetches in the order of addresses, not of use
-                    __builtin_prefetch(first + b * 8 * T::bytes + i + prefetch_ahead_bytes, 0, 2);
-                }
+                // Prefetches follow the order of addresses, not of use.
+                const uint8_t * soon = first + b * 8 * T::bytes + prefetch_ahead_bytes;
                 if constexpr (T::n_values == 32) {
+                    prefetch_part<8 * T::bytes, 1>(soon, 0);
                     add_scaled(columns, b * T::bytes, rows[b], sums, mins);
                 } else {
-                    add_superblock(columns, b * T::bytes, rows[b], sums, mins);
+                    add_superblock(columns, b * T::bytes, rows[b], sums, mins, soon);
                 }
             }
             Avx2::store(out[0] + col, T::has_mins ? sums - mins : sums, (int)std::min<int64_t>(8, n_cols - col));
@@ -309,15 +243,7 @@ struct OneRow {
 };
 
 template <class Isa, class T>
-using Panel = std::conditional_t<T::n_values == 32, ScaledPanel<Isa, T>, SuperblockPanel<Isa, T>>;
-
-template <class Isa, class T>
-constexpr Kernel panel_kernel = {T::n_values,      sizeof(typename T::Row),          Tile<Isa, Panel<Isa, T>>::max_rows,
-                                 quantize<Isa, T>, Tile<Isa, Panel<Isa, T>>::gather, Tile<Isa, Panel<Isa, T>>::multiply,
-                                 nullptr};
-
-template <class Isa, class T>
-constexpr Panels panels = {&panel_kernel<Isa, T>, Panel<Isa, T>::bytes / Isa::n_cols, unpack_columns<Isa, T>};
+constexpr Panels panels = {&panel_kernel<Isa, T>, Panel<Isa, T>::bytes / Isa::n_cols, unpack_columns<Isa, T>, 2};
 
 template <class Isa, class T>
 constexpr Kernel plain_kernel = {

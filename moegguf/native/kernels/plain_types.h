@@ -82,7 +82,7 @@ struct Unsigned {
 // its own scales(). If `adds_min`, another half float follows, which is added to every value.
 template <class Codes>
 struct Scaled : Codes {
-    static constexpr int n_values = 32;
+    static constexpr int n_values = 32, n_interleaved = 1;
     static constexpr bool has_mins = false, adds_min = false;
     using Row = Row32;
 
@@ -184,9 +184,12 @@ struct PlainMxfp4 : Scaled<Unsigned<12, 4>> {
 template <class Codes, int scale_values_ = 16>
 struct Superblock : Codes {
     struct Prepared {}; // empty in this base; types in grids.h find indices first, and then codes
-    static constexpr int n_values = 256, scale_values = scale_values_;
+    static constexpr int n_values = 256, n_interleaved = 1, scale_values = scale_values_;
+    static constexpr int n_codes = 32 / scale_values, n_pairs = 8, n_minus = Codes::has_sign || Codes::zero != 0;
     static constexpr bool has_mins = false;
     using Row = RowPlain;
+
+    static constexpr int first_value(int step, int i) { return 32 * step + 16 * i; }
 };
 
 template <class Codes>

@@ -116,6 +116,20 @@ void quantize(const float * x, int64_t n, char * blocks, size_t stride) {
 // under way at once.
 constexpr int prefetch_ahead_bytes = 32768;
 
+// Prefetches one of n_parts parts of the n_bytes from `soon` on; nullptr: nothing. A burst of prefetches would fill the
+// queue of the cache's misses, and loads would have to wait. Without the barrier, the compiler collects the prefetches
+// of all parts in one burst.
+template <int n_bytes, int n_parts>
+MOEGGUF_INLINE void prefetch_part(const uint8_t * soon, int part) {
+    constexpr int n_lines = (n_bytes + 63) / 64;
+    if (!soon) { return; }
+#pragma GCC unroll 64
+    for (int line = n_lines * part / n_parts; line < n_lines * (part + 1) / n_parts; line++) {
+        __builtin_prefetch(soon + 64 * line, 0, 2);
+    }
+    asm volatile("" ::: "memory");
+}
+
 template <class Isa, class T>
 struct Tile {
     using I = typename Isa::I;
@@ -125,7 +139,7 @@ struct Tile {
     using OneRow = std::conditional_t<T::is_streamed, typename Isa::OneRow, Isa>;
 
     static constexpr int32_t no_minus = 0;
-    static constexpr int max_rows = Isa::max_rows < 8 && T::n_values == 256 && !T::is_streamed ? 8 : Isa::max_rows;
+    static constexpr int max_rows = Isa::max_rows;
 
     // Adds the products of the weights with one block of n_rows rows to `sums`, for weights with a scale for each 32
     // values.
@@ -155,12 +169,12 @@ struct Tile {
         I w[n_vectors];
         block.template codes<step, i>(w);
         const I scale = block.scales(step, i);
-        const int at = block.first_value(step, i);
+        constexpr int at = T::first_value(step, i);
 #pragma GCC unroll 16
         for (int r = 0; r < n_rows; r++) {
             const int32_t * minus = nullptr;
             if constexpr (T::n_minus > 0) { minus = rows[r].minus + at * T::n_minus / 16; }
-            if constexpr (T::is_wide) {
+            if constexpr (T::template is_wide<Isa>) {
                 sums[r] = Isa::template wide_sum<n_vectors>(sums[r], w, rows[r].qs + at, minus, scale);
             } else {
                 sums[r] = Isa::template scaled_sum<T::n_dots, T::n_minus>(sums[r], w, rows[r].qs + at, minus, scale);
@@ -169,22 +183,24 @@ struct Tile {
     }
 
     template <int n_rows, int step = 0, class Block>
-    static MOEGGUF_INLINE void add_steps(Block & block, const Row * rows, I * sums) {
+    static MOEGGUF_INLINE void add_steps(Block & block, const Row * rows, I * sums, const uint8_t * soon) {
+        prefetch_part<T::template read_bytes<Isa>, T::n_steps>(soon, step);
         block.template load<step>();
         add_codes<n_rows, step, 0>(block, rows, sums);
         if constexpr (T::n_codes > 1) { add_codes<n_rows, step, 1>(block, rows, sums); }
-        if constexpr (step + 1 < T::n_steps) { add_steps<n_rows, step + 1>(block, rows, sums); }
+        if constexpr (step + 1 < T::n_steps) { add_steps<n_rows, step + 1>(block, rows, sums, soon); }
     }
 
     // Adds the products of the weights with one block of n_rows rows to `sums` and `mins`, for weights in blocks of 256
     // values with integer scales.
     template <int n_rows>
-    static MOEGGUF_INLINE void add_256(const Groups & from, const Row * rows, F * sums, F * mins) {
+    static MOEGGUF_INLINE void add_256(const Groups & from, const Row * rows, F * sums, F * mins,
+                                       const uint8_t * soon) {
         typename T::template Block<Isa> block(from);
         I exact[n_rows];
 #pragma GCC unroll 16
         for (int r = 0; r < n_rows; r++) { exact[r] = I{}; }
-        add_steps<n_rows>(block, rows, exact);
+        add_steps<n_rows>(block, rows, exact, soon);
         const F scale = block.scale();
 #pragma GCC unroll 16
         for (int r = 0; r < n_rows; r++) {
@@ -213,16 +229,12 @@ struct Tile {
         for (int r = 0; r < n_rows; r++) { sums[r] = mins[r] = F{}; }
         for (int64_t b = 0; b < n_blocks; b++, rows += n_rows) {
             const Parts<Isa> block(weights, b * T::bytes);
-            if (soon) {
-#pragma GCC unroll 64
-                for (int at = 0; at < T::template read_bytes<Isa>; at += 64) { // prefetches in the order of addresses
-                    __builtin_prefetch(soon + b * T::template read_bytes<Isa> + at, 0, 2);
-                }
-            }
+            const uint8_t * next = soon ? soon + b * T::template read_bytes<Isa> : nullptr;
             if constexpr (T::n_values == 32) {
+                prefetch_part<T::template read_bytes<Isa>, 1>(next, 0);
                 add_32<n_rows>(block.of, rows, sums, mins);
             } else {
-                add_256<n_rows>(block.of, rows, sums, mins);
+                add_256<n_rows>(block.of, rows, sums, mins, next);
             }
         }
 #pragma GCC unroll 16
@@ -270,22 +282,6 @@ struct Tile {
         }
     }
 };
-
-template <class Isa, class T>
-constexpr Kernel kernel = {T::n_values,      sizeof(typename T::Row), Tile<Isa, T>::max_rows,
-                           quantize<Isa, T>, Tile<Isa, T>::gather,    Tile<Isa, T>::multiply,
-                           nullptr};
-
-template <class Isa>
-const Kernel * find(ggml_type type) {
-    return type == GGML_TYPE_Q4_0     ? &kernel<Isa, Q4_0x8>
-           : type == GGML_TYPE_IQ4_NL ? &kernel<Isa, Iq4NlX8>
-           : type == GGML_TYPE_MXFP4  ? &kernel<Isa, Mxfp4X8>
-           : type == GGML_TYPE_Q4_K   ? &kernel<Isa, Q4KX8>
-           : type == GGML_TYPE_Q5_K   ? &kernel<Isa, Q5KX8>
-           : type == GGML_TYPE_Q6_K   ? &kernel<Isa, Q6KX8>
-                                      : nullptr;
-}
 
 // ---- weights that are floats ----
 //

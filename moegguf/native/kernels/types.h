@@ -54,7 +54,7 @@ struct Parts {
 // values 0-7 (low nibbles) and 16-23 (high nibbles), then 8-15 and 24-31.
 template <int scale_bytes>
 struct NibblesX8 {
-    static constexpr int n_values = 32, bytes = 8 * scale_bytes + 128;
+    static constexpr int n_values = 32, n_interleaved = 8, bytes = 8 * scale_bytes + 128;
     static constexpr bool has_mins = false, adds_min = false, is_streamed = true;
     template <class Isa>
     static constexpr int read_bytes = Isa::n_groups * bytes;
@@ -188,12 +188,17 @@ struct Scales6 {
 // first 32 values.
 template <bool has_fifth_bit>
 struct Q45KX8 {
-    static constexpr int n_values = 256, bytes = 32 + 96 + (has_fifth_bit ? 256 : 0) + 1024;
+    static constexpr int n_values = 256, n_interleaved = 8, bytes = 32 + 96 + (has_fifth_bit ? 256 : 0) + 1024;
     static constexpr int n_steps = 8, n_codes = 2, n_dots = has_fifth_bit ? 2 : 4, n_minus = 0, n_pairs = 4;
-    static constexpr bool has_mins = true, is_wide = false, is_streamed = true;
+    static constexpr bool has_mins = true, is_streamed = true;
+    template <class>
+    static constexpr bool is_wide = false;
     template <class Isa>
     static constexpr int read_bytes = Isa::n_groups * bytes;
     using Row = RowMins;
+
+    // A step has 16 of the first 32 values of a part (i = 0) and 16 of the other 32 values (i = 1).
+    static constexpr int first_value(int step, int i) { return step / 2 * 64 + i * 32 + step % 2 * 16; }
 
     template <class Isa>
     struct Block {
@@ -214,9 +219,6 @@ struct Q45KX8 {
             return Isa::load_halves((const void * const(&)[Isa::n_groups])mins.of);
         }
         typename Isa::I mins(int i) const { return Isa::pairs(packed.mins[2 * i], packed.mins[2 * i + 1]); }
-
-        // A step has 16 of the first 32 values of a part (i = 0) and 16 of the other 32 values (i = 1).
-        static int first_value(int step, int i) { return step / 2 * 64 + i * 32 + step % 2 * 16; }
         typename Isa::I scales(int step, int i) const { return Isa::scales(packed.scales[step / 2 * 2 + i]); }
         template <int step>
         void load() {
@@ -241,12 +243,20 @@ using Q5KX8 = Q45KX8<true>;
 // Q6_K: a half of 128 values has 4 bits of each value in the nibbles of 64 bytes, and 2 bits of each value in 32 bytes.
 // There is a signed scale for each 16 values.
 struct Q6KX8 {
-    static constexpr int n_values = 256, bytes = 16 + 128 + 1024 + 512;
-    static constexpr int n_steps = 8, n_codes = 2, n_dots = 2, offset = 32, n_minus = 2;
-    static constexpr bool has_mins = false, is_wide = false, is_streamed = true;
+    static constexpr int n_values = 256, n_interleaved = 8, bytes = 16 + 128 + 1024 + 512;
+    static constexpr int n_steps = 8, n_codes = 2, n_dots = 2, offset = 32, n_minus = 2, n_pairs = 0;
+    static constexpr bool has_mins = false, is_streamed = true;
+    template <class>
+    static constexpr bool is_wide = false;
     template <class Isa>
     static constexpr int read_bytes = Isa::n_groups * bytes;
     using Row = RowOffset;
+
+    // Bit 2 of `step` selects the half, bit 1 the first or second 16 of 32 values, bit 0 the first or second 32 bytes.
+    // `i` selects low or high nibbles.
+    static constexpr int first_value(int step, int i) {
+        return step / 4 * 128 + i * 64 + step % 2 * 32 + step / 2 % 2 * 16;
+    }
 
     template <class Isa>
     struct Block {
@@ -258,9 +268,6 @@ struct Q6KX8 {
 
         typename Isa::F scale() const { return Isa::load_halves((const void * const(&)[Isa::n_groups])blocks); }
 
-        // Bit 2 of `step` selects the half, bit 1 the first or second 16 of 32 values, bit 0 the first or second 32
-        // bytes. `i` selects low or high nibbles.
-        static int first_value(int step, int i) { return step / 4 * 128 + i * 64 + step % 2 * 32 + step / 2 % 2 * 16; }
         typename Isa::I scales(int step, int i) const {
             return Isa::signed_scales(Parts<Isa>(blocks, 16 + first_value(step, i) / 16 * 8).of);
         }
