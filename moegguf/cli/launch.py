@@ -104,8 +104,8 @@ def _name_on_server(model: str) -> str:
 
 
 def _default_model(client: Client) -> str:
-    """Returns the name of a model that the server has loaded. If none is loaded, returns its newest model. If no server
-    answers, returns the newest model on this machine. Any other model is preferred to the demo."""
+    """Returns the name of a model that the server has loaded, or of the server's newest model if none is loaded. If no
+    server answers, returns the name of the newest model on this machine. In each case skips the demo if possible."""
     from moegguf.models.catalog import Catalog
     from moegguf.models.sources import DEMO_NAME
 

@@ -206,8 +206,8 @@ def _read_whole(text: str) -> int:
 
 
 def _read_number(text: str) -> float:
-    """Parses a number in decimal, or in hexadecimal with a binary exponent. Raises ValueError for any other text, and
-    OverflowError for a hexadecimal number that is too large."""
+    """Parses a number in decimal, or in hexadecimal with a binary exponent, or the text of infinity or NaN. Raises
+    ValueError for any other text, and OverflowError for a hexadecimal number that is too large."""
     if _HEX_NUMBER.fullmatch(text):
         return float.fromhex(text.replace("_", ""))
     if not text.isascii():
