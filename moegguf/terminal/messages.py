@@ -21,7 +21,7 @@ from moegguf.errors import MoeggufError
 from moegguf.settings import shows_tracebacks
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
-UsageError: Any = typer.BadParameter.__base__  # click's class, which typer does not export
+UsageError: Any = typer.BadParameter.__base__  # the base class of usage errors, which typer does not export
 
 _OF_PYDANTIC = {
     "Input should be": "it has to be", "less than or equal to": "at most", "greater than or equal to": "at least",
