@@ -1,5 +1,5 @@
-"""The interactive chat: a loop that answers typed messages and runs commands that begin with a slash. Also has the
-tables of commands. A command is never sent to the model."""
+"""The interactive chat: a loop that answers typed messages and runs commands, which begin with a slash. Also contains
+the tables of commands. A command is never sent to the model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _WORD = re.compile(r'"[^"]*"|\'[^\']*\'|\S+')
 
 class Chat:
     """A chat in the terminal: one conversation, one loaded model at a time, and the loop that reads input. `history`:
-    the lines typed in this chat and earlier ones."""
+    the messages and commands typed in this chat and earlier ones."""
 
     def __init__(self, model: ChatModel, conversation: Conversation) -> None:
         self.model = model
@@ -43,7 +43,8 @@ class Chat:
         self._reader = Reader(self.history, [*words, *(f"/? {topic}" for topic in ("set", "show", "shortcuts"))])
 
     def run(self) -> int:
-        """Runs the chat until Ctrl-D or /bye. Returns the exit code. The terminal must be in `keyboard_echo_off`."""
+        """Runs the chat until Ctrl-D or /bye, and returns exit code 0. The caller must have entered
+        `keyboard_echo_off`."""
         if self.conversation.think and not self.check_thinking():
             self.conversation.think = None
         self.print_model_line()
@@ -54,7 +55,7 @@ class Chat:
             return 0
 
     def print_model_line(self) -> None:
-        """Prints the model's name, its context size, its expert slots and so on."""
+        """Prints one line with the model's name and facts, such as the size of its context and its expert slots."""
         print_message(f"{self.conversation.entry.name}: {', '.join(self.model.facts())}")
 
     def _handle_input(self) -> None:
@@ -75,12 +76,12 @@ class Chat:
             else:
                 self.conversation.add_user_message(*(extract_images(text) if reads_images else (text, [])))
                 self.answer(snapshot)
-        except KeyboardInterrupt:  # Ctrl-C while a command runs, or before an answer begins
+        except KeyboardInterrupt:  # Ctrl-C while a command runs, while a model is loaded, or before an answer begins
             self.conversation.restore(snapshot)
             print_message("")
         except (EOFError, BrokenPipeError):
             raise
-        except Exception as error:  # a bug must not lose the conversation
+        except Exception as error:  # a bug must not end the chat and lose the conversation
             is_expected = isinstance(error, MoeggufError | OSError | typer.BadParameter)
             if shows_tracebacks() and not is_expected:
                 raise
@@ -88,7 +89,8 @@ class Chat:
             print_error(error, "" if is_expected else f"unexpected {type(error).__name__}: ")
 
     def answer(self, snapshot: Snapshot) -> None:
-        """Answers the conversation's last message. Restores `snapshot` if an error or Ctrl-C came before any text."""
+        """Answers the conversation's last message, and appends the answer. If an error or Ctrl-C ends the answer before
+        any text or thinking, restores `snapshot` instead."""
         conversation = self.conversation
         with self.model.spinner:
             self.model.prepare(conversation)
@@ -128,7 +130,8 @@ class Row(NamedTuple):
 
 
 def run_command(chat: Chat, line: str) -> None:
-    """Runs a command line that begins with a slash. Raises MoeggufError, OSError, BadParameter."""
+    """Runs a command line that begins with a slash. Raises MoeggufError, OSError, BadParameter, and EOFError to end the
+    chat."""
     word, rest = [*line.split(maxsplit=1), ""][:2]
     if word not in COMMANDS:
         print_message(f"Unknown command '{word}'. Type /? for help")
@@ -141,8 +144,8 @@ def run_command(chat: Chat, line: str) -> None:
 
 
 def _help_of(rows: Mapping[str, Row], width: int, before: str = "") -> str:
-    """Returns the help text for a command table. `width`: characters of the left column. `before`: a text that is
-    printed before each word."""
+    """Returns the help text for a command table. `width`: width of the left column in characters. `before`: text in
+    front of each word."""
     lines = (f"  {before + (row.usage or word):<{width}}{row.help}" for word, row in rows.items() if row.help)
     return "\n".join(["Available Commands:", *lines, ""])
 
@@ -162,7 +165,8 @@ def _clear(chat: Chat, _rest: str) -> None:
 
 
 def _load(chat: Chat, name: str) -> None:
-    """Switches to another model. If it cannot be found or loaded, the current model stays."""
+    """Switches the conversation to the model `name`, and loads the model. If there is no such model, prints a message.
+    If the load fails, raises the error, and the caller restores the current model."""
     try:
         entry = chat.model.connection.names.find(name)
     except ModelNotFoundError:
@@ -176,7 +180,8 @@ def _load(chat: Chat, name: str) -> None:
 
 
 def _save(chat: Chat, name: str) -> None:
-    """Saves the conversation as a new model: the model's files, the settings, and the messages without images."""
+    """Saves the conversation as a new model: the model's files, its parameters and the ones set in the chat, the system
+    message, and the messages without images."""
     from moegguf.models.recipe import Recipe
 
     conversation = chat.conversation
@@ -248,8 +253,8 @@ def _show(chat: Chat, part: str) -> None:
 
 
 def _show_text(text: Callable[[Chat], str | None], what: str) -> Command:
-    """Returns a command that prints a text of the model. If the model has none, the command prints that there is no
-    `what`."""
+    """Returns a command that prints the text that the function `text` returns. If the text is empty or None, the
+    command prints that the model has no `what`."""
     return lambda chat, _: print_message(text(chat) or f"No {what} was specified for this model.")
 
 
@@ -274,7 +279,8 @@ def _set(chat: Chat, rest: str) -> None:
 
 
 def _switch(attribute: str, value: Any, message: str, owner: str = "conversation") -> Command:
-    """Returns a command that sets an attribute of the conversation (or of the history) and prints a message."""
+    """Returns a command that sets an attribute of the conversation (or of another `owner` in the chat) and prints a
+    message."""
 
     def switch(chat: Chat, _rest: str) -> None:
         setattr(getattr(chat, owner), attribute, value)

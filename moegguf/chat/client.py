@@ -1,7 +1,7 @@
 """An HTTP client for a running `moegguf serve`: sends JSON requests and reads JSON or JSON-lines responses.
 
-The address comes from MOEGGUF_HOST or OLLAMA_HOST, and the API key is the first one in MOEGGUF_API_KEY. Does not know
-the meaning of requests.
+By default, the address comes from MOEGGUF_HOST or OLLAMA_HOST, and the API key is the first one in MOEGGUF_API_KEY.
+`Client` knows nothing about the meaning of requests.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ Json = dict[str, Any]
 GET_TIMEOUT_S = 10.0
 POST_TIMEOUT_S = 600.0  # long, because the server may have to load a model first
 CONNECT_S = 0.5
-KNOWN_S = 10.0  # time limit for finding out if a server knows a model
-MAX_ASKED_MODELS = 32  # most models about which `running_server` queries the server
+KNOWN_S = 10.0  # time limit for each request that finds out whether a server knows a model
+MAX_ASKED_MODELS = 32  # maximum number of models about which `running_server` queries the server
 MAX_ERROR_BYTES = 64 << 10
-WILDCARD_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # address that a server binds to -> address for clients
+WILDCARD_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # {address that a server binds to: address for clients}
 
 
 class ServerError(MoeggufError):
-    """The server returned an error message. `status`: the HTTP status, or 0 if the error was inside a response."""
+    """The server returned an error, or a response that is not JSON. `status`: the HTTP status of an error response;
+    otherwise 0."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -42,7 +43,7 @@ class ServerError(MoeggufError):
 
 
 class NoServerError(MoeggufError, ConnectionError):
-    """There is no server at the address, or the connection was lost."""
+    """There is no server at the address, it does not answer in time, or the connection was lost."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -53,7 +54,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 class Client:
-    """A client of the server in `settings`; None: the settings from the environment."""
+    """A client of the server in `settings`. If `settings` is None, reads the settings from the environment."""
 
     def __init__(self, settings: Settings | None = None) -> None:
         settings = settings or read_settings()
@@ -66,14 +67,14 @@ class Client:
         self._opener = urllib.request.build_opener(_NoRedirect, *proxies)
 
     def get(self, path: str, timeout_s: float = GET_TIMEOUT_S) -> Any:
-        """Sends a GET request and returns the JSON of the response. All requests raise NoServerError and
+        """Sends a GET request and returns the JSON of the response. Like the other requests, raises NoServerError or
         ServerError."""
         with self._open(path, None, timeout_s) as response:
             return _parsed(response.read())
 
     def post(self, path: str, body: Mapping[str, Any], timeout_s: float = POST_TIMEOUT_S, method: str = "POST") -> Any:
-        """Sends `body` and returns the JSON of the response. If the response has several lines, returns only the last
-        one."""
+        """Sends `body` and returns the JSON of the response. If the response has several lines, returns the JSON of the
+        last line. Returns None for an empty response."""
         with self._open(path, body, timeout_s, method) as response:
             lines = [line for line in response.read().splitlines() if line.strip()]
         return _parsed(lines[-1]) if lines else None
@@ -81,8 +82,8 @@ class Client:
     def stream(
         self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = POST_TIMEOUT_S
     ) -> Generator[Json]:
-        """Sends a request and yields the lines of the response as they arrive. Closing the generator ends the
-        request."""
+        """Sends a POST request with `body`, or a GET request if `body` is None. Yields the JSON of each line of the
+        response as it arrives. Closing the generator ends the request."""
         with self._open(path, body, timeout_s) as response:
             for line in response:
                 if line.strip():
@@ -119,9 +120,11 @@ class Client:
 
 
 def running_server(models: Sequence[str]) -> Client | None:
-    """Returns a client of the server at MOEGGUF_HOST, if it is a moegguf server that knows these models.
+    """Returns a client of the server at MOEGGUF_HOST if it is a moegguf server that knows the first MAX_ASKED_MODELS of
+    these models.
 
-    Returns None if there is no such server, or if one of the models is a path to a file.
+    Returns None if there is no such server, or if one of the names is an existing path. If the server needs a key, also
+    prints a note.
     """
     if any(os.path.exists(os.path.expanduser(name)) for name in models):
         return None
@@ -145,7 +148,7 @@ def running_server(models: Sequence[str]) -> Client | None:
 
 
 def not_json() -> ServerError:
-    """Returns the error for a response that no moegguf or Ollama server would send."""
+    """Returns the error for a response that is not JSON, which no moegguf or Ollama server would send."""
     return ServerError("the server's response is not JSON; is another program at its address?")
 
 
@@ -161,7 +164,8 @@ def _parsed(data: bytes) -> Any:
 
 
 def _error_message(error: urllib.error.HTTPError) -> str:
-    """Returns the message in an error response, in Ollama's or OpenAI's format."""
+    """Returns the message in an error response, in Ollama's or OpenAI's format. If there is none, returns a sentence
+    with the HTTP status."""
     with error:
         try:
             detail = json.loads(error.read(MAX_ERROR_BYTES))["error"]

@@ -1,5 +1,5 @@
-"""The data of one conversation: its model, its messages, its settings and Ollama's options. Computes and prints
-nothing."""
+"""The data of one conversation: its model, its messages, its settings and Ollama's options. This module neither runs a
+model nor prints anything."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Snapshot = tuple["NamedModel", list[Message], str]  # model, messages, pending t
 @dataclass
 class Conversation:
     """The messages and settings of a conversation. `parameters` (set in the chat) have priority over
-    `initial_parameters` (from the command line), which have priority over the parameters of the model. `pending_text`
-    is put before the next message."""
+    `initial_parameters` (from the command line), which have priority over the model's own parameters. `pending_text`
+    goes before the text of the next user message."""
 
     entry: NamedModel
     initial_parameters: Mapping[str, Any] = field(default_factory=dict)
@@ -54,7 +54,8 @@ class Conversation:
         self.entry, self.messages, self.pending_text = snapshot[0], list(snapshot[1]), snapshot[2]
 
     def clear(self) -> None:
-        """Removes the messages of the chat. As in Ollama, the system message and the messages of the Modelfile stay."""
+        """Removes the messages of the chat, and the pending text. As in Ollama, the system message and the messages of
+        the Modelfile stay."""
         self.messages = [dict(message) for message in self.entry.messages]
         self.pending_text = ""
 
@@ -64,7 +65,8 @@ class Conversation:
         return self.system if self.system is not None else self.entry.system or ""
 
     def add_user_message(self, text: str, images: Sequence[bytes] = ()) -> None:
-        """Appends a user message with the images, the pending text and `text`, in this order. Raises OptionError."""
+        """Appends a user message with the images, the pending text and `text`, in this order. The pending text is then
+        empty. Raises OptionError for an image that cannot be used."""
         content = f"{self.pending_text}\n\n{text}" if self.pending_text else text
         self.messages.append({"role": "user", "content": with_images(content, images)})
         self.pending_text = ""

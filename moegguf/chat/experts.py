@@ -1,4 +1,4 @@
-"""The experts of a model in another process: reads their state from the server's JSON, and prints it as a map."""
+"""Reads the state of a model's experts from a server's JSON, and prints the state of experts as a map."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def read_stats(found: dict[str, Any]) -> Stats:
-    """Returns the counters in a server's JSON. Raises WorkerError if the JSON has another form."""
+    """Returns the counters in a server's JSON. Raises WorkerError if the JSON does not fit."""
     return build(Stats, _fields_of(Stats, found))
 
 
 def read_snapshot(found: dict[str, Any]) -> Snapshot:
-    """Returns the snapshot of the experts in one line of `/live`. Raises WorkerError if the JSON has another form."""
+    """Returns the snapshot of a model's experts in a response of `/live`. Raises WorkerError if the JSON does not fit,
+    and KeyError if the JSON has no counters."""
     return build(Snapshot, _fields_of(Snapshot, found | {"stats": _fields_of(Stats, found["stats"])}))
 
 
@@ -35,14 +36,16 @@ def _fields_of(kind: type[Stats] | type[Snapshot], found: dict[str, Any]) -> dic
 
 
 def maps_of(snapshot: Snapshot) -> tuple[Bytes, Bytes, Bytes]:
-    """Returns the state, the uses and the loads of the experts, each with shape (n_layers, n_expert)."""
+    """Returns the state, the uses and the loads of the experts as uint8 arrays of shape (n_layers, n_expert). The
+    snapshot must come from `Snapshot.since`, and n_layers counts only layers with experts."""
     shape, parts = (len(snapshot.layers), snapshot.n_expert), (snapshot.state, snapshot.uses, snapshot.loads)
     state, uses, loads = (np.frombuffer(part, np.uint8).reshape(shape) for part in parts)
     return state, uses, loads
 
 
 def print_map(snapshot: Snapshot) -> None:
-    """Prints a map of the experts on stderr, as wide as the terminal, and the most important counters."""
+    """Prints a map of the experts on stderr, as wide as the terminal. Also prints where the experts are, and the hit
+    rate."""
     maps, stats, n_expert = maps_of(snapshot), snapshot.stats, snapshot.n_expert
     console = Console(stderr=True, highlight=False)
     width = console.width - 1

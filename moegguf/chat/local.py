@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 
 class LocalModel:
-    """A model that this program itself loads.
+    """A model that this program loads into a worker process.
 
     The event loop of the model manager runs only while one of the methods waits for a result. The loop runs in the
     thread of the caller, so Ctrl-C interrupts it.
@@ -37,10 +37,10 @@ class LocalModel:
     url = None  # there is no server
 
     def __init__(self, settings: Settings, spinner: Spinner) -> None:
-        """Starts a worker process early. The worker starts while this program finds and describes the model, which
-        takes about as long."""
+        """Starts a worker process, which gets ready while this program finds and describes the model."""
         self.spinner = spinner
-        # There is only one user, who can end this program. So loads and cancelled answers have no time limit.
+        # There is only one user, who can end this program at any time. So loads and cancelled answers need no time
+        # limit.
         self._settings = replace(
             settings,
             loading={**settings.loading, "n_parallel": 1, "kv_tokens": 0},
@@ -70,7 +70,7 @@ class LocalModel:
         return details(_here(entry))
 
     def print_info(self, entry: NamedModel) -> None:
-        """Prints the table of `moegguf show`."""
+        """Prints the table that `moegguf show` prints."""
         from moegguf.terminal.facts import facts_of
         from moegguf.terminal.tables import print_model
 
@@ -131,12 +131,12 @@ class LocalModel:
 
     @property
     def n_ctx(self) -> int:
-        """The number of tokens of the context; 0 while no model is loaded."""
+        """The size of the context in tokens; 0 while no model is loaded."""
         return self._state.n_ctx if self._state else 0
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of memory that the model needs according to its plan; 0 while no model is loaded."""
+        """The memory in bytes that the model needs according to its plan; 0 while no model is loaded."""
         return self._state.size_bytes if self._state else 0
 
     @property
@@ -146,7 +146,7 @@ class LocalModel:
 
     @property
     def placement(self) -> Placement | None:
-        """The placement of the experts, if several were possible and one was chosen; otherwise None."""
+        """The chosen placement of the experts. None if the plan compared no placements, or while no model is loaded."""
         from moegguf.engine.cost import Placement
 
         found = self._state.plan.get("placement") if self._state else None
@@ -154,14 +154,14 @@ class LocalModel:
 
     @property
     def reads_images(self) -> bool:
-        """True if a model with a projector is loaded."""
+        """True if a model is loaded whose projector can be read."""
         from moegguf.models.details import projector_of
 
         return self._manager is not None and projector_of(self._entry) is not None
 
     @property
     def must_load(self) -> bool:
-        """True while no model is loaded."""
+        """True before the first load, and after a load that failed or was interrupted."""
         return self._manager is None
 
     def answer(self, conversation: Conversation) -> Generator[Event]:
@@ -191,8 +191,8 @@ class LocalModel:
         return found[0] if found else None
 
     def experts(self) -> Snapshot | None:
-        """Returns the state of the experts, with their uses and loads since the last answer began. Returns None if no
-        model is loaded."""
+        """Returns the state of the experts, with their uses and loads since the last answer began (0 before the first
+        answer). Returns None if no model is loaded."""
         now = self._run(self._snapshot(math.inf))
         return now and now.since(self._before)
 
@@ -220,5 +220,5 @@ def _print_warning(_model: str, text: str) -> None:
 
 
 def _here(entry: NamedModel) -> ModelEntry:
-    assert isinstance(entry, ModelEntry)  # `Catalog.find` only returns entries
+    assert isinstance(entry, ModelEntry)  # `Catalog.find` returns a ModelEntry
     return entry

@@ -31,7 +31,7 @@ BUSY = 503  # HTTP status of a server without room for the model
 class Answer:
     """One answer, with the text received so far."""
 
-    load_s: float  # seconds of a load before the answer
+    load_s: float  # seconds spent on loading the model before the answer
     summary: AnswerSummary = field(default_factory=lambda: AnswerSummary(finish="cancelled"))
     decisions: Mapping[str, Any] = field(default_factory=dict)  # see `Llama.decisions`
     text: str = ""
@@ -51,18 +51,19 @@ class Answer:
 
 
 class ChatModel:
-    """A model that answers one conversation at a time, in this program or in a server. Methods raise MoeggufError."""
+    """A model that answers one conversation at a time, in this program or in a server. Methods may raise
+    MoeggufError."""
 
     def __init__(self, connection: LocalModel | ServedModel) -> None:
         self.connection = connection
         self.spinner = connection.spinner
         self._last: Answer | None = None  # None: no answer since the last load
-        self._loaded: Mapping[str, Any] | None = None  # parameters for loading at the last load; None: not loaded
-        self._load_s = 0.0  # seconds of loading since the last answer
+        self._loaded: Mapping[str, Any] | None = None  # loading parameters of the last load that succeeded, if any
+        self._load_s = 0.0  # seconds that the last load took; 0 once an answer has begun
 
     def load(self, conversation: Conversation) -> None:
         """Loads the conversation's model. If the load fails, removes the parameters for loading that were set in the
-        chat."""
+        chat, unless the server was only busy."""
         start_s = time.perf_counter()
         try:
             self.connection.load(conversation)
@@ -76,7 +77,7 @@ class ChatModel:
         self._last = None
 
     def prepare(self, conversation: Conversation) -> None:
-        """Loads the model again if a parameter for loading has changed, or if the last load has failed."""
+        """Loads the model if it is not loaded, or loads it again if a parameter for loading has changed."""
         if self.connection.must_load or of_loading(self.connection.parameters(conversation)) != self._loaded:
             self.load(conversation)
 
@@ -87,8 +88,8 @@ class ChatModel:
         return self._last
 
     def facts(self) -> list[str]:
-        """Returns short texts about the model: its memory, the size of the context, the number of expert slots and so
-        on."""
+        """Returns short phrases about the model: its memory, the size of the context, the number of expert slots, the
+        server's address. Leaves out facts that are not known."""
         n_ctx, stats, url = self.connection.n_ctx, self.connection.stats, self.connection.url
         facts = [f"takes {format_bytes(n)}"] if (n := self.connection.size_bytes) else []
         if n_ctx:
@@ -102,8 +103,8 @@ class ChatModel:
         return [*facts, f"in the server at {url}"] if url else facts
 
     def statistics(self, *, with_load: bool) -> list[str]:
-        """Returns lines about the last answer. `with_load`: also about a load before it. Returns [] if there was no
-        answer since the load."""
+        """Returns lines about the last answer, or [] if there was no answer since the load. `with_load`: True adds the
+        time of a load before the answer."""
         from moegguf.terminal.statistics import LABEL_WIDTH, statistics
 
         if (answer := self._last) is None:
@@ -114,7 +115,8 @@ class ChatModel:
         return [*lines, f"{'answered by:':<{LABEL_WIDTH}}{url}"] if url else lines
 
     def print_experts(self) -> None:
-        """Prints a map of the experts: which are in memory, and which were used and loaded recently."""
+        """Prints a map of the experts: which are in memory, and which were used and loaded recently. Prints a message
+        if the model is not loaded or has no experts."""
         from moegguf.chat.experts import print_map
 
         found = self.connection.experts()

@@ -31,7 +31,8 @@ class InputHistory(FileHistory):
         super().__init__(path)
 
     def load_history_strings(self) -> Iterable[str]:
-        """Returns the entries of the file, the newest one first."""
+        """Returns the entries of the file, the newest one first. Returns [] if the history is disabled or the file
+        cannot be read."""
         try:
             return list(super().load_history_strings()) if self.enabled else []
         except OSError:
@@ -43,7 +44,7 @@ class InputHistory(FileHistory):
             super().append_string(string)
 
     def store_string(self, string: str) -> None:
-        """Writes an entry to the file."""
+        """Writes an entry to the file. If the file cannot be written, disables the history."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.touch(OWNER_ONLY)
@@ -62,13 +63,14 @@ _QUOTED = re.compile(r'\s*(?P<before>/set\s+system\s+)?"""(?P<text>.*)', re.DOTA
 
 
 def unquoted(text: str) -> str:
-    """Returns `text` without triple quotes around it."""
+    """Returns a message, or the command `/set system`, without the triple quotes around its text. Any other text is
+    returned unchanged."""
     quoted = _QUOTED.fullmatch(text)
     return (quoted["before"] or "") + quoted["text"].rstrip().removesuffix(QUOTES) if quoted else text
 
 
 def is_quoted_message(text: str) -> bool:
-    """Returns True if `text` is a message in triple quotes. Such a message is never a command."""
+    """Returns True if `text` begins with triple quotes. Such a message is never a command."""
     quoted = _QUOTED.fullmatch(text)
     return quoted is not None and not quoted["before"]
 
@@ -78,7 +80,7 @@ class Reader(PromptSession[str]):
 
     def __init__(self, history: InputHistory, commands: Sequence[str] = ()) -> None:
         if editor := read_settings().editor:
-            os.environ["VISUAL"] = editor  # prompt_toolkit opens the editor in VISUAL before the one in EDITOR
+            os.environ["VISUAL"] = editor  # prompt_toolkit prefers VISUAL to EDITOR
         keys, typing = KeyBindings(), has_focus(DEFAULT_BUFFER)
         keys.add("enter", filter=typing)(_end_line)
         keys.add("c-j", filter=typing)(lambda event: event.current_buffer.insert_text("\n"))
@@ -99,12 +101,12 @@ class Reader(PromptSession[str]):
 
     @property
     def unsent_text(self) -> str:
-        """The text that was in the input line at the last KeyboardInterrupt."""
+        """The text in the input line. After a KeyboardInterrupt, this is the text that was not sent."""
         return self.default_buffer.text
 
 
 def _end_line(event: KeyPressEvent) -> None:
-    """Handles the Enter key. Ends the message; within triple quotes, only begins a new line."""
+    """Handles the Enter key. Ends the message, but inside open triple quotes begins a new line."""
     buffer = event.current_buffer
     quoted = _QUOTED.fullmatch(buffer.text)
     if quoted is not None and not quoted["text"].rstrip().endswith(QUOTES):

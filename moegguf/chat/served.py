@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 class ServedModel:
     """A model in a server. The server loads it for the first answer, or when `load` is called, and keeps it for
-    `keep_alive` after an answer. `entry`: the model's name and its Modelfile. `names`: the object that finds and
-    creates models, which is this object."""
+    `keep_alive` after an answer (None: the server's setting). `entry`: the model's name and the settings of its
+    Modelfile. `names`: the object that finds and creates models, which is this object."""
 
     must_load = False
     stats = placement = None  # unknown: the server's counters include other clients' answers
@@ -45,7 +45,8 @@ class ServedModel:
         self._keep_alive = {} if keep_alive is None else {"keep_alive": keep_alive}
 
     def _show(self, name: str) -> Json:
-        """Returns the server's description of a model. Raises ModelNotFoundError."""
+        """Returns the server's description of a model. Raises ModelNotFoundError if the server does not have the
+        model."""
         try:
             return dict(self._client.post("/api/show", {"model": name}, KNOWN_S))
         except ServerError as error:
@@ -54,11 +55,12 @@ class ServedModel:
             raise
 
     def find(self, name: str) -> NamedModel:
-        """Returns the model with a name, with the settings of its Modelfile. Raises ModelNotFoundError."""
+        """Returns the model's name and the settings of its Modelfile. Raises ModelNotFoundError if the server does not
+        have the model."""
         return _named(name, self._show(name))
 
     def entries(self, prefix: str) -> list[ModelEntry]:
-        """Returns the server's models whose names begin with `prefix`."""
+        """Returns the server's models whose names begin with `prefix`, in any case."""
         return [
             ModelEntry(
                 m["name"], "own", (), m["size"], m["digest"], datetime.fromisoformat(m["modified_at"]),
@@ -98,7 +100,8 @@ class ServedModel:
         print_message("\n".join(f"  {name:<16}{value}" for name, value in rows.items()))
 
     def parameters(self, conversation: Conversation) -> Mapping[str, Any]:
-        """Returns the parameters for a request. The server adds the parameters of the model itself."""
+        """Returns the parameters from the command line and the chat. The server adds the parameters of the model
+        itself."""
         return conversation.user_parameters()
 
     def load(self, conversation: Conversation) -> None:
@@ -114,7 +117,7 @@ class ServedModel:
 
     @property
     def n_ctx(self) -> int:
-        """The number of tokens of the context; 0 if the model is not loaded."""
+        """The size of the context in tokens; 0 if the model is not loaded."""
         loaded = {model["name"]: model["context_length"] for model in self._client.get("/api/ps")["models"]}
         return int(loaded.get(self.entry.name, 0))
 
@@ -148,12 +151,12 @@ class ServedModel:
         raise self._client.lost_connection()
 
     def rest(self, timeout_s: float | None) -> list[Event]:
-        """Returns no events: the connection is closed, and so the server has stopped the answer."""
+        """Returns an empty list: the connection is closed, so the server stops the answer and sends no more events."""
         return []
 
     def experts(self) -> Snapshot | None:
         """Returns the server's last snapshot of the experts, with their recent uses and loads. Returns None if the
-        model is not loaded."""
+        server has no snapshot of the model, for example because the model is not loaded."""
         from moegguf.chat.experts import read_snapshot
 
         loaded = (model for model in self._client.get("/live?once=1")["models"] if self.entry.name in model["names"])
@@ -172,13 +175,13 @@ def _named(name: str, shown: Json) -> NamedModel:
 
 
 def messages_to_server(conversation: Conversation) -> list[Json]:
-    """Returns the messages for /api/chat. Leaves out the messages of the model's Modelfile, because the server adds
-    them."""
+    """Returns the messages for /api/chat. Leaves out the messages of the model's Modelfile if the conversation begins
+    with them, because the server adds them."""
     from moegguf.generate.images import images_of, text_of
 
     given, own = conversation.messages, [dict(message) for message in conversation.entry.messages]
     system: list[Message] = []
-    if conversation.system is not None:  # even if it is "": else the server adds the model's own
+    if conversation.system is not None:  # even if it is "": without a system message, the server adds the model's own
         system.append({"role": "system", "content": conversation.system})
     asked = (*system, *given[len(own) if given[: len(own)] == own else 0 :])
     return [

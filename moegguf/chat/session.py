@@ -45,12 +45,12 @@ def visible(text: str) -> str:
 
 
 class Wrapper:
-    """Breaks lines between words while a text is still being generated. `width` returns the columns of the terminal
-    and is called in each `feed`.
+    """Breaks lines between words while a text is still being generated. `width` returns the terminal's number of
+    columns and is called in each `feed`.
 
     A word is printed as it arrives. If it becomes too long for its line, it is erased and printed again on the next
-    line. Lines may break between any two wide (CJK) characters. The text must not contain codes for colours, because
-    every character counts as columns.
+    line. A word that fills the whole line is broken instead. Lines may break between any two wide (CJK) characters. The
+    text must not contain codes for colours, because every character would count as columns.
     """
 
     def __init__(self, width: Callable[[], int]) -> None:
@@ -97,8 +97,9 @@ FALLBACK_SIZE = (80, 24)
 
 
 class Printer:
-    """Prints deltas on stdout. On a terminal, replaces control characters of the model, and breaks lines between words
-    unless `wrap` is False. Anything that is no terminal gets the text unchanged, as UTF-8 in any locale."""
+    """Prints deltas on stdout, as UTF-8 in any locale. On a terminal, replaces control characters of the model, and
+    breaks lines between words unless `wrap` is False or TERM is "dumb". Other outputs get no added line breaks and no
+    colours."""
 
     def __init__(self, *, wrap: bool, hide_thinking: bool) -> None:
         self._terminal = sys.stdout.isatty()
@@ -106,7 +107,7 @@ class Printer:
         self._colour = moves and not os.environ.get("NO_COLOR")
         self._wrapper = Wrapper(lambda: shutil.get_terminal_size(FALLBACK_SIZE).columns) if wrap and moves else None
         self._hide = hide_thinking
-        self._thinking = ""  # thinking printed so far; "" when it is closed
+        self._thinking = ""  # thinking printed since the thinking section began; "" while no section is open
 
     def show(self, delta: Delta) -> None:
         """Prints a delta immediately."""
@@ -117,8 +118,7 @@ class Printer:
             self.end(delta.text)
 
     def end(self, text: str = "\n") -> None:
-        """Prints a line that ends the thinking if no line has ended it yet. Then prints `text`, for example the end of
-        the answer."""
+        """Closes the thinking section if it is still open. Then prints `text`: a part of the answer, or its end."""
         if self._thinking:
             self._write("\n" * (not self._thinking.endswith("\n")) + DONE_THINKING, grey=True)
             self._thinking = ""
@@ -142,7 +142,8 @@ CANCEL_TIMEOUT_S = 0.5  # seconds; if a cancelled answer takes longer, a message
 def print_answer(
     model: ChatModel, conversation: Conversation, end: str = "\n", exit_timeout_s: float | None = None
 ) -> Answer:
-    """Prints the answer to the last message, then `end`, then a note if the context was too small.
+    """Prints the answer to the last message and returns the answer. Prints `end` after a complete answer, and a note if
+    the context was too small. A MoeggufError is not raised, but stored in `Answer.error`.
 
     Ctrl-C cancels the answer. A second Ctrl-C ends the process. The process also ends if the cancelled answer does not
     stop within CANCEL_TIMEOUT_S plus `exit_timeout_s` seconds (None: no limit).
@@ -197,8 +198,8 @@ def _rest(model: ChatModel, exit_timeout_s: float | None) -> list[Event]:
 
 
 def _print_left_out(summary: AnswerSummary) -> None:
-    """Prints how many messages and tokens were cut from the prompt, and how often the context was full during the
-    answer."""
+    """Prints the number of messages and tokens that were cut from the prompt, and how often the context was full during
+    the answer. Prints nothing for counts of 0."""
     counts = ((summary.cut_messages, "message"), (summary.cut_tokens, "token"))
     if parts := [f"{n:,} {word}{'s' * (n != 1)}" for n, word in counts if n]:
         print_message(f"prompt cut: {', '.join(parts)} left out")
@@ -218,11 +219,11 @@ _PATH = re.compile(
 
 def extract_images(text: str) -> tuple[str, list[bytes]]:
     """Removes the paths of image files from `text`, which were typed or dragged onto the terminal, and reads these
-    files. Returns the remaining text and the files, and prints each file's name on stderr. Paths have the same form as
-    in `ollama run`: a path begins with /, ./, ../ or ~/ and ends with a known extension. A path with spaces is in
-    quotes, or its spaces are escaped. A path stays in the text if no such file exists.
+    files. Returns the remaining text and the contents of the files, and prints each file's name on stderr. Paths have
+    the same form as in `ollama run`: a path begins with /, ./, ../ or ~/ and ends with a known extension. A path with
+    spaces is in quotes, or its spaces are escaped. A path stays in the text if no such file exists.
 
-    Raises OptionError for a file that cannot be read, or that is no valid image.
+    Raises OptionError for a file that cannot be read, or that is not a valid image.
     """
     images: list[bytes] = []
 
@@ -246,13 +247,14 @@ def extract_images(text: str) -> tuple[str, list[bytes]]:
 
 
 def begins_with_image(text: str) -> bool:
-    """Returns True if the text begins with the path of a file that has the extension of an image."""
+    """Returns True if the text begins with the path of an existing file that has the extension of an image."""
     match = _PATH.match(text.lstrip())
     return match is not None and _file(match)[1] is not None
 
 
 def _file(match: re.Match[str]) -> tuple[str, Path | None]:
-    """Returns the path in a match without quotes and escapes, and the existing file at this path or None."""
+    """Returns the path in a match without quotes and escapes, and the same path as a Path. The Path is None if no file
+    exists there."""
     name = match["quoted"] or re.sub(r"\\(.)", r"\1", match["bare"])
     path = Path(name).expanduser()
     try:

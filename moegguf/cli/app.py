@@ -39,14 +39,15 @@ app = typer.Typer(
 
 
 def _version(requested: bool) -> None:
-    """Prints the version of this command, and a warning if a running server has another version."""
+    """Handles the flag --version: prints the version of this command, and a warning if a running server has another
+    version. Then exits."""
     if not requested:
         return
     from moegguf.chat.client import Client
     from moegguf.package import __version__
 
     print(f"moegguf {__version__}")
-    with suppress(MoeggufError):  # raised if no server runs
+    with suppress(MoeggufError):  # no server runs, or it returns an error
         server = Client().get("/api/version", VERSION_TIMEOUT_S)
         version = server.get("moegguf", f"Ollama {server.get('version', 'of an unknown version')}")
         if version != __version__:
@@ -105,7 +106,8 @@ command("help", short_help="Print the help of a command.")(print_help)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command in `arguments` and returns its exit code. Entry point of the program `moegguf`."""
+    """Runs the command in `arguments` (None: the arguments of the process) and returns its exit code. The program
+    `moegguf` calls this function."""
     return run_with_exit_code(lambda: app(arguments, prog_name="moegguf", standalone_mode=False))
 
 

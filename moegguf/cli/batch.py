@@ -1,7 +1,7 @@
 """`moegguf batch`: a file of requests in OpenAI's batch format, answered by a running server or by models loaded here.
 
-Each answer is stored when it is complete. If the command was stopped or killed, the same command continues later.
-Progress and the summary go to stderr.
+Each answer is stored when it is complete. If a command that writes a file of answers was stopped or killed, the same
+command continues later. Progress and the summary go to stderr.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ WriteLine = Callable[[bytes], object]
 STANDARD = "-"
 ANSWERS_SUFFIX = ".answers.jsonl"
 JOURNAL_SUFFIX = ".partial.db"
-MODELS_PARALLEL = 32  # a model loaded here answers at least this many requests at once, unless --parallel is given
+MODELS_PARALLEL = 32  # least number of simultaneous requests to models loaded here, unless --parallel is given
 LINE_S = 10.0  # seconds between two lines of progress if stderr is not a terminal
 
 LOADING = (*OF_EVERY_LOAD, "n_ctx", "kv_tokens", "mirror")
-"""Options of loading that this command has flags for."""
+"""Load options for which this command has flags."""
 RequestFile = Annotated[
     str,
     typer.Argument(
@@ -95,7 +95,7 @@ def batch(requests: RequestFile, *, given: Given, **chosen: Any) -> int:
         found = Requests(file, ENDPOINTS, {} if model is None else {"model": without_surrogates(model)})
         answers = opened.enter_context(_open_answers(target, found))
         if target is not None and (done := finished_counts(target, found)) is not None:
-            answers.remove()  # a process that was killed just before its end may have left this journal
+            answers.remove()  # a process that was killed just before its end may have left a journal
             print_message(f"{target} has all {len(found.lines):,} answers already; nothing to do.")
             return EXIT_FAILURE if done.failed else 0
         client = None if here else running_server(found.models)
@@ -131,8 +131,8 @@ def _output_path(requests: str, output: str | None) -> Path | None:
 
 @contextmanager
 def _open_stream(output: str | None) -> Iterator[WriteLine]:
-    """Opens stdout, a descriptor of this process, a device, or a pipe that another process reads. Yields a function
-    that writes a line to it. Raises BatchFileError."""
+    """Opens the output for answers: stdout, a descriptor of this process, a device, or a pipe that another process
+    reads. Yields a function that writes a line to the output. Raises BatchFileError."""
     from moegguf.serving.batch.answers import write_all
     from moegguf.serving.batch.database import storing
 
@@ -181,7 +181,8 @@ def _open_for_writing(path: Path) -> int:
 
 
 def _open_requests(path: str) -> BinaryIO:
-    """Opens the file of requests. stdin and pipes are copied to a temporary file. Raises BatchFileError."""
+    """Opens the file of requests. stdin, and a file in which the position cannot be changed, such as a pipe, are copied
+    to a temporary file. Raises BatchFileError."""
     try:
         source: BinaryIO = sys.stdin.buffer if path == STANDARD else Path(path).expanduser().open("rb")
         if path == STANDARD or not source.seekable():
@@ -268,8 +269,9 @@ def _answer_to_end(
     n_parallel: int,
     answering: Answering,
 ) -> int:
-    """Answers the requests that have no answer yet, and returns the exit code. Writes all answers to the file `target`
-    at the end, or each answer immediately with `write_line`. Raises BatchFileError, StorageError, NoServerError."""
+    """Answers the requests that have no answer yet. Returns the exit code: 0, EXIT_FAILURE if a request failed, or
+    EXIT_INTERRUPTED. Writes all answers to the file `target` at the end, or each answer immediately with `write_line`.
+    Raises MoeggufError."""
     from moegguf.serving.batch.answers import answer_requests, to_line
 
     n_total, counts, before = len(requests.lines), answers.counts, replace(answers.counts)

@@ -104,7 +104,8 @@ _RANGE = re.compile(r"(-?\d{1,9})(?:-(\d{1,9})(?:([+*])(\d{1,9}))?)?")
 
 
 def split(values: Iterable[str]) -> list[str]:
-    """Returns the values of a flag that is given once with commas, or several times."""
+    """Returns the values of a flag that can be given several times, each time with one value or with several values
+    separated by commas. Leaves out blank values."""
     return [word.strip() for value in values for word in value.split(",") if word.strip()]
 
 
@@ -142,7 +143,7 @@ def parse_tests(
     n_prompt: Sequence[str], n_gen: Sequence[str], pairs: Sequence[str], n_depth: Sequence[str]
 ) -> list[tuple[int, int, int]]:
     """Returns (n_prompt, n_gen, n_depth) of each test. As in llama-bench, the tests of each depth are first the
-    prompts, then the generations, then the pairs."""
+    prompts, then the generations, then the pairs. Prompts and generations of 0 tokens are left out."""
     shapes = [(n, 0) for n in parse_ints(n_prompt, "-p") if n]
     shapes += [(0, n) for n in parse_ints(n_gen, "-n") if n]
     shapes += [pair for pair in parse_pairs(pairs) if any(pair)]
@@ -188,8 +189,8 @@ def bench(*, given: Given, **chosen: Any) -> None:
 
 
 def _prepare_report(chosen: dict[str, Any]) -> None:
-    """Sets the defaults of --report: a comparison with llama.cpp, and a bundled text as input. Raises OptionError for
-    several models, or for a format other than md."""
+    """Sets the defaults of --report: a comparison with llama.cpp, and a bundled text as input (unless --greedy is
+    given). Raises OptionError unless there is exactly one model and the format is md."""
     from moegguf.bench.report import TEXT, WITHOUT
 
     if len(chosen["model"]) + len(chosen["hf_repo"]) != 1 or chosen["output"] != "md":
@@ -211,7 +212,8 @@ def _report(rows: list[dict[str, Any]]) -> str:
 
 
 def _run_preset(chosen: dict[str, Any], given: Given) -> None:
-    """Runs a preset and prints its results. Raises OptionError if there are flags that presets do not accept."""
+    """Runs a preset and prints its results. Raises OptionError for several models, and for flags that presets do not
+    accept."""
     from moegguf.bench.presets import run_preset
 
     taken = ("model", "hf_repo", "output", "preset", "settings")
@@ -227,7 +229,7 @@ def _run_preset(chosen: dict[str, Any], given: Given) -> None:
 
 
 def _models(chosen: dict[str, Any]) -> list[str]:
-    """Returns the files of the chosen models. Models of Hugging Face are pulled first."""
+    """Returns the paths of the chosen models' first files. Models of --hf-repo are pulled first if they are missing."""
     from moegguf.models.catalog import find_model
     from moegguf.terminal.loading import find_or_pull
 
@@ -236,7 +238,8 @@ def _models(chosen: dict[str, Any]) -> list[str]:
 
 
 def _specs(chosen: dict[str, Any], given: Given) -> list[Spec]:
-    """Returns a `Spec` for every combination of the chosen settings."""
+    """Returns a `Spec` for every combination of the chosen settings. Also prints a warning if other processes keep this
+    machine busy. Raises OptionError."""
     from moegguf.bench.series import Spec, Test, combinations
     from moegguf.engine.live_controller import ControllerOptions
     from moegguf.engine.machine import count_cpus, load_warning
@@ -276,8 +279,8 @@ def _specs(chosen: dict[str, Any], given: Given) -> list[Spec]:
 
 
 def _limit(size: str | None, require: bool) -> int | None:
-    """Returns the memory limit in bytes, or None if `size` is None. If this machine cannot set a limit, prints a
-    warning and returns None, or (`require`) raises OptionError."""
+    """Returns the memory limit in bytes, or None if `size` is None. If this machine cannot set the limit, raises
+    OptionError with `require`; otherwise prints a message and returns None."""
     from moegguf.bench.series import limit_fault
 
     if size is None:

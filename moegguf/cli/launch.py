@@ -1,4 +1,4 @@
-"""`moegguf launch`: starts a coding agent or a chat program with a model of this server."""
+"""`moegguf launch`: starts a coding agent or a chat program that uses a model of the server at MOEGGUF_HOST."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from moegguf.terminal.messages import print_message
 if TYPE_CHECKING:
     from moegguf.chat.client import Client
 
-START_S = 30.0  # time for a server to listen
-STOP_S = 10.0  # time for a server to end
+START_S = 30.0  # seconds within which a started server must answer
+STOP_S = 10.0  # seconds within which the server must end after SIGTERM; it is then killed
 POLL_S = 0.1
 LOG = "launch.log"
-KEY_PLACEHOLDER = "YOUR_KEY"  # printed in place of a key
+KEY_PLACEHOLDER = "YOUR_KEY"  # printed in place of an API key
 
 Name = Annotated[str | None, typer.Argument(metavar="NAME", help="A program; without one, they are listed.")]
 Words = Annotated[list[str] | None, typer.Argument(metavar="WORDS", help="After `--`: the program's own arguments.")]
@@ -74,12 +74,12 @@ def launch(name: Name = None, words: Words = None, model: ModelName = None, conf
 
 
 def _leave_to_program(*_: object) -> None:
-    """Does nothing when Ctrl-C is pressed, because the started program also gets this signal and handles it."""
+    """Does nothing on Ctrl-C: the started program also receives the signal and handles it."""
 
 
 def _target(client: Client, model: str | None, *, to_print: bool) -> Target:
-    """Returns the server and the model for a program. With `to_print`, a placeholder replaces the key, and no model is
-    fetched."""
+    """Returns the server and the model for a program. With `to_print`, a placeholder replaces the key. Otherwise a
+    named model that a server on this machine lacks is fetched."""
     if to_print:
         key = KEY_PLACEHOLDER if client.api_key else NO_KEY
         return Target(client.host.url, model or _default_model(client), key)
@@ -91,7 +91,7 @@ def _target(client: Client, model: str | None, *, to_print: bool) -> Target:
 
 
 def _name_on_server(model: str) -> str:
-    """Returns the name of a model in a server on this machine, and fetches the model if it is missing. Raises
+    """Returns a model's full name for a server on this machine, and fetches the model if it is missing. Raises
     OptionError for a path, and the errors of `find_or_pull`."""
     from moegguf.terminal.loading import find_or_pull
 
@@ -104,7 +104,8 @@ def _name_on_server(model: str) -> str:
 
 
 def _default_model(client: Client) -> str:
-    """Returns the name of a loaded model, or of the newest model if none is loaded."""
+    """Returns the name of a model that the server has loaded, or of the server's newest model if none is loaded. If no
+    server answers, returns the name of the newest model on this machine. In each case skips the demo if possible."""
     from moegguf.models.catalog import Catalog
     from moegguf.models.sources import DEMO_NAME
 
@@ -129,8 +130,9 @@ def _print_settings(program: LaunchClient, target: Target) -> None:
 
 @contextmanager
 def _running(client: Client) -> Iterator[None]:
-    """Context manager that uses the running server, or starts a server that ends with the block. Raises OptionError if
-    another program uses the address, or the server does not start."""
+    """Context manager that uses the server at the client's address, or starts a server there that ends with the block.
+    Raises OptionError if another program uses the address or the server does not start. Raises NoServerError if a
+    server cannot be started because the address is on another machine."""
     from moegguf.chat.client import NoServerError
 
     try:
@@ -174,7 +176,8 @@ def _started(client: Client) -> Iterator[None]:
 
 
 def _wait(client: Client, server: subprocess.Popen[bytes]) -> None:
-    """Waits until the server answers. Raises OptionError if it ends, or does not answer within START_S."""
+    """Waits until the server answers. Raises OptionError if the server's process ends, or if the server does not answer
+    within START_S seconds."""
     from moegguf.settings import data_folder
 
     end_s = time.monotonic() + START_S

@@ -16,7 +16,8 @@ NO_KEY = "moegguf"  # sent if the server needs no key, since some programs requi
 
 @dataclass(frozen=True)
 class Target:
-    """A server and one of its models. `key` is an API key, or NO_KEY if the server needs no key."""
+    """A server and one of its models. `key` is an API key, NO_KEY if the server needs no key, or a placeholder for a
+    key in printed settings."""
 
     url: str
     model: str
@@ -30,7 +31,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Start:
-    """The way in which a program is started."""
+    """The environment variables and arguments with which a program is started."""
 
     environment: dict[str, str]  # variables that are added to the program's environment
     arguments: tuple[str, ...] = ()  # command-line arguments
@@ -42,8 +43,8 @@ class LaunchClient:
 
     title: str
     command: str = ""
-    start: Callable[[Target], Start] | None = None  # returns how the program is started with a server
-    settings: Callable[[Target], str] | None = None  # returns the settings that the user must write into a file
+    start: Callable[[Target], Start] | None = None  # returns the variables and arguments for a server
+    settings: Callable[[Target], str] | None = None  # returns instructions with the settings that the user must enter
 
 
 def _claude(to: Target) -> Start:

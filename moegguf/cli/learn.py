@@ -84,9 +84,9 @@ def learn(model: Model, as_json: AsJson = False, *, given: Given, **chosen: Any)
 
 
 def _limit_threads(n_threads: int | None) -> None:
-    """Limits the threads of numpy's matrix products to `n_threads`, by default to the processors that other processes
-    do not use. With more threads than free processors, matrix products are slow. Must be called before numpy is
-    imported."""
+    """Limits the threads of numpy's matrix products to `n_threads`, by default to the number of processors that are
+    idle now. With more threads than idle processors, matrix products are slow. Variables that the user has set are not
+    changed. Must be called before numpy is imported."""
     from moegguf.engine.machine import count_cpus
 
     n_free = max(1, count_cpus() - round(os.getloadavg()[0]))
@@ -102,8 +102,8 @@ def _recorded(
     chosen: Mapping[str, Any],
     progress: Progress,
 ) -> Learning:
-    """Returns the requests to learn from. They come from the trace that the user names, or are recorded now into a
-    temporary file."""
+    """Returns the recorded requests from which strategies learn. The requests come from the trace that the user names,
+    or are recorded now into a temporary file."""
     from moegguf.controller.artifacts import Artifacts
     from moegguf.learning.learn import TRACE_BYTES, Learning, most_tokens, needs_inputs
     from moegguf.settings import cache_folder
@@ -150,7 +150,8 @@ def _reporting(progress: Progress, stage: str) -> Progress:
 
 
 def _texts(chosen: Mapping[str, Any]) -> list[Prompt]:
-    """Returns the texts whose routing is recorded: prompts, or stored responses of a server. Raises OptionError."""
+    """Returns the texts whose routing is recorded: the prompts in a file, or with --from-server the stored responses of
+    a server. Raises OptionError."""
     from moegguf.trace.prompts import Prompt, read_prompts
 
     if not chosen["from_server"]:

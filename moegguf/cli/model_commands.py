@@ -115,7 +115,7 @@ def remove(models: Annotated[list[str], model_argument("Names that `list` shows.
     catalog = Catalog()
     for name in models:
         body = {"model": catalog.find(name, even_missing=True).name, "keep_alive": 0}
-        with suppress(MoeggufError):  # raised if no server runs
+        with suppress(MoeggufError):  # no server runs, or it does not know the model
             Client().post("/api/generate", body)
         catalog.remove(name)
         print(f"deleted '{name}'")

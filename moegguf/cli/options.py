@@ -49,13 +49,13 @@ class Command(TyperCommand):
 
 
 class Flag(NamedTuple):
-    """A flag that only one command has. If the value is a list, the flag can be given several times. Some commands also
-    split each value at commas.
+    """A flag of one command. If the value is a list, the flag can be given several times. Some commands also split each
+    value at commas.
 
-    kind: type of the value. If `kind` is None, the value is a list of texts if the default is a list, and otherwise a
-    text or None.
+    kind: type of the value. If `kind` is None, the value is a list of strings if the default is a list, and otherwise a
+    string or None.
 
-    settings: further settings of `typer.Option`.
+    settings: further keyword arguments of `typer.Option`.
     """
 
     name: str
@@ -96,8 +96,9 @@ def _flag_of(option: Option) -> Flag:
 def flags(*names: str, own: Sequence[Flag] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Returns a decorator that adds the flags of the options `names`, and the flags in `own`, to a command.
 
-    The command gets the options' values in the dict `given`, converted to the types of the Python API. It gets the
-    values of `own` flags as keyword arguments with their names. Raises OptionError or BudgetError for invalid values.
+    The command gets the dict `given` with the values of the options that the user has set, converted to the types of
+    the Python API. It gets the values of `own` flags as keyword arguments with their names. Raises OptionError or
+    BudgetError for invalid values.
     """
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -137,7 +138,8 @@ def loading_options(given: Given, names: Sequence[str]) -> Given:
 
 
 def parse_threads(text: str) -> int | None:
-    """Parses a number of threads. Returns None for "auto". Raises typer.BadParameter."""
+    """Parses a number of threads. Returns None for "auto". Raises typer.BadParameter for any other text, and for a
+    number that is not from 1 to MAX_THREADS."""
     if text == "auto":
         return None
     if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= MAX_THREADS:
@@ -146,7 +148,8 @@ def parse_threads(text: str) -> int | None:
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Returns the names that complete a word in the shell: models on this machine, then models of the library."""
+    """Returns the names that begin with `incomplete`, in any case, for completion in a shell: models on this machine,
+    then models of the library."""
     from moegguf.models.catalog import Catalog
     from moegguf.models.names import library
 
@@ -168,8 +171,8 @@ Insecure = Annotated[bool, typer.Option("--insecure", hidden=True, help="Accepte
 
 
 def hub_name(repository: str) -> str:
-    """Returns the model name of a repository on Hugging Face. As in llama.cpp's `-hf`, the text has the form
-    "USER/REPOSITORY[:QUANT]". Raises typer.BadParameter for anything else."""
+    """Returns the model's full name for a repository on Hugging Face, given as "USER/REPOSITORY[:QUANT]" as in
+    llama.cpp's `-hf`. Raises typer.BadParameter if the text does not name a repository."""
     from moegguf.models.names import hub_name_of
 
     if (name := hub_name_of(repository)) is None:

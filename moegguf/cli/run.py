@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from moegguf.settings import Settings
 
 PS_TIMEOUT_S = 1.0  # seconds in which a server must list its loaded models
-EXIT_TIMEOUT_S = 0.5  # seconds in which an answer must stop after Ctrl-C
+EXIT_TIMEOUT_S = 0.5  # seconds, after CANCEL_TIMEOUT_S, in which an answer must stop after Ctrl-C
 
 
 def _read_prompt(words: Sequence[str]) -> str | None:
@@ -111,7 +111,7 @@ def model_and_words(
 ) -> tuple[str, list[str]]:
     """Returns the model's name and the words of the prompt. With --model or --hf-repo, all words belong to the prompt.
 
-    Raises BadParameter when no model or more than one is named.
+    Raises BadParameter when no model is named, or when both --model and --hf-repo are given.
     """
     if model_file and hub_model:
         raise typer.BadParameter("give one of --model and --hf-repo, not both.")
@@ -214,7 +214,8 @@ def _defaults(environment: Settings, entry: NamedModel) -> dict[str, Any]:
 
 
 def _check(given: Given, keep_alive: str | None) -> None:
-    """Raises BadParameter for invalid values. If typer checked them, the help would list all limits."""
+    """Raises BadParameter for invalid values of --keepalive, --max-tokens and --strategy, and for a value above its
+    option's upper limit. If typer checked these limits, the help would list them."""
     if keep_alive is not None:
         try:
             parse_duration(keep_alive)

@@ -35,7 +35,7 @@ class ServeCommand(Command):
     """The command `serve`, whose help ends with a list of environment variables."""
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Writes the environment variables of options that have no flag in this command."""
+        """Writes the environment variables of options that have no flag in this command, and of huggingface_hub."""
         with formatter.section("Environment (OLLAMA_NAME is read where MOEGGUF_NAME is not set)"):
             formatter.write_dl([(f"MOEGGUF_{option.variable}", option.help) for option in WITHOUT_FLAG])
             formatter.write_text("HF_TOKEN HF_HOME HF_HUB_CACHE HF_ENDPOINT HF_HUB_OFFLINE as for huggingface_hub")
@@ -94,8 +94,8 @@ def serve_settings(port: int | None, given: Given) -> Settings:
 
 
 def print_address(settings: Settings, listener: socket.socket) -> None:
-    """Prints the version, the folder of models, the memory, a note about a GPU that is not used, and the address. The
-    address has remarks about keys."""
+    """Prints the version, the folder of models, the memory, a note about a GPU that is not used, and the address.
+    Remarks beside the address say which clients need a key."""
     from moegguf.engine.machine import read_memory
     from moegguf.package import __version__
     from moegguf.quantities import format_bytes

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from moegguf.chat.client import Client
     from moegguf.cli.top_screen import ModelView
 
-FRAMES_PER_S = 2  # snapshots per second for each model
-STREAM_TIMEOUT_S = 20.0  # longest wait for a line; the server sends one at least every few seconds
+FRAMES_PER_S = 2  # requested snapshots per second of each model
+STREAM_TIMEOUT_S = 20.0  # seconds to wait for a line; the server sends at least one every few seconds
 
 
 def top(
@@ -39,7 +39,7 @@ def top(
 
 
 def print_once(client: Client, *, as_json: bool) -> None:
-    """Prints one frame with every layer, or statistics, plan and experts of each model as JSON.
+    """Prints one frame with every layer. With `as_json`, prints statistics, plan and experts of each model as JSON.
 
     In JSON an expert is a digit: 0 on disk, 1 in flight, 2 in RAM, 3 in VRAM.
     """
@@ -63,8 +63,8 @@ def print_once(client: Client, *, as_json: bool) -> None:
 
 
 def watch(client: Client) -> None:
-    """Draws the screen for each line of `/live`, until `q` or Ctrl-C is pressed. Raises NoServerError if the connection
-    is lost."""
+    """Draws the screen for each line of `/live`, until `q` or Ctrl-C is pressed. Raises NoServerError if there is no
+    server or the connection is lost."""
     from rich.console import Console
     from rich.live import Live
 
@@ -107,7 +107,8 @@ def apply_line(models: dict[str, ModelView], line: dict[str, Any]) -> None:
 
 @contextmanager
 def interrupt_on_q() -> Iterator[None]:
-    """Context manager in which the key `q` raises KeyboardInterrupt, as Ctrl-C does."""
+    """Context manager in which the key `q` raises KeyboardInterrupt, as Ctrl-C does. Does nothing if stdin is not a
+    terminal."""
     if sys.stdin is None or not sys.stdin.isatty():  # keys cannot be read, so only Ctrl-C quits
         yield
         return

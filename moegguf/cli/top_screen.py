@@ -1,6 +1,6 @@
 """The screen of `moegguf top`. Each model has numbers for now and since its load, sparklines, and the map of experts.
 
-The module turns facts from `/live` into texts for the package rich. Does no I/O.
+The module turns facts from `/live` into texts for the package rich, and does no I/O.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ NARROW, WIDE = 60, 76  # screen widths in characters: columns are closer below N
 class ModelView:
     """The facts about one loaded model that were received so far.
 
-    `stats` are the statistics since the model was loaded. `now` is their growth between the last two snapshots in which
-    the model computed.
+    `stats` are the statistics since the model was loaded. `now` is the growth of `stats` from one snapshot to the next,
+    the last time that the model computed something in between.
     """
 
     def __init__(self, name: str) -> None:
@@ -47,13 +47,14 @@ class ModelView:
         self._before: Stats | None = None
 
     def update(self, facts: Facts, snapshot: Facts | None) -> None:
-        """Stores the newest facts, and a snapshot of the experts if there is one."""
+        """Stores the newest facts, and a snapshot of the experts if there is one. Updates the statistics and the points
+        of the sparklines."""
         self.facts = facts
         if snapshot is None:
             self.stats = read_stats(facts["stats"])
             return
         self.snapshot = found = read_snapshot(snapshot)
-        if not found.busy:  # clears the uses now, since the server sends no further snapshot of an idle model
+        if not found.busy:  # clears uses and loads now, since the server sends no further snapshot of an idle model
             none = bytes(len(found.state))
             self.snapshot = replace(found, uses=none, loads=none)
         self.stats, before = found.stats, self._before
@@ -86,9 +87,11 @@ class ModelView:
         return text
 
     def figures(self, width: int) -> Table:
-        """Returns the table of numbers: hit rate, speed, bytes read per token and stall, now and since the load.
+        """Returns the table of numbers: hit rate, bytes read per token and stall, now and since the load, and the
+        latest speed.
 
-        A wide table has sparklines, too. Further rows are for tiers, if there are several, and for staging.
+        Sparklines are added if the width leaves space for them. Further rows are for tiers, if there are several, and
+        for staging.
         """
         now, total = self.now, self.stats
         table = Table.grid(padding=(0, 1 if width < NARROW else 2, 0, 0))
@@ -120,7 +123,7 @@ class ModelView:
         return table
 
     def map(self, width: int, height: int | None) -> Text:
-        """Returns the map of the model's experts."""
+        """Returns the map of the model's experts, or a text if there are no experts or no snapshot yet."""
         if self.snapshot is None or not self.snapshot.layers:
             return Text("no experts" if self.snapshot else "no data yet", style="bright_black")
         maps, layers = maps_of(self.snapshot), self.snapshot.layers
@@ -128,7 +131,8 @@ class ModelView:
 
 
 class Screen:
-    """The whole screen, with as many models as fit into `height` lines. `height` None: no limit."""
+    """The whole screen. Maps of experts are shortened or left out, so that the screen fits into `height` lines if
+    possible. `height` None: no limit."""
 
     def __init__(self, url: str, models: Iterable[ModelView], *, height: int | None, keys: str = "") -> None:
         self.url = url
@@ -153,8 +157,8 @@ class Screen:
         yield key
 
     def _bodies(self, width: int, n_legend: int) -> Iterable[Group]:
-        """Returns the text of each model. The maps share the lines that remain. If these are too few, the last models
-        have no map."""
+        """Yields the title, the figures and the map of each model. The maps share the lines that remain. If too few
+        lines remain, the first models have no map, or no model has one."""
         figures = [model.figures(width) for model in self.models]
         n_lines = [2 + table.row_count for table in figures]  # 2 for the title and a blank line
         left = math.inf if self.height is None else self.height - 2 - n_legend - sum(n_lines)
@@ -168,7 +172,7 @@ class Screen:
 
 
 def spark(values: Sequence[float] | deque[float], n_cells: int, maximum: float | None = None) -> str:
-    """Draws a sparkline of the last `n_cells` values, from 0 to `maximum` (default: the largest value)."""
+    """Returns a sparkline of the last `n_cells` values, from 0 to `maximum` (None: the largest of these values)."""
     shown = list(values)[-n_cells:] if n_cells > 0 else []
     top = maximum or max(shown, default=0.0) or 1.0
     return "".join(BLOCKS[round(min(max(value / top, 0.0), 1.0) * (len(BLOCKS) - 1))] for value in shown)
@@ -179,7 +183,8 @@ def _hit_rate(counted: Lookups) -> str:
 
 
 def _stall(counted: Stats) -> str:
-    """Returns the share of the computing time in which layers waited for experts, as text."""
+    """Returns the share of the computing time in which layers waited for experts, as text. The text is "-" if nothing
+    was computed."""
     return percent(min(1.0, counted.stall_s / counted.eval_s) if counted.eval_s else None)
 
 

@@ -114,7 +114,8 @@ SIMULATE_FLAGS = (
 
 @contextmanager
 def showing_progress() -> Iterator[Progress]:
-    """Yields a callback that shows progress: one changing line on a terminal, otherwise a line for each stage."""
+    """Context manager that yields a callback. The callback shows progress: one changing line on a terminal, otherwise a
+    line for each stage."""
     from moegguf.terminal.progress import Spinner
 
     last = ""
@@ -144,7 +145,8 @@ def showing_progress() -> Iterator[Progress]:
 
 
 def check_writable(out: Path, *sources: Path) -> None:
-    """Raises OptionError if `out` cannot be written, or is one of `sources`. Called before any work is done."""
+    """Raises OptionError if the folder of `out` does not exist, if `out` is not a file, or if `out` is one of
+    `sources`. Called before any work is done."""
     if not out.absolute().parent.is_dir():
         raise OptionError(f"there is no folder {str(out.parent)!r} for --out; make it first.")
     if not can_be_replaced(out):
@@ -154,8 +156,8 @@ def check_writable(out: Path, *sources: Path) -> None:
 
 
 def parse_shares(text: str, option: str = "--expert-cache", of_each: bool = False) -> list[float]:
-    """Parses shares such as "10%,25%". Removes duplicates unless `of_each` is True: then each share belongs to one of
-    several devices. Raises OptionError."""
+    """Parses shares such as "10%,25%" or "0.1". Removes duplicates unless `of_each` is True, which means that each
+    share belongs to one of several devices. Raises OptionError."""
     shares = []
     for word in split([text]) or [text]:
         try:
@@ -271,7 +273,7 @@ def simulate(file: File, as_json: AsJson = False, *, given: Given, **chosen: Any
     strategies = split(chosen["strategy"])
     save = chosen["save"]
     prefetch = chosen["prefetch"]
-    # A text with "=" has the policies of two tiers (vram=NAME,ram=NAME), so its comma separates no values.
+    # A value with "=" has the policies of two tiers (vram=NAME,ram=NAME), so its comma does not separate values.
     policies = [name for text in chosen["policy"] for name in ([text] if "=" in text else split([text]))]
     predictors = split(chosen["predictor"])
     _check(chosen, strategies, policies, predictors)
@@ -320,7 +322,8 @@ def simulate(file: File, as_json: AsJson = False, *, given: Given, **chosen: Any
 
 
 def _check(chosen: Mapping[str, Any], strategies: list[str], policies: list[str], predictors: list[str]) -> None:
-    """Raises OptionError for an unknown output format, and for options that exclude each other."""
+    """Raises OptionError for an unknown output format, for options that exclude each other, and for options that need
+    another option."""
     if chosen["output"] not in FORMATS:
         raise OptionError(f"-o takes {', '.join(FORMATS)}, but not {chosen['output']!r:.40}.")
     if chosen["save"] and any(map(names_file, (*policies, *predictors))):

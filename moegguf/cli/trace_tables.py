@@ -42,8 +42,11 @@ def print_notes(*notes: str) -> None:
 
 
 def print_simulation(rows: Sequence[Row], used: str) -> None:
-    """Prints tables with a line for each policy and predictor, and a column for each budget. The tables show hit rates,
-    stalls and speeds if a link was modelled, and the use of prefetched experts if there was prefetching."""
+    """Prints a table of hit rates, with a line for each strategy, policy and predictor, and a column for each budget.
+
+    Further tables of this form show stalls and speeds if a link was modelled, and the use of prefetched experts if
+    there was prefetching.
+    """
     title = "Hit rate of decoded tokens, by share of the experts that fits"
     tables: list[tuple[str, Callable[[Row], str]]] = [
         (title, lambda row: f"{row.decode_hit_rate:.1%}{_gap(rows, row)}")
@@ -140,8 +143,8 @@ def print_tiers(rows: Sequence[Row], used: str) -> None:
 
 
 def _tier_lines(row: Row) -> Iterable[Line]:
-    """Yields a line with the counts per decoded token for each tier. The first line also has the policy, the predictor
-    and the speed."""
+    """Yields a line for each tier, with its hit rate and with counts per decoded token. The first line also has the
+    policy, the predictor and the speed."""
     assert row.simulated is not None
     n_tokens = max(1, row.simulated.decode.tokens)
     speed = row.simulated.t_per_s

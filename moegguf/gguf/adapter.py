@@ -23,7 +23,7 @@ class AdapterHeader:
 def read_adapter(path: str | os.PathLike[str], arch: str | None = None) -> AdapterHeader:
     """Reads the header of the adapter at `path`. `arch` is the model's architecture; None: any.
 
-    Raises ModelNotFoundError, ExpertIOError, and ModelFormatError for a damaged file, for a file that is no LoRA
+    Raises ModelNotFoundError, ExpertIOError, and ModelFormatError for a damaged file, for a file that is not a LoRA
     adapter, or for an adapter of another architecture.
     """
     file = read_gguf(path)

@@ -35,7 +35,7 @@ CHATML = (
     "    {{- '<|im_start|>assistant\\n' -}}\n"
     "{%- endif -%}\n"
 )
-"""The chat template of models that have none, as in llama-server."""
+"""The chat template for models whose files have none, as in llama-server."""
 
 CHATML_END = "<|im_end|>"
 """Ends a message in CHATML. The tokenizer treats it as ordinary text if the model's vocabulary has no token of this
@@ -87,7 +87,8 @@ def capabilities_of(template: str | None) -> tuple[str, ...]:
 
 
 def tail(text: str, marks: Iterable[str]) -> int:
-    """Returns the number of characters at the end of `text` that may be the start of a mark."""
+    """Returns the length of the longest end of `text` that is an incomplete mark, so that more text may complete the
+    mark. Returns 0 if there is none."""
     longest = 0
     for mark in marks:
         at = text.find(mark[0], max(0, len(text) - len(mark) + 1))

@@ -98,7 +98,7 @@ class RowTable:
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """A model's files, layers and hyperparameters. Sizes are bytes on disk."""
+    """A model's files, layers and hyperparameters. Sizes are in bytes, as in the files."""
 
     arch: str
     shards: tuple[Shard, ...]
@@ -106,7 +106,7 @@ class ExpertLayout:
     layers: tuple[MoeLayer, ...]
     dense_bytes: int  # bytes of everything except experts and row_tables
     expert_bytes: int
-    unused_bytes: int  # bytes of experts in multi-token-prediction layers, which are not loaded
+    unused_bytes: int  # bytes of experts in multi-token-prediction layers; 0 if these layers are loaded
     tied_output_bytes: int  # bytes of the embedding matrix if it is also the output matrix, else 0
     n_vocab: int
     hparams: Hparams
@@ -115,14 +115,15 @@ class ExpertLayout:
     routers: tuple[RouterTensor, ...] = ()
     looked_up_bytes: int = 0  # bytes of the embedding matrix if it is not also the output matrix, else 0
     layer_dense_bytes: Mapping[int, int] = field(default_factory=dict)  # {il: the layer's part of dense_bytes}
-    n_layer_nextn: int = 0  # number of multi-token-prediction layers at the end of the model that can draft
+    n_layer_nextn: int = 0  # 1 if the model ends with a multi-token-prediction layer that can draft, else 0
     # True: the multi-token-prediction layers are loaded, and their experts have no slots (`with_heads`)
     loads_heads: bool = False
     has_long_rope: bool = False  # True: the file has rotary factors for long contexts
     row_tables: tuple[RowTable, ...] = ()  # tables that stay in the file, from which single rows are read
 
     def check_unchanged(self) -> None:
-        """Raises ExpertIOError if a shard was written to or replaced after its header was read."""
+        """Raises ExpertIOError if a shard was written to or replaced after its header was read. A deleted shard is not
+        an error."""
         for shard in self.shards:
             if shard.is_changed():
                 raise ExpertIOError(
@@ -156,7 +157,7 @@ class ExpertLayout:
 
     @property
     def token_cycle_bytes(self) -> int:
-        """The bytes of all experts that one token uses, over all layers (the token cycle)."""
+        """The size in bytes of the experts that one token uses, over all layers (the token cycle)."""
         return sum(layer.n_expert_used * layer.expert_bytes for layer in self.layers)
 
     @property
@@ -172,13 +173,13 @@ class ExpertLayout:
     @property
     def kinds(self) -> tuple[Kind, ...]:
         """The kinds of matrices that the experts have, in the order of KINDS. A pool has one block of memory (arena)
-        for each."""
+        for each kind."""
         present = {m.kind for m in self.matrices}
         return tuple(kind for kind in KINDS if kind in present)
 
     @property
     def row_table_bytes(self) -> int:
-        """The bytes of all tables that stay in the file, from which single rows are read."""
+        """The total size in bytes of the tables that stay in the file, from which single rows are read."""
         return sum(table.n_bytes for table in self.row_tables)
 
     @property
@@ -187,8 +188,8 @@ class ExpertLayout:
         return self.looked_up_bytes + self.tied_output_bytes
 
     def only(self, layers: Iterable[int]) -> ExpertLayout:
-        """Returns a layout in which only the experts of `layers` count as experts. The experts of other layers count
-        as weights that every token uses."""
+        """Returns a layout in which only the experts of `layers` count as experts. The experts of all other layers
+        count as dense weights."""
         wanted = set(layers)
         moved = Counter[int]()
         for layer in self.layers:
@@ -203,14 +204,14 @@ class ExpertLayout:
         )
 
     def with_heads(self) -> ExpertLayout:
-        """Returns a layout in which the multi-token-prediction layers are loaded. Their experts count as weights that
-        every token uses, because a draft that waits for experts costs more than it saves."""
+        """Returns a layout in which the multi-token-prediction layers are loaded. The experts of these layers count as
+        dense weights, because a draft that waits for experts costs more than it saves."""
         return replace(self, dense_bytes=self.dense_bytes + self.unused_bytes, unused_bytes=0, loads_heads=True)
 
     @property
     def chat_template(self) -> str | None:
-        """The model's chat template (Jinja); None if the file has none. If the file has only a template for
-        conversations with tools, the value is that template."""
+        """The model's chat template (Jinja); None if the file has none. An empty template and the name "chatml" count
+        as none. If the file has only a template for conversations with tools, the value is that template."""
         value = self.metadata.get("tokenizer.chat_template")
         is_text = isinstance(value, str) and value not in ("", "chatml")
         return str(value) if is_text else self.tool_template
@@ -234,7 +235,7 @@ class ExpertLayout:
 
     @property
     def name(self) -> str:
-        """The value of the key `general.name`; if it is missing, the first file's name without suffix."""
+        """The value of the key `general.name`; if it is missing or empty, the first file's name without suffix."""
         value = self.metadata.get("general.name")
         return value if isinstance(value, str) and value else self.shards[0].path.stem
 
@@ -317,8 +318,8 @@ def _layout(path: Path, _versions: tuple[FileVersion | None, ...], vocab_only: b
 def _expert_matrix(
     file: GgufFile, shard: int, tensor: TensorInfo, il: int, kind: Kind, hparams: Hparams
 ) -> ExpertMatrix:
-    """Returns a layer's stacked matrices of one kind. Raises ModelFormatError if their shape contradicts the
-    metadata."""
+    """Returns a layer's stacked matrices of one kind. Raises ModelFormatError if the layer's number or the shape
+    contradicts the metadata."""
     if il >= hparams.n_layer_all:
         raise file.tensor_error(tensor, f"layer {il} is beyond the {hparams.n_layer_all} layers of the model")
     if len(tensor.shape) != 3:

@@ -25,7 +25,8 @@ _SAMPLE_BYTES = 1 << 12
 
 
 def fingerprint(layout: ExpertLayout) -> str:
-    """Returns 32 hex digits of a SHA-256 over architecture, sizes and the bytes of all routers, layer by layer.
+    """Returns 32 hex digits of a SHA-256 over the architecture, sizes of the model, and the types, shapes and bytes of
+    all routers, layer by layer.
 
     Raises ExpertIOError when the file cannot be read.
     """
@@ -51,12 +52,12 @@ def header_digest(shards: tuple[Shard, ...]) -> str:
 
 
 def weights_digest(shards: tuple[Shard, ...]) -> str:
-    """Returns 32 hex digits of a SHA-256 over the inodes, sizes and times of files as their headers were read, and
-    over the page in the middle of each tensor. Raises ExpertIOError when a file cannot be read.
+    """Returns 32 hex digits of a SHA-256 over the inodes, sizes and times of files as their headers were read. The
+    digest also covers up to 4 KiB in the middle of each tensor. Raises ExpertIOError when a file cannot be read.
 
     Every write changes a file's change time, except on file systems that keep no change time. On such file systems the
-    pages reveal another training or quantisation, because it changes every tensor. A write that changes none of the
-    pages is not detected there.
+    bytes from the tensors reveal another training or quantisation, because it changes every tensor. A write that
+    changes none of these bytes is not detected there.
     """
     digest = hashlib.sha256()
     for shard in shards:
@@ -68,8 +69,8 @@ def weights_digest(shards: tuple[Shard, ...]) -> str:
 
 
 def _hash_spans(digest: hashlib._Hash, path: Path, spans: Sequence[tuple[int, int]], what: str) -> None:
-    """Adds the bytes at each (offset, number of bytes) of `spans` to the digest. Read-ahead lets the disk read them in
-    parallel. Raises ExpertIOError if the file ends too early or cannot be read."""
+    """Adds the bytes at each (offset, number of bytes) of `spans` to the digest. First announces all reads to the
+    system, so that the disk can read in parallel. Raises ExpertIOError if the file ends too early or cannot be read."""
     n_missing = 0
     try:
         with open(path, "rb", buffering=0) as file:

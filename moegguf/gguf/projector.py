@@ -16,14 +16,14 @@ from moegguf.gguf.reader import Shard, read_gguf
 
 MAX_SIDE_PIXELS = 1 << 13
 MAX_DIMENSION = 1 << 17
-DECODED_BYTES = 192 << 20  # most bytes needed while an image is decoded
+DECODED_BYTES = 192 << 20  # maximum number of bytes needed while an image is decoded
 
-# Kinds whose image tokens attend to each other, so that one pass must have the whole image: {kind: most tokens of an
-# image}. Zero: computed from the header. libmtmd decides this in mtmd_decode_use_non_causal().
+# Kinds whose image tokens attend to each other, so that one pass must have the whole image: {kind: maximum number of
+# tokens of an image}. Zero: computed from the header. libmtmd decides this in mtmd_decode_use_non_causal().
 ONE_PASS_TOKENS = {"gemma3": 0, "gemma4v": 1120, "gemma4uv": 1120, "deepseek4v": 384}
 
-# Kinds with a fixed image size. Other kinds take images of up to DYNAMIC_PATCHES patches (4,096 tokens of 2 x 2
-# patches).
+# Kinds with a fixed image size. Other kinds are expected to take images of up to DYNAMIC_PATCHES patches (4,096 tokens
+# of 2 x 2 patches), or of the header's image size if that is larger.
 FIXED_SIZE = {"mlp", "mlp_norm", "ldp", "ldpv2", "gemma3", "gemma3nv", "cogvlm", "janus_pro", "adapter", "yasa2"}
 DYNAMIC_PATCHES = 4096 * 4
 
@@ -37,8 +37,8 @@ class ProjectorHeader:
     weight_bytes: int  # bytes of the projector's tensors
     n_embd: int
     n_ff: int
-    n_patches: int  # largest number of patches in an image
-    one_pass_tokens: int  # most image tokens that one pass must have together; 0: images may be split
+    n_patches: int  # maximum number of patches in an image
+    one_pass_tokens: int  # maximum number of image tokens that must be in the same pass; 0: images may be split
 
     @property
     def path(self) -> Path:
@@ -53,14 +53,15 @@ class ProjectorHeader:
 
     @property
     def total_bytes(self) -> int:
-        """The bytes needed while an image is read: weights, compute buffers, and the decoded image at its largest."""
+        """The memory in bytes needed while an image is read: weights, compute buffers, and the decoded image at its
+        largest."""
         return self.weight_bytes + self.work_bytes + DECODED_BYTES
 
 
 def read_projector(path: str | os.PathLike[str]) -> ProjectorHeader:
     """Reads the header of the projector at `path`.
 
-    Raises ModelNotFoundError, ExpertIOError, and ModelFormatError for a damaged file or a file that is no projector
+    Raises ModelNotFoundError, ExpertIOError, and ModelFormatError for a damaged file or a file that is not a projector
     for images.
     """
     file = read_gguf(Path(path))

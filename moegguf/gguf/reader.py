@@ -2,7 +2,7 @@
 
 A file that breaks a rule of the format raises ModelFormatError with the key or tensor and the offset in bytes. Every
 count and length is limited before memory is allocated. The file is not mapped. Large arrays (the vocabulary) are
-skipped in chunks. experts.py interprets the tensors.
+skipped. experts.py interprets the tensors.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import BinaryIO, NoReturn, Self
 from moegguf.errors import ExpertIOError, ModelFormatError, ModelNotFoundError, OptionError
 
 MAGIC = b"GGUF"
-MAX_STRINGS = 1 << 22  # most strings in one array
-MAX_ALL_STRINGS = 1 << 23  # most strings in all arrays of a file
-KEPT_TOTAL_BYTES = 12 << 20  # most bytes of a file's key-values that are kept in memory
+MAX_STRINGS = 1 << 22  # maximum number of strings in one array
+MAX_ALL_STRINGS = 1 << 23  # maximum number of strings in all arrays of a file
+KEPT_TOTAL_BYTES = 12 << 20  # maximum number of bytes for a file's key-values in memory
 CHUNK_BYTES = 1 << 20
 FETCH_AGAIN = "the file is damaged or incomplete, fetch it again"
 
@@ -37,9 +37,9 @@ class Cursor:
     file: BinaryIO
     size: int
     label: str  # name of the file in messages
-    n_strings: int = 0  # strings in arrays so far
+    n_strings: int = 0  # number of strings in arrays so far
     kept_bytes: int = 0  # bytes of key-values kept in memory so far
-    what: str = "header"  # part of the header that is being read, for messages
+    what: str = "header"  # part of the header that is being read, for error messages
 
     @property
     def pos(self) -> int:
@@ -91,7 +91,8 @@ class Cursor:
             self.fail(f"the key-values hold more than {KEPT_TOTAL_BYTES} bytes of text and numbers; {FETCH_AGAIN}")
 
     def skip_strings(self, count: int) -> None:
-        """Moves past `count` strings of an array. Raises ModelFormatError if there are too many."""
+        """Moves past `count` strings of an array. Raises ModelFormatError if there are too many strings, or if the file
+        ends before the last one."""
         self.n_strings += count
         if count > MAX_STRINGS or self.n_strings > MAX_ALL_STRINGS:
             self.fail(f"an array of {count} strings is too long, at most {MAX_STRINGS} are allowed")
@@ -101,7 +102,7 @@ class Cursor:
         seek = self.file.seek
         unpack = struct.Struct("<Q").unpack
         try:
-            for _ in range(count):  # no Python calls in this loop: a vocabulary has some 100,000 strings
+            for _ in range(count):  # calls only built-in functions: a vocabulary has some 100,000 strings
                 (n,) = unpack(read(8))
                 if n > self.size:
                     self.skip(n)
@@ -129,10 +130,10 @@ MAX_TENSORS = 1 << 15
 MAX_KEY_BYTES = (1 << 16) - 1
 MAX_NAME_BYTES = 63
 MAX_STRING_BYTES = 64 << 20
-MAX_ITEMS = 1 << 30  # most numbers in one array, as in llama.cpp
+MAX_ITEMS = 1 << 30  # maximum number of elements in an array of numbers, as in llama.cpp
 MAX_ALIGNMENT = 1 << 20
-KEPT_STRING_BYTES = 1 << 20  # longer strings are checked, not kept
-KEPT_ITEMS = 1024  # longer arrays are checked, not kept
+KEPT_STRING_BYTES = 1 << 20  # strings of this size or longer are skipped, not kept
+KEPT_ITEMS = 1024  # longer arrays are skipped, not kept
 
 STRING = 8
 ARRAY = 9
@@ -180,13 +181,14 @@ class FileVersion:
 
     @classmethod
     def of(cls, path: Path, info: os.stat_result, **more: int) -> Self:
-        """Returns the FileVersion of the file at `path`, made from its status `info`. `more` has the fields of a
-        subclass."""
+        """Returns the FileVersion of the file at `path`, made from the file's status `info`. `more` has the values for
+        fields that a subclass adds."""
         return cls(path, info.st_size, info.st_dev, info.st_ino, info.st_mtime_ns, info.st_ctime_ns, **more)
 
     @classmethod
     def now(cls, path: Path) -> Self | None:
-        """Returns the FileVersion of the file at `path` as it is now; None if there is no such file."""
+        """Returns the FileVersion of the file at `path` as it is now; None if the file's status cannot be read, for
+        example because there is no such file."""
         try:
             return cls.of(path, path.stat())
         except (OSError, ValueError):  # ValueError: a zero byte in the path
@@ -194,18 +196,18 @@ class FileVersion:
 
     @property
     def identity(self) -> tuple[int, ...]:
-        """Numbers that differ between files and change with every write. A program can reset a file's modification
-        time, but not its change time. The change time changes also when the file is renamed, linked, or gets another
-        owner or mode."""
+        """Numbers that differ between files and change with every write, if the file system keeps change times. A
+        program can reset a file's modification time, but not its change time. The change time changes also when the
+        file is renamed, linked, or gets another owner or mode."""
         return self.dev, self.ino, self.n_bytes, self.mtime_ns, self.ctime_ns
 
     def is_as_read(self, fd: int) -> bool:
-        """Returns True if the open file `fd` is the file of this version, and is unchanged."""
+        """Returns True if the open file `fd` is the file of this version and is unchanged since then."""
         return FileVersion.of(self.path, os.fstat(fd)).identity == self.identity
 
     def is_changed(self) -> bool:
-        """Returns True if the file at this path was written to or replaced after this version was recorded. Returns
-        False if there is no file now."""
+        """Returns True if the file at this path now has another identity, for example because it was written to or
+        replaced. Returns False if there is no file now."""
         now = FileVersion.now(self.path)
         return now is not None and now.identity != self.identity
 
@@ -214,7 +216,7 @@ class FileVersion:
 class Shard(FileVersion):
     """One file of the model."""
 
-    header_bytes: int = 0  # offset of the tensors' data
+    header_bytes: int = 0  # offset of the tensors' data; the file's size if it ends before
 
 
 @dataclass(frozen=True)
@@ -222,13 +224,13 @@ class GgufFile:
     """The checked header of one file."""
 
     shard: Shard
-    metadata: Mapping[str, Value]  # scalars, strings up to 1 MiB, and short arrays of numbers, by key
+    metadata: Mapping[str, Value]  # scalars, strings below 1 MiB, and short arrays of numbers, by key
     arrays: Mapping[str, int]  # {key: number of elements} of every array
     tensors: tuple[TensorInfo, ...]
 
     @property
     def name(self) -> str:
-        """The file's name without folders. Messages start with it."""
+        """The file's name without folders. Error messages start with this name."""
         return self.shard.path.name
 
     def tensor_error(self, tensor: TensorInfo, rule: str) -> ModelFormatError:
@@ -240,8 +242,8 @@ class GgufFile:
 
 
 def _read_array(cur: Cursor) -> tuple[Value | None, int]:
-    """Reads an array. Returns its numbers (None for a long array or an array of strings), and its number of
-    elements."""
+    """Reads an array. Returns its numbers and its number of elements. In place of the numbers, returns None for an
+    array of strings and for an array of more than KEPT_ITEMS elements."""
     gguf_type = cur.u32()
     count = cur.u64()
     if gguf_type == STRING:
@@ -305,7 +307,8 @@ def _short(name: str) -> str:
 
 
 def _read_header(cur: Cursor) -> tuple[int, int]:
-    """Returns (number of tensors, number of key-values). Raises ModelFormatError if one is above its limit."""
+    """Returns (number of tensors, number of key-values). Raises ModelFormatError for other magic bytes, for a version
+    that cannot be read, and for a count that is too large."""
     magic = cur.take(4)
     if magic != MAGIC:
         cur.fail(f"a GGUF file starts with 'GGUF', but this one with {str(magic)[1:]}; give a .gguf model file", 0)
@@ -333,7 +336,8 @@ def _alignment(cur: Cursor, metadata: Mapping[str, Value]) -> int:
 
 
 def _read_tensor(cur: Cursor, start: int) -> TensorInfo:
-    """Reads the entry of one tensor. The entry's offset counts from the start of the data section."""
+    """Reads the entry of one tensor, which begins at `start`. The offset in the result counts from the start of the
+    data section."""
     raw = cur.take(cur.length(MAX_NAME_BYTES, "the tensor's name"))
     name = raw.decode("utf-8", "backslashreplace")
     cur.what = f"tensor {_short(name)}"
@@ -357,8 +361,8 @@ def _read_tensor(cur: Cursor, start: int) -> TensorInfo:
 
 
 def _read_tensors(cur: Cursor, n_tensors: int, alignment: int) -> tuple[int, tuple[TensorInfo, ...]]:
-    """Returns the offset of the data section, and all tensors. Raises ModelFormatError unless the tensors' data follow
-    each other without gaps inside the file."""
+    """Returns the offset of the data section, and all tensors. Raises ModelFormatError if two tensors have one name, or
+    unless the tensors' data lie inside the file, with no gaps except for alignment."""
     entries = dict[str, tuple[int, TensorInfo]]()
     for i in range(n_tensors):
         cur.what = f"tensor {i}"
@@ -389,7 +393,8 @@ def _open(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def is_other_kind(path: str | os.PathLike[str]) -> bool:
-    """Returns True if the file at `path` can be opened but does not begin with "GGUF". Also returns True for a pipe."""
+    """Returns True if the file at `path` can be opened but does not begin with "GGUF". Also returns True for a pipe
+    without data."""
     try:
         with _open(path) as file:
             return file.read(len(MAGIC)) != MAGIC
@@ -400,9 +405,9 @@ def is_other_kind(path: str | os.PathLike[str]) -> bool:
 def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
     """Returns the checked header of the GGUF file at `path`.
 
-    Raises ModelNotFoundError when the file cannot be opened, ModelFormatError for the first rule that it breaks,
-    ExpertIOError when the disk fails. Needs a few MiB of memory at most, whatever sizes the file claims. Reads the
-    file again only when it has changed.
+    Raises ModelNotFoundError when the file cannot be opened or is not a regular file, ModelFormatError for the first
+    rule that it breaks, ExpertIOError when the disk fails. Limits the memory that it needs, whatever sizes the file
+    claims. Reads the file again only when it has changed.
     """
     return _read_version(Path(path), FileVersion.now(Path(path)))
 
@@ -427,6 +432,6 @@ def _read_version(path: Path, _version: FileVersion | None) -> GgufFile:
             data_offset, tensors = _read_tensors(cur, n_tensors, alignment)
         except OSError as error:
             raise ExpertIOError(f"{path.name}: reading at offset {cur.pos} failed ({error.strerror}).") from error
-    # No padding follows the header in a file without tensors.
+    # The padding after the header may be missing in a file without tensors.
     shard = Shard.of(path, info, header_bytes=min(data_offset, info.st_size))
     return GgufFile(shard, metadata, arrays, tensors)

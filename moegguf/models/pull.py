@@ -1,9 +1,10 @@
-"""Downloads models from Hugging Face. Models are given by name, and each step is reported with Ollama's status texts.
-Or files are given by pattern, as in llama-cpp-python's `from_pretrained`.
+"""Downloads models from Hugging Face. `pull` takes a model's name and reports each step with Ollama's status texts.
+`fetch` takes a pattern for file names, as llama-cpp-python's `from_pretrained` does.
 
-All files of a model are downloaded before any gets its name. Then the commit's links are made, and `main` is updated
-last. So a name always means the old files or the new ones. If two pulls fetch one file, in this process or in two, one
-of them waits. If the other one is stopped, the waiting pull continues from the bytes received so far.
+Files get their names after all files of the model are downloaded, and `main` of the Hub's cache is updated last. Only a
+file above PLAIN_LIMIT_BYTES gets its name at once. If two pulls fetch the same file, in one process or in two, one of
+them waits. If the first pull is stopped, the waiting pull continues from the bytes received so far. It fetches a file
+above PLAIN_LIMIT_BYTES from the start.
 """
 
 from __future__ import annotations
@@ -30,10 +31,13 @@ Report = Callable[[PullStatus], None]
 
 
 def pull(name: str, catalog: Catalog, report: Report, cancelled: threading.Event | None = None) -> ModelEntry:
-    """Downloads the model of this name from the Hub or the library, unless it is cached. Returns the model.
+    """Downloads the files of the model `name` that are not in the cache, from Hugging Face. `name` is a name on Hugging
+    Face or a short name of the library. Returns the model's entry.
 
-    Calls `report` on this thread. Raises ModelNameError, ModelNotFoundError (no such repository or file), PullError
-    for everything else. If `cancelled` is set, raises PullError and keeps the bytes received so far.
+    Calls `report` in the calling thread. Raises ModelNameError, ModelNotFoundError (`name` is no name on Hugging Face,
+    or the repository or file does not exist), ModelFormatError for a .gguf file with other contents, and PullError. If
+    `cancelled` is set, raises PullError. Received bytes are kept for the next pull, except for a file above
+    PLAIN_LIMIT_BYTES.
     """
     model = find_in_library(name)
     parsed = parse_name(model.hub_name if model else name)
@@ -97,11 +101,13 @@ def fetch(
     local_dir: Folder = None,
     cache: Folder = None,
 ) -> Path:
-    """Downloads the model that the pattern `filename` means, with all its shards and `others`. Returns its first file.
+    """Downloads all shards of the model that the pattern `filename` selects, and the files that the patterns in
+    `others` select. Returns the path of the first shard.
 
-    Downloads into `local_dir`, or else into `cache` (default: the Hub's cache). Files that already exist there are not
-    fetched again. Without a network, only existing files are used. Raises PullError, and ModelNotFoundError with the
-    list of files.
+    Downloads into `local_dir`, or else into `cache` (default: the Hub's cache). Files that are already complete there
+    are not fetched again. If the list of files cannot be read from the Hub, uses only files that are already there.
+    Raises PullError, ModelFormatError for a .gguf file with other contents, and ModelNotFoundError if the repository
+    does not exist or a pattern does not fit.
     """
     from huggingface_hub.utils import tqdm
 
@@ -135,14 +141,19 @@ def fetch(
 
 
 def _matching(paths: Sequence[str], repo_id: str, filename: str | None, others: Sequence[str]) -> list[str]:
-    """Returns the shards of the one model that the pattern `filename` means (None: the default model), in order, then
-    one file for each pattern in `others`. Raises ModelNotFoundError if a pattern does not mean exactly one."""
+    """Returns the shards of one model in order, then one file for each pattern in `others`. `filename` is a pattern
+    that files of only one model match. If no file matches, `filename` is taken as a tag; None means the tag `latest`.
+
+    Raises ModelNotFoundError if no model or several models fit `filename`, or if a pattern in `others` does not match
+    exactly one file.
+    """
     matching = [path for path in paths if is_model(path) and filename is not None and fnmatch(path, filename)]
     models = {selection.files for _, selection in models_in(paths) if set(selection.files) & set(matching)}
     if len(models) > 1:
         some = ", ".join(sorted(files[0] for files in models)[:40])
         raise ModelNotFoundError(f"{repo_id}: {len(models)} models match {filename!r}: {some}; name one of them.")
-    # If no complete model matches, `select_files` gets this tag. Its error lists the files or the missing shards.
+    # No complete model matches the pattern: `select_files` finds a model by this tag, or raises an error that lists the
+    # files or the missing shards.
     tag = DEFAULT_TAG if filename is None else matching[0].rpartition("/")[2] if matching else filename
     found = [*(models.pop() if models else select_files(paths, tag, repo=repo_id).files)]
     for pattern in others:

@@ -1,12 +1,14 @@
-"""The recipe of a new name: its base or files, and additions. This module has the data, their checks, and their text
-form.
+"""The recipe of a new model: the model or files that it is made from, and its own settings and messages. This module
+defines the recipe, checks its values, and reads and writes it as a Modelfile.
 
-The text form is a Modelfile: a line is `INSTRUCTION arguments`, in Ollama's grammar (parser/parser.go). The
+A Modelfile is a text in Ollama's grammar (parser/parser.go), with lines of the form `INSTRUCTION arguments`. The
 instructions, in upper or lower case, are FROM (once), PARAMETER name value, SYSTEM, TEMPLATE, MESSAGE role text,
 LICENSE, ADAPTER path (once). A value goes to the end of its line, or is in quotes, or in triple quotes; a quote at the
-end of a line ends the value. `#` starts a comment line. LICENSE may be repeated. REQUIRES has no effect.
+end of a line ends the value. `#` starts a comment line. Repeated licenses are joined. REQUIRES has no effect. RENDERER
+and PARSER only cause a warning.
 
-Two additions are ours. DRAFT names a model (once). A line of four quotes or more encloses lines that may have such
+moegguf adds two things to the grammar. DRAFT (once) has the name or path of a draft model, or a value of the option
+`draft`. A line of four or more quotes begins a value, and the same line ends the value. Such a value may contain triple
 quotes; `render` writes it if no other form reads back.
 """
 
@@ -25,7 +27,7 @@ from moegguf.options import DRAFTS, LOAD_PARAMETERS, OPTIONS
 from moegguf.quantities import parse_expert_cache
 from moegguf.text import without_surrogates
 
-MAX_TEXT = 1 << 20  # most characters of a system message, template, license or message
+MAX_TEXT = 1 << 20  # maximum number of characters in a system message, template, license or message
 ROLES = ("system", "user", "assistant", "tool")
 
 INTS = (
@@ -42,8 +44,8 @@ PARAMETERS: dict[str, type] = {
     **dict.fromkeys(INTS, int), **dict.fromkeys(FLOATS, float), **dict.fromkeys(SWITCHES, bool),
     **dict.fromkeys(TEXTS, str), "stop": list, "mirror": list,
 }  # fmt: skip
-"""{parameter: type of its value}, for Ollama's options (api/types.go) and ours. A parameter with the type list may be
-given several times."""
+"""{parameter: type of its value}, for Ollama's options (api/types.go) and moegguf's own. A parameter with the type list
+may be given several times."""
 
 RANGES = {
     name: (option.least, option.most)
@@ -57,14 +59,14 @@ _GO_ACTION = re.compile(
 )
 
 
-MAX_MODELFILE = 4 << 20  # most characters of a Modelfile
-MOST_SHOWN_WHOLE = 1_000_000  # a float that is a whole number below this is written without a fraction, as in Ollama
+MAX_MODELFILE = 4 << 20  # maximum number of characters in a Modelfile
+MOST_SHOWN_WHOLE = 1_000_000  # a whole float with a smaller absolute value is written as "12", not "12.0", as in Ollama
 
 _HEX_NUMBER = re.compile(
     r"[+-]?0x(?:_?{0}(?:\.{0}?)?|\.{0})p[+-]?\d+(?:_\d+)*".replace("{0}", "(?:[0-9a-f]+(?:_[0-9a-f]+)*)"),
     re.ASCII | re.IGNORECASE,
 )
-_BLANK = re.compile(r"(?:[ \t]*(?:#[^\n]*)?\n)*(?:[ \t]*(?:#[^\n]*)?\Z)?")  # blank lines and comments
+_BLANK = re.compile(r"(?:[ \t]*(?:#[^\n]*)?\n)*(?:[ \t]*(?:#[^\n]*)?\Z)?")  # blank lines and comment lines
 _WORD = re.compile(r"[ \t]*([A-Za-z]+)(?:[ \t]+|(?=\n|$|\"))")
 _FENCED = r'(?P<fence>"{4,})\n(?P<fenced>.*?)\n(?P=fence)[ \t]*(?:\n|$)'
 _BLOCK = r'"""(?P<block>.*?)"""[ \t]*(?:\n|$)'
@@ -79,28 +81,29 @@ _INSTRUCTIONS = (*_ONCE, "PARAMETER", "SYSTEM", "TEMPLATE", "MESSAGE", "LICENSE"
 
 @dataclass(frozen=True)
 class Recipe(Overrides):
-    """The recipe of a new model: either `from_` or `files`, and the additions of the new name."""
+    """The recipe of a new model: either `from_` or `files`, and what the new model adds to them."""
 
     from_: str = ""  # name or path of the base model
     files: Mapping[str, str] = field(default_factory=dict)  # {file name: digest of a blob}
     adapter: str = ""  # path of a LoRA adapter
-    adapters: Mapping[str, str] = field(default_factory=dict)  # the adapter as one blob: {file name: digest}
-    draft: str = ""  # name or path of a draft model
+    adapters: Mapping[str, str] = field(default_factory=dict)  # a LoRA adapter in a blob: {file name: digest}
+    draft: str = ""  # name or path of a draft model, or a value of the option `draft`
 
 
 def is_go_template(text: str) -> bool:
-    """Returns whether a template is in Go's template language, as Ollama's are, and not in Jinja."""
+    """Returns True if a template has an action of Go's template language, which Ollama's templates use, and no `{%` of
+    Jinja."""
     return bool(_GO_ACTION.search(text)) and "{%" not in text
 
 
 def jinja_or_none(template: str | None) -> str | None:
-    """Returns `template`. Returns None for a Go template, which cannot be used: the model's own template then
-    stays."""
+    """Returns `template`. Returns None for an empty template, and for a Go template, because it cannot be used."""
     return None if not template or is_go_template(template) else template
 
 
 def left_out(recipe: Recipe) -> list[str]:
-    """Returns a sentence for each part of `recipe` that is left out when a model is made."""
+    """Returns a sentence for each unknown parameter in `recipe`, and one for a Go template. These are left out when a
+    model is made."""
     found = [f"there is no parameter {name!r:.60}; it is left out." for name in recipe.parameters.keys() - PARAMETERS]
     if recipe.template and is_go_template(recipe.template):
         found.append("the template is in Go's language and is left out: the model's own is used, or one in Jinja.")
@@ -108,10 +111,9 @@ def left_out(recipe: Recipe) -> list[str]:
 
 
 def check_overrides(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns values that were read from a file as keyword arguments of `Overrides`. Parameters that are unknown or
-    out of range are left out.
+    """Returns `values` as keyword arguments of `Overrides`. Parameters that are unknown or out of range are left out.
 
-    Raises OptionError for a value of the wrong type.
+    Raises OptionError for a value of the wrong type, a text that is too long, or an invalid message.
     """
     return {
         **{name: check_text(name, values.get(name)) for name in ("system", "template", "license")},
@@ -121,18 +123,20 @@ def check_overrides(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the known parameters, with values converted to the right types. Raises OptionError for a wrong type."""
+    """Returns the known parameters, with values converted to the right types. Raises OptionError for a value that
+    cannot be converted."""
     return {name: _convert(name, value) for name, value in values.items() if name in PARAMETERS}
 
 
 def usable_parameters(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the known parameters that are in their range, with values converted to the right types. Raises
-    OptionError for a wrong type."""
+    """Returns the known parameters whose values are in range, converted to the right types. Raises OptionError for a
+    value that cannot be converted."""
     return {name: value for name, value in check_parameters(values).items() if _is_in_range(name, value)}
 
 
 def check_ranges(parameters: Mapping[str, Any]) -> None:
-    """Raises OptionError for a parameter out of its range, BudgetError for an expert_cache that is no budget."""
+    """Raises OptionError for a parameter that is out of range, and BudgetError for an `expert_cache` that is not a
+    budget."""
     for name, value in parameters.items():
         if not _is_in_range(name, value):
             least, most = RANGES[name]
@@ -147,8 +151,8 @@ def _is_in_range(name: str, value: Any) -> bool:
 
 
 def check_messages(messages: Any) -> tuple[Mapping[str, Any], ...]:
-    """Returns the messages with only a role and a text each. Raises OptionError for anything that is not such a
-    message."""
+    """Returns the messages with only their keys `role` and `content` (default: ""). Raises OptionError if `messages` is
+    not a list, a role is unknown, or a content is too long or not a string."""
     if not isinstance(messages, list | tuple):
         raise OptionError(f"messages must be a list, but is {messages!r:.40}.")
     for message in messages:
@@ -162,7 +166,8 @@ def check_messages(messages: Any) -> tuple[Mapping[str, Any], ...]:
 
 
 def check_text(what: str, text: str | None) -> str | None:
-    """Returns `text` without surrogates, or None for None. Raises OptionError if it is too long or not text."""
+    """Returns `text` without surrogates, or None for None. Raises OptionError if `text` is not a string or is longer
+    than MAX_TEXT."""
     if text is None:
         return None
     if not isinstance(text, str) or len(text) > MAX_TEXT:
@@ -171,10 +176,10 @@ def check_text(what: str, text: str | None) -> str | None:
 
 
 def parse_parameter(name: str, text: str) -> Any:
-    """Returns the value of parameter `name`, given in a Modelfile or in `/set parameter`. For a list, `text` is one
-    item.
+    """Parses the value of the parameter `name` in a Modelfile or in `/set parameter`. For a parameter of type str or
+    list, returns `text` itself; it is one item of the list.
 
-    Raises OptionError for an unknown name or a value of another type.
+    Raises OptionError if the name is unknown, or if `text` is not a number or switch as the parameter requires.
     """
     kind = PARAMETERS.get(name)
     if kind is None:
@@ -194,15 +199,15 @@ _SWITCH = {
 
 
 def _read_whole(text: str) -> int:
-    """Returns the whole number in a decimal text, which may have a sign. Raises ValueError."""
+    """Parses a whole number in decimal digits, which may have a sign. Raises ValueError for any other text."""
     if "_" in text or not text.isascii():
         raise ValueError(text)
     return int(text)
 
 
 def _read_number(text: str) -> float:
-    """Returns the number in a decimal text, or in a hexadecimal one with a binary exponent. Raises ValueError,
-    OverflowError."""
+    """Parses a number in decimal, or in hexadecimal with a binary exponent, or the text of infinity or NaN. Raises
+    ValueError for any other text, and OverflowError for a hexadecimal number that is too large."""
     if _HEX_NUMBER.fullmatch(text):
         return float.fromhex(text.replace("_", ""))
     if not text.isascii():
@@ -211,8 +216,8 @@ def _read_number(text: str) -> float:
 
 
 _READ: dict[type, Callable[[str], Any]] = {int: _read_whole, float: _read_number, bool: _SWITCH.__getitem__}
-"""{type: function that parses a value in a Modelfile}. The functions accept the same texts as Go's ParseInt, ParseFloat
-and ParseBool."""
+"""{type: function that parses a value in a Modelfile}. The functions follow the syntax of Go's ParseInt, ParseFloat and
+ParseBool."""
 
 
 def _convert(name: str, value: Any) -> Any:
@@ -228,7 +233,7 @@ def _convert(name: str, value: Any) -> Any:
     if kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)
     fits = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
-    fits = fits and (name != "draft" or value in DRAFTS)  # other texts would be paths of files
+    fits = fits and (name != "draft" or value in DRAFTS)  # any other text would be the path of a draft model
     fits = fits and (kind is not float or math.isfinite(value)) and (kind is not int or -(1 << 63) <= value < 1 << 63)
     if not fits:
         raise _wrong(name, given)
@@ -244,7 +249,8 @@ def _wrong(name: str, value: Any) -> OptionError:
 def parse(text: str) -> Recipe:
     """Parses a Modelfile into a recipe.
 
-    Raises OptionError, with the number of the line, for anything that is not supported.
+    Raises OptionError if the Modelfile is too long, has no FROM, or has an instruction or value that is not allowed. In
+    the last case the message has the number of the line.
     """
     if len(text) > MAX_MODELFILE:
         raise OptionError(f"a Modelfile has at most {MAX_MODELFILE} characters, but this one {len(text)}.")
@@ -264,7 +270,8 @@ def parse(text: str) -> Recipe:
 
 
 def render(entry: ModelEntry, base: str) -> str:
-    """Returns a Modelfile that creates the same model from `base`, the origin of its files. `parse` can read it."""
+    """Returns a Modelfile that `parse` can read and that creates the entry's model from `base`. `base` is the name or
+    path of the model that has the entry's files."""
     lines = [f"FROM {_bare(base)}"]
     beside = {"ADAPTER": entry.adapter, "DRAFT": entry.draft}
     lines += [f"{word} {_bare(str(path))}" for word, path in beside.items() if path]
@@ -276,18 +283,18 @@ def render(entry: ModelEntry, base: str) -> str:
     lines += [f"MESSAGE {message['role']} {_quoted(str(message['content']))}" for message in entry.messages]
     if entry.license is not None:
         lines.append(f"LICENSE {_quoted(entry.license)}")
-    return without_surrogates("\n".join(lines) + "\n")  # paths may have surrogates
+    return without_surrogates("\n".join(lines) + "\n")  # paths may contain surrogates, which are replaced (see to_utf8)
 
 
 def _bare(text: str) -> str:
-    """Returns `text` without quotes if `parse` reads the same text back, otherwise in quotes."""
+    """Returns `text` without quotes if `parse` reads it back unchanged, otherwise in quotes."""
     bare = _VALUE.match(text)
     return text if bare and _content(bare) == text else _quoted(text)
 
 
 def parameter_lines(parameters: Mapping[str, Any]) -> list[str]:
-    """Returns parameters as `ollama show` prints them: a padded name and a value in each line. A list takes several
-    lines."""
+    """Returns parameters as `ollama show` prints them: a padded name and a value in each line. A list has one line for
+    each item."""
     return [f"{name:<30} {value}" for name, value in _parameter_texts(parameters)]
 
 
@@ -304,14 +311,15 @@ def _parameter_texts(parameters: Mapping[str, Any]) -> Iterator[tuple[str, str]]
 
 
 def _after_blank(text: str, at: int) -> int:
-    """Returns the position of the next instruction in `text`, from `at` on."""
+    """Returns the position of the next instruction from `at` on, or the end of `text`. Skips blank lines and comment
+    lines."""
     blank = _BLANK.match(text, at)
     return blank.end() if blank else at
 
 
 def _read_instruction(found: dict[str, Any], text: str, at: int) -> int:
     """Reads the instruction at position `at` into `found`, the keyword arguments of a recipe. Returns the position
-    after it."""
+    after the instruction. Raises OptionError if the instruction is not allowed."""
     start = _WORD.match(text, at)
     instruction = start[1].upper() if start else ""
     if start is None or instruction not in _INSTRUCTIONS:
@@ -356,19 +364,20 @@ def _apply(found: dict[str, Any], instruction: str, word: str, value: str) -> No
 
 
 def _content(match: re.Match[str]) -> str:
-    """Returns the value that _VALUE matched, without its quotes."""
+    """Returns the value that _VALUE matched, without its quotes. A value without quotes is returned without surrounding
+    whitespace."""
     found = (match[group] for group in ("fenced", "block", "quoted"))
     return next((text for text in found if text is not None), (match["bare"] or "").strip())
 
 
 def _quoted(text: str) -> str:
-    """Returns `text` in a form with quotes from which `parse` reads the same text back."""
+    """Returns `text` in quotes, so that `parse` reads it back unchanged, except that a CR LF becomes an LF."""
     longest = max((len(run) for run in re.findall('"+', text)), default=0)
     fence = '"' * max(4, longest + 1)
     for quoted in (f'"{text}"', f'"""{text}"""'):
         match = _VALUE.match(quoted)
         if quoted.startswith('""""'):
-            continue  # `parse` could read it as a line of four quotes
+            continue  # `parse` could read these quotes as a line of four quotes, which begins a value
         if match and match.end() == len(quoted) and _content(match) == text and text[:1] != "\n":
             return quoted
     return f"{fence}\n{text}\n{fence}"

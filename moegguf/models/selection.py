@@ -1,6 +1,6 @@
-"""Selects the files of a repository by tag, with all shards, by llama.cpp's rules for `-hf user/repo[:quant]`.
+"""Selects the files of a model in a repository by tag, by llama.cpp's rules for `-hf user/repo[:quant]`.
 
-A tag is a quantisation ("q4_k_m") or the name of a file. This module works on paths only and opens no file.
+A tag is a quantisation ("q4_k_m"), the name of a file, or `latest`. This module works on paths only and opens no file.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class FileSelection:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """The shards, and the projector if there is one."""
+        """The paths of the shards, then the path of the projector if there is one."""
         return (*self.files, self.mmproj) if self.mmproj else self.files
 
 
 def select_files(paths: Iterable[str], tag: str = DEFAULT_TAG, *, repo: str = "the repository") -> FileSelection:
-    """Returns the files that `tag` means among `paths` ("folder/name.gguf").
+    """Returns the model among `paths` ("folder/name.gguf") that `tag` selects.
 
-    `latest` takes Q4_K_M, else Q8_0, else the first model. Raises ModelNotFoundError if no file fits, with a list of
-    the files, or if a shard is missing.
+    `latest` selects Q4_K_M, else Q8_0, else the first path in sorted order. Raises ModelNotFoundError, with the names
+    of up to MAX_LISTED models, if no file fits. Also raises ModelNotFoundError if a shard is missing.
     """
     known = sorted(paths)
     models = [path for path in known if is_model(path)]
@@ -61,7 +61,7 @@ def select_files(paths: Iterable[str], tag: str = DEFAULT_TAG, *, repo: str = "t
 
 
 def without_incomplete(paths: Iterable[str]) -> list[str]:
-    """Returns `paths` without the files of models that lack a shard."""
+    """Returns `paths`, sorted, without the files of models that lack a shard or have more than MAX_SHARDS shards."""
     known = sorted(paths)
     present: dict[tuple[str, int], set[int]] = {}
     for shard in map(_shard, known):
@@ -71,8 +71,8 @@ def without_incomplete(paths: Iterable[str]) -> list[str]:
 
 
 def models_in(paths: Iterable[str]) -> tuple[tuple[str, FileSelection], ...]:
-    """Returns (tag, files) of every complete model in `paths`. With the tag `select_files` finds the same files
-    again."""
+    """Returns (tag, files) for each complete model in `paths`, except models that no tag selects. With such a tag,
+    `select_files` finds the same files again among the complete models."""
     known = without_incomplete(paths)
     firsts = (path for path in known if is_model(path) and _shard(path).number == 1)
     selections = (FileSelection(_all_shards(path, known, ""), _projector(path, known)) for path in firsts)
@@ -80,23 +80,25 @@ def models_in(paths: Iterable[str]) -> tuple[tuple[str, FileSelection], ...]:
 
 
 def projector_beside(model: str, names: Sequence[str]) -> str | None:
-    """Returns the projector for the file `model` out of `names`, the files in its folder.
+    """Returns the name of the projector for the model file `model`, or None. `names` are the files in the model's
+    folder.
 
-    If the folder has one model, any projector fits. Otherwise the projector's name must equal the model's, except for
-    the quantisation.
+    If the folder has no other model, any projector fits. Otherwise the names of the model and the projector must be
+    equal apart from case, quantisation, "mmproj", and separators at the ends.
     """
     others = [name for name in names if is_model(name) and _shard(name).prefix != _shard(model).prefix]
     return _projector(model, [name for name in names if not others or _plain_name(name) == _plain_name(model)])
 
 
 def _plain_name(path: str) -> str:
-    """Returns a file's name without quantisation, "mmproj", and separators at its ends."""
+    """Returns a file's name in lower case, without ".gguf", shard numbers, quantisation, "mmproj", and separators at
+    the ends."""
     return _QUANT.sub("", _shard(path).prefix).lower().replace("mmproj", "").strip("-_.")
 
 
 def is_model(path: str) -> bool:
-    """Returns whether the file name is the name of a model, and not of a projector, an importance matrix or a draft
-    model."""
+    """Returns True for the name of a .gguf file, unless the name contains a word for a projector, an importance matrix
+    or a draft model."""
     name = _base(path).lower()
     return name.endswith(".gguf") and not any(word in name for word in _NOT_MODELS)
 
@@ -114,15 +116,17 @@ def _shard(path: str) -> ShardName:
 
 
 def _by_file_name(models: Sequence[str], tag: str) -> str | None:
-    """Returns the model whose file name, with or without shard numbers, is `tag`; None if there is none."""
+    """Returns the path of the file whose name is `tag`, or None. ".gguf", shard numbers and case are optional: the tag
+    may have them or not."""
     wanted = tag.lower().removesuffix(".gguf")
     names = ((path, _base(_stem(path)).lower(), _base(_shard(path).prefix).lower()) for path in models)
     return next((path for path, *known in names if wanted in known), None)
 
 
 def _by_quant(firsts: Sequence[str], quant: str) -> str | None:
-    """Returns the first file for a quantisation. Searches it as a whole word ("Q4_XS" is not "IQ4_XS"), then as
-    llama.cpp does."""
+    """Returns the first path that contains the quantisation before a dot or dash, in any case; None if there is none.
+    Searches for a whole word first ("Q4_XS" is not a whole word in "IQ4_XS"), then at any position, as llama.cpp
+    does."""
     for start in (r"(?:^|[./_-])", ""):
         pattern = re.compile(start + re.escape(quant) + "[.-]", re.IGNORECASE)
         if found := next((path for path in firsts if pattern.search(path)), None):
@@ -152,8 +156,8 @@ def _bits(path: str) -> int:
 
 
 def _projector(model: str, paths: Iterable[str]) -> str | None:
-    """Returns the projector in the model's folder or the closest folder above; out of several, the one of the closest
-    bit width."""
+    """Returns the path of a projector in the model's folder, or in the nearest folder above that has one; None if there
+    is none. Out of several, returns the projector whose bit width is closest to the model's."""
     folder = model.split("/")[:-1]
     found = []
     for path in paths:
@@ -165,7 +169,8 @@ def _projector(model: str, paths: Iterable[str]) -> str | None:
 
 
 def _tag_of(selection: FileSelection, paths: Sequence[str]) -> str | None:
-    """Returns the shortest tag that means these files among `paths`; None if no tag does."""
+    """Returns the first of these tags that selects the selection's files among `paths`: the quantisation, the name
+    without and with shard numbers and ".gguf", `latest`. Returns None if no tag does."""
     first = selection.files[0]
     name = _base(_shard(first).prefix)
     quants = [match[1].upper() for match in _QUANT.finditer(_base(name)) if match.end() == len(name)]

@@ -1,13 +1,15 @@
-"""Finds models on this machine: the demo in the package, and models in MOEGGUF_MODELS, in the Hugging Face cache and
-in Ollama's stores. Makes no network requests.
+"""Finds models on this machine: the demo in the package, and models in MOEGGUF_MODELS, in the Hugging Face cache and in
+Ollama's stores. Makes no network requests.
 
-The cache is huggingface_hub's own, which llama.cpp shares. `models--user--repo/` has `blobs/` (files named by their
-SHA-256), `snapshots/<commit>/` (links to them by name) and `refs/main` (the newest commit seen). So models that other
-programs fetched are found, too. A model with a missing shard is not listed.
+The Hugging Face cache is huggingface_hub's own, which llama.cpp shares, so models that other programs fetched are
+found, too. `models--user--repo/` has `blobs/` (the files, named by their digests), `snapshots/<commit>/` (links to the
+blobs, with the files' names) and `refs/main` (the commit of `main` that was fetched last). A cached model with a
+missing shard is not listed.
 
 An Ollama store has `manifests/<host>/<namespace>/<model>/<tag>`, which list layers by digest, and the layers' bytes in
-`blobs/sha256-<hex>`. It is read and never written. A manifest is left out if it is damaged, leads out of the store or
-cannot be run (several adapters, cloud models). Go templates are left out, so that the model's own template is used.
+`blobs/sha256-<hex>`. This module never writes to a store. A manifest is left out if it is damaged, leads out of the
+store or cannot be run (several adapters, cloud models). Go templates are left out, so that the model's own template is
+used.
 """
 
 from __future__ import annotations
@@ -34,11 +36,11 @@ from moegguf.settings import models_folder
 
 DEMO_NAME = "demo"
 DEMO_FILE = "moegguf-demo-Q4_0.gguf"
-MAX_NEIGHBOURS = 4096  # most files of a folder that are searched for a projector
+MAX_NEIGHBOURS = 4096  # maximum number of .gguf files in a folder that are searched for a projector
 ENDPOINT = "https://huggingface.co"
 MAX_REF_BYTES = 128
 _TRUE = {"1", "ON", "YES", "TRUE"}
-MAX_LAYER_BYTES = 4 << 20  # bytes of the largest layer that is read as text
+MAX_LAYER_BYTES = 4 << 20  # maximum size of a manifest, or of a layer that is read as text
 _KIND = "application/vnd.ollama.image."
 SYSTEM_FOLDER = Path("/usr/share/ollama/.ollama/models")
 
@@ -51,7 +53,7 @@ def demo_path() -> Path | None:
 
 def demo_models(text: str | None = None) -> Iterator[ModelEntry]:
     """Yields the model that ships with the package, if this installation has it. With `text`, yields the model only if
-    `text` is the model's name, and raises ModelNotFoundError if the model is missing."""
+    `text` is the model's name. In this case, raises ModelNotFoundError if the model is missing."""
     if text is not None and text.lower() not in (DEMO_NAME, f"{DEMO_NAME}:{DEFAULT_TAG}"):
         return
     if path := demo_path():
@@ -64,7 +66,7 @@ def demo_models(text: str | None = None) -> Iterator[ModelEntry]:
 
 def folder_files() -> list[Path]:
     """Returns the first file of each model in MOEGGUF_MODELS and in folders directly below it. If two models have the
-    same name, only the first one is returned."""
+    same name, returns only the one whose path comes first."""
     folder = models_folder()
     # Path.glob raises for a link that cannot be followed.
     folders = (folder / name for name in ("", *glob("*/", root_dir=folder, include_hidden=True)))
@@ -72,8 +74,9 @@ def folder_files() -> list[Path]:
 
 
 def folder_models(text: str | None = None) -> Iterator[ModelEntry]:
-    """Yields the models in MOEGGUF_MODELS whose file names can be names of models. With `text`, yields only the model
-    of this name. ".gguf", a shard's number and the tag `latest` may be left out.
+    """Yields the models in MOEGGUF_MODELS. Leaves out files whose names cannot be names of models, and files that
+    cannot be read. With `text`, yields only the model of this name. ".gguf", a shard's number and the tag `latest` may
+    be left out.
 
     With `text`, raises ModelNameError if the file name cannot be a model's name, and OSError if the file cannot be
     read.
@@ -87,8 +90,8 @@ def folder_models(text: str | None = None) -> Iterator[ModelEntry]:
 
 
 def file_name(path: Path) -> str:
-    """Returns the name for a model whose first file is `path`. Raises ModelNameError if the file name contains no valid
-    name."""
+    """Returns the name of a model, made from the name of its first file. Raises ModelNameError if the file's name
+    cannot be a model's name."""
     return parse_name(_plain_name(path.name)).canonical
 
 
@@ -111,12 +114,13 @@ def only_model(folder: Path) -> Path:
 
 
 def file_entry(path: Path, source: Source, name: str) -> ModelEntry:
-    """Returns the model whose first (or only) file is at `path`. Raises OSError when a file cannot be read."""
+    """Returns the entry of the model whose first (or only) file is at `path`. Raises OSError when a file cannot be
+    read."""
     files = shards_of(path)
     names = [file.name for file in _gguf_files(path.parent)[:MAX_NEIGHBOURS]]
     found = projector_beside(path.name, names)
     mmproj = path.with_name(found) if found else None
-    if mmproj and not os.path.isfile(mmproj):  # a link to nothing, or a pipe
+    if mmproj and not os.path.isfile(mmproj):  # a broken link, a pipe or a folder
         mmproj = None
     size_bytes = size_of((*files, mmproj) if mmproj else files)
     return ModelEntry(name, source, files, size_bytes, digest_of(files), modified_at(path), mmproj)
@@ -131,8 +135,8 @@ def _gguf_files(folder: Path) -> list[Path]:
 
 
 def _first_files(files: Iterable[Path]) -> list[Path]:
-    """Returns the first file of each model, sorted. If two models have the same name, only the first one is
-    returned."""
+    """Returns the first file of each model among `files`, sorted by path. If two models have the same name, returns
+    only the one whose path comes first."""
     models: dict[str, Path] = {}
     for file in sorted(file for file in files if is_model(file.name) and os.path.isfile(file)):
         if parse_shard_name(file.stem).number == 1:
@@ -167,7 +171,7 @@ class Snapshot:
     folder: Path
 
     def key(self, tag: str) -> str:
-        """Returns the key (`Name.key`) of the name with this tag."""
+        """Returns the key (`Name.key`) of the model with this tag in the snapshot's repository."""
         return f"{HUB_HOST}/{self.repo}:{tag}".lower()
 
     def paths(self) -> list[str]:
@@ -178,7 +182,7 @@ class Snapshot:
         return sorted(path.relative_to(self.folder).as_posix() for path in files)
 
     def entry(self, tag: str, selection: FileSelection) -> ModelEntry:
-        """Returns the model with this tag and these files. Raises OSError when a file is missing."""
+        """Returns the entry of the model with this tag and these files. Raises OSError when a file is missing."""
         files = tuple(self.folder / path for path in selection.files)
         name = f"{HUB_HOST}/{self.repo}:{tag}"
         size_bytes = size_of(self.folder / path for path in selection.paths)
@@ -192,9 +196,9 @@ def repo_folder(repo: str, cache: Path) -> Path:
 
 
 def cached_models(text: str | None = None, hidden: Collection[str] = ()) -> Iterator[ModelEntry]:
-    """Yields every model in the cache that has a name. If several commits have files for a name, the model comes from
-    the commit of `main`, or else from the newest commit. With `text`, yields only models that this Hub name means.
-    `hidden` has keys of names to leave out."""
+    """Yields every complete model in the cache, except models that no tag selects. If several commits have a name, the
+    model comes from the commit of `main`, or else from the newest commit. With `text`, yields only models that this Hub
+    name may mean. `hidden` has keys of names to leave out."""
     name = text and hub_name_of(text)
     seen = set(hidden)
     if text is not None and not name:
@@ -214,8 +218,8 @@ def cached_models(text: str | None = None, hidden: Collection[str] = ()) -> Iter
 
 
 def snapshots(cache: Path, repo: str | None = None) -> Iterator[Snapshot]:
-    """Yields the commits of the repository `repo`, or of all repositories if `repo` is None. The commit of `main` is
-    first, then the newest. Ignores the case of letters in `repo`."""
+    """Yields the cached commits of the repository `repo` (in any case), or of all repositories if `repo` is None. For
+    each repository, the commit of `main` comes first, then the other commits, newest first."""
     wanted = None if repo is None else repo_folder(repo, cache).name.lower()
     for folder in sorted(cache.glob("models--*/")):
         _, *parts = folder.name.split("--")
@@ -231,7 +235,7 @@ def snapshots(cache: Path, repo: str | None = None) -> Iterator[Snapshot]:
 def delete_cached(entry: ModelEntry, keep: Collection[Path]) -> None:
     """Deletes the entry's files from every cached commit, except links to the blobs in `keep`.
 
-    A blob that other files of the cache use stays. Raises PullError when a file cannot be deleted.
+    A blob to which other files of the same repository link stays. Raises PullError when a file cannot be deleted.
     """
     repository = hub_cache() / entry.path.relative_to(hub_cache()).parts[0]
     snapshots = repository / "snapshots"
@@ -248,15 +252,15 @@ def delete_cached(entry: ModelEntry, keep: Collection[Path]) -> None:
 
 
 def ollama_folders() -> list[Path]:
-    """Returns the folder in OLLAMA_MODELS, or Ollama's default folders if it is not set."""
+    """Returns a list with only the folder in OLLAMA_MODELS, or Ollama's default folders if the variable is not set."""
     named = os.environ.get("OLLAMA_MODELS", "")
     return [Path(named).expanduser()] if named else [Path("~/.ollama/models").expanduser(), SYSTEM_FOLDER]
 
 
 def ollama_models(text: str | None = None) -> Iterator[ModelEntry]:
-    """Yields all models in Ollama's stores that can be run. With `text`, yields only the models that Ollama would run
-    under this name. A name without host means Ollama's library; `user/model` can also mean a user of Ollama's
-    registry."""
+    """Yields the models in Ollama's stores that can be run. With `text`, yields only models with this name. A name
+    without a host means Ollama's registry, and without a namespace its library. `user/model` and `hf.co/user/model` can
+    mean a user of Ollama's registry, too."""
     keys = None
     if text is not None:
         if (name := name_or_none(text)) is None:
@@ -272,8 +276,8 @@ def ollama_models(text: str | None = None) -> Iterator[ModelEntry]:
 
 
 def ollama_blob(folder: Path, digest: str) -> Path:
-    """Returns the file of a digest in a store. Raises ModelNameError, and OSError if it is missing or outside the
-    store."""
+    """Returns the path of the blob with this digest in a store. Raises ModelNameError if `digest` is not a digest, and
+    OSError if the blob is missing or outside the store."""
     return _inside(folder, folder / "blobs" / blob_name(digest))
 
 
@@ -285,7 +289,8 @@ def _inside(folder: Path, path: Path) -> Path:
 
 
 def _manifest_entry(folder: Path, manifest: Path, name: Name) -> ModelEntry:
-    """Returns the model of a manifest. If it cannot be run, raises one of the errors that `ollama_models` ignores."""
+    """Returns the entry of the model that a manifest describes. If the model cannot be run, raises one of the errors
+    that `ollama_models` ignores."""
     shown = _display_name(name)
     files: dict[str, list[Path]] = {"model": [], "projector": [], "adapter": []}
     parts: dict[str, list[str]] = {}
@@ -326,15 +331,15 @@ def _manifest_entry(folder: Path, manifest: Path, name: Name) -> ModelEntry:
 
 
 def _parameters_of_ollama(parts: Mapping[str, Sequence[str]]) -> dict[str, Any] | None:
-    """Returns the parameters of a model in an Ollama store. The parameter `mirror` is left out, because the model's
-    author cannot know paths on this machine."""
+    """Returns the parameters of a model in an Ollama store, or None if its manifest lists none. The parameter `mirror`
+    is left out, because the model's author cannot know paths on this machine."""
     if "params" not in parts:
         return None
     return {name: value for name, value in json.loads(parts["params"][0]).items() if name != "mirror"}
 
 
 def _display_name(name: Name) -> str:
-    """Returns the name as Ollama lists it. Raises ModelNameError if the folders make no valid name."""
+    """Returns the name as Ollama lists it. Raises ModelNameError if the parts do not make a valid name."""
     full = parse_name(f"{name.host}/{name.namespace}/{name.model}:{name.tag}")
     if full.host != OLLAMA_HOST:
         return full.canonical

@@ -39,10 +39,11 @@ Facts = dict[str, Any]
 
 @contextmanager
 def described(model: str) -> Iterator[tuple[ModelEntry, bool]]:
-    """Context manager that yields the model with this path or name, and True if its files are on this machine.
+    """Context manager that yields the entry of the model with this path or name. Also yields True if the model's files
+    are on this machine.
 
-    For a model that is only on Hugging Face, it fetches the headers of the files. Raises ModelNotFoundError,
-    ModelNameError, ModelFormatError, PullError.
+    For a model that is only on Hugging Face, yields False and fetches only the headers of the files. Raises
+    ModelNotFoundError, ModelNameError, ModelFormatError, PullError.
     """
     try:
         entry = Catalog().find(model)
@@ -63,13 +64,14 @@ def _shown_path(entry: ModelEntry, is_here: bool) -> str:
 
 
 def _hit_rates(layout: ExpertLayout, is_here: bool) -> HitRates:
-    """Returns measured hit rates if there are any. For a model that is not on this machine, returns published rates."""
+    """Returns the hit rates of a model. The rates of a model on this machine include measured ones if there are any.
+    For any other model, the rates are published ones."""
     return HitRates.of(layout) if is_here else HitRates(layout)
 
 
 def model_facts(model: str, *, verbose: bool = False) -> Facts:
-    """Returns the facts of `moegguf show` about a model (a path or a name). `verbose` adds all metadata of the first
-    file and the tensors of all files."""
+    """Returns the facts of `moegguf show` about a model (a path or a name). `verbose` adds the metadata of the first
+    file, without long texts and arrays, and the tensors of all files."""
     with described(model) as (entry, is_here):
         facts = facts_of(entry, is_here)
         if verbose:
@@ -88,7 +90,8 @@ def list_facts(entry: ModelEntry) -> Facts:
 
 @dataclass(frozen=True)
 class SupposedDevice:
-    """A GPU that this machine does not have. `moegguf estimate` predicts the speed of a model with this GPU."""
+    """A supposed GPU, which this machine need not have. `moegguf estimate` predicts the speed of a model with this
+    GPU."""
 
     memory_bytes: int
     memory_bytes_per_s: float  # bandwidth of its memory
@@ -96,8 +99,8 @@ class SupposedDevice:
 
     @classmethod
     def parse(cls, memory: str | None, bandwidth: str | None, link: str | None) -> SupposedDevice | None:
-        """Reads texts such as "8GB", "448GB/s" and "24GB/s,35us". Returns None if all three are None. Raises
-        OptionError."""
+        """Parses texts such as "8GB", "448GB/s" and "24GB/s,35us". Returns None if all three are None. Raises
+        OptionError if only some are None, or if a text cannot be parsed."""
         if memory is None and bandwidth is None and link is None:
             return None
         if memory is None or bandwidth is None or link is None:
@@ -111,13 +114,14 @@ class SupposedDevice:
 
 
 def estimate_model(model: str, given: Mapping[str, Any] | None = None, device: SupposedDevice | None = None) -> Facts:
-    """Returns the facts of `moegguf estimate`: the plan for this machine now, with measured speeds of disk and memory.
+    """Returns the facts of `moegguf estimate`: the plan for this machine now, with the measured speed of memory. The
+    disk's speed is also measured if the model is here and the plan reads experts from disk.
 
-    given: {load option: value}; an option replaces the same parameter of the model's name. device: a GPU for which a
+    given: {load option: value}; an option replaces the same parameter in the model's entry. device: a GPU for which a
     prediction is added.
     """
     with described(model) as (entry, is_here):
-        # The plan ignores the parameter `num_gpu` of the model's name.
+        # The plan ignores the parameter `num_gpu` of the model's entry.
         own = {
             option: entry.parameters[name]
             for name, option in LOAD_PARAMETERS.items()
@@ -132,7 +136,7 @@ def estimate_model(model: str, given: Mapping[str, Any] | None = None, device: S
         default = "auto" if plan.placement or plan.on_device else None
         placed, hit_rates = plan.placement, _hit_rates(layout, is_here)
         memory_bytes_per_s = _memory_speed()
-        if device:  # predicts with unlimited RAM, and with the context length of the plan above
+        if device:  # predicts with unlimited RAM, and with the context length of the plan for this machine
             there = machine.Device("the device", 0, device.memory_bytes, device.memory_bytes)
             ample = machine.Machine(machine.Memory(1 << 62, 1 << 62, "what is supposed"), devices=(there,))
             speeds = Speeds.supposed(device.memory_bytes_per_s, device.link, memory_bytes_per_s)
@@ -165,8 +169,8 @@ def _memory_speed() -> float:
 
 
 def _expectation(hit_rates: HitRates, plan: Plan, disk: machine.DiskSpeed | None, memory_bytes_per_s: float) -> Facts:
-    """Returns the expected hit rates, bytes per token and speed of answers. The speed is None if the plan has a device,
-    or if the model reads from a disk that was not measured."""
+    """Returns the expected hit rates, bytes per token and speed of answers. The speed is None if a device has slots, or
+    if the model reads from a disk that was not measured."""
     if plan.device is not None or not (disk or plan.resident):
         n_slots = max(plan.n_slots, plan.n_ram_slots) if plan.device is not None else plan.n_slots
         return asdict(hit_rates.expect(n_slots)) | {"memory_bytes_per_s": None}
@@ -199,8 +203,8 @@ def _cpu_placements(
 
 
 def _placement(plan: PlacementPlan | None) -> Facts | None:
-    """Returns the possible placements of experts, their predicted speeds, and the reason of the choice. Returns None if
-    there was no choice."""
+    """Returns the placements of experts that the plan compared, their predicted speeds, and the reason of the choice.
+    Returns None if the plan compared none."""
     if plan is None:
         return None
     return asdict(plan) | {"placements": [asdict(each) | {"text": str(each)} for each in plan.placements]}
@@ -270,10 +274,11 @@ def _expert_facts(layout: ExpertLayout, hit_rates: HitRates) -> Facts:
 
 
 def library_facts(prefix: str = "") -> list[Facts]:
-    """Returns facts about the library's models whose names start with `prefix`, with their predicted speeds here.
+    """Returns facts about the library's models whose names start with `prefix` (in any case), with their predicted
+    speeds here.
 
     The speeds are for the CPU, with the memory that is free now and the disk on which moegguf is installed. A speed is
-    None if the experts for one token do not fit into the free memory.
+    None if the weights that one token uses and RESERVE_BYTES do not fit into the free memory.
     """
     free_bytes, found = machine.read_memory().available_bytes, []
     disk = machine.disk_read_speed(demo_path() or sys.executable, DISK_SECONDS)
@@ -304,8 +309,8 @@ def library_facts(prefix: str = "") -> list[Facts]:
 
 
 def best_fit_of(models: Sequence[Facts]) -> str | None:
-    """Returns the name of the largest model that answers at reading speed. If there is none, returns the name of the
-    fastest model that can run here, or None."""
+    """Returns the name of the model with the largest file that may answer at reading speed. If there is none, returns
+    the name of the fastest model that can run here, or None."""
     running = [facts for facts in models if facts["tokens_per_s"]]
     fluent = [facts for facts in running if facts["tokens_per_s"][1] >= READING_TOKENS_PER_S]
     if fluent:

@@ -16,7 +16,7 @@ from rich.text import Text
 Counts = npt.NDArray[np.unsignedinteger]
 
 ABSENT, EVICTED, IN_FLIGHT, SOME_RESIDENT, RESIDENT, USED, USED_ALL, FETCHED = "·", "○", "~", "░", "▒", "▓", "█", "+"
-SOME_IN_RAM = ":"  # if layers compute in VRAM: some experts of the cell are in RAM only
+SOME_IN_RAM = ":"  # drawn if layers compute in VRAM: some experts of the cell are in RAM, and none in VRAM
 ALL_IN_RAM = "%"
 IN_RAM, IN_VRAM = 2, 3  # values of `state`
 
@@ -67,7 +67,7 @@ def heatmap(
         uses, loads: (n_rows, n_expert): lookups and fetches in the period shown.
         layers: il of the layer in each row.
         width: characters of a line, including the layer index. At least MIN_COLUMNS columns are always shown.
-        height: number of lines; None: one line for each layer.
+        height: maximum number of lines; None or 0: one line for each layer.
         vram: True if layers compute in VRAM, so that only experts in VRAM count as resident.
     """
     if not state.size:

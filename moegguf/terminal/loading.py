@@ -50,8 +50,9 @@ def parse_format(text: str) -> str | Mapping[str, Any]:
 
 
 def find_or_pull(name: str) -> ModelEntry:
-    """Returns the model called `name`. If it is not on this machine, but on Hugging Face or in the library, pulls it
-    first. Raises ModelNotFoundError, ModelNameError, PullError."""
+    """Returns the entry of the model called `name`. If the model is not on this machine, and `name` is a name on
+    Hugging Face or in the library, pulls the model first. Raises ModelNotFoundError, ModelNameError, ModelFormatError,
+    PullError."""
     from moegguf.errors import ModelNotFoundError
     from moegguf.models.catalog import Catalog
     from moegguf.models.names import fetchable_name
@@ -70,8 +71,8 @@ def find_or_pull(name: str) -> ModelEntry:
 
 
 def with_files(entry: ModelEntry, mmproj: str | None = None, lora_path: str | None = None) -> ModelEntry:
-    """Returns the model's entry with another projector for images, or with a LoRA adapter. Raises ModelFormatError,
-    ModelNotFoundError."""
+    """Returns the model's entry with the projector at `mmproj` and the LoRA adapter at `lora_path`. None keeps what the
+    entry has. Raises ModelFormatError, ModelNotFoundError."""
     from moegguf.gguf.projector import read_projector
     from moegguf.models.catalog import with_adapter
 
@@ -92,7 +93,8 @@ def print_card_note(loading: Mapping[str, Any]) -> None:
 
 
 def warn_of_long_context(layout: ExpertLayout, requested: int | None) -> None:
-    """Prints a warning if the requested context is longer than the context on which the model was trained."""
+    """Prints a warning if the requested context is longer than the context on which the model was trained. `requested`
+    None or 0: no warning."""
     trained = layout.hparams.n_ctx_train
     if requested and requested > trained:
         print_message(f"warning: a context of {requested} tokens is more than the {trained} the model was trained on.")

@@ -21,7 +21,7 @@ from moegguf.errors import MoeggufError
 from moegguf.settings import shows_tracebacks
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
-UsageError: Any = typer.BadParameter.__base__  # a class that typer does not export
+UsageError: Any = typer.BadParameter.__base__  # the base class of usage errors, which typer does not export
 
 _OF_PYDANTIC = {
     "Input should be": "it has to be", "less than or equal to": "at most", "greater than or equal to": "at least",
@@ -29,11 +29,11 @@ _OF_PYDANTIC = {
     "a valid number, unable to parse string as a number": "a number",
 }  # fmt: skip
 _ASCII_ONLY = "moegguf-ascii"  # name of the handler of encoding errors
-_ASCII_LETTERS = dict(zip("·○░▒▓█▁▂▃▄▅▆▇–×", ".o-=x#___---=-x", strict=True))  # ASCII for letters in maps and tables
+_ASCII_LETTERS = dict(zip("·○░▒▓█▁▂▃▄▅▆▇–×", ".o-=x#___---=-x", strict=True))  # ASCII replacements for maps and tables
 
 
 def print_message(text: str) -> None:
-    """Prints on stderr, and breaks lines between words on a terminal. A closed stderr is ignored."""
+    """Prints `text` on stderr, and breaks lines between words on a terminal. If stderr is closed, does nothing."""
     with suppress(OSError, ValueError, AttributeError):  # stderr is closed or missing
         if sys.stderr.isatty():
             text = "\n".join(map(_broken_line, text.split("\n")))
@@ -41,7 +41,7 @@ def print_message(text: str) -> None:
 
 
 def _broken_line(line: str) -> str:
-    """Returns a line with breaks so that it fits the width of the terminal. Words are not broken."""
+    """Returns a line with line breaks if it is longer than the terminal is wide. Words are not broken."""
     columns = os.get_terminal_size(sys.stderr.fileno()).columns
     if columns < len(line):
         return textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False)
@@ -66,14 +66,16 @@ def _replace_closed_streams() -> None:
 
 
 def _ascii_letters(error: UnicodeError) -> tuple[str, int]:
-    """Handles an encoding error: returns ASCII characters for characters that the stream's encoding does not have."""
+    """Handles an encoding error: returns ASCII replacements for characters that the stream's encoding does not have,
+    and "?" for characters without a replacement."""
     assert isinstance(error, UnicodeEncodeError)
     lacking = error.object[error.start : error.end]
     return "".join(_ASCII_LETTERS.get(letter, "?") for letter in lacking), error.end
 
 
 def run_with_exit_code(call: Callable[[], Any]) -> int:
-    """Runs `call`, prints its error if it fails, and returns the exit code."""
+    """Runs `call` and returns the exit code. If `call` fails, prints the error, or raises it again with
+    MOEGGUF_DEBUG=1."""
     _replace_closed_streams()
     codecs.register_error(_ASCII_ONLY, _ascii_letters)
     for stream in (sys.stdout, sys.stderr):

@@ -43,7 +43,7 @@ def _decimal(ns: int, unit: int) -> str:
 
 
 class _Display:
-    """A live display on stderr, made by the package rich. The end of the `with` block ends it."""
+    """A live display on stderr, made by the package rich. Leaving the `with` block closes the display."""
 
     _live: Any = None  # rich's Progress or Status while it is shown, else None
 
@@ -79,7 +79,8 @@ class PullProgress(_Display):
             self._live.start()
 
     def report(self, status: PullStatus) -> None:
-        """Shows a status of the download. The caller reports each file once before it reports received bytes of any."""
+        """Shows a status of the download. The caller must report each file once before it reports received bytes of any
+        file."""
         if self._live is None:
             return
         if not status.total_bytes:
@@ -107,7 +108,7 @@ class Spinner(_Display):
         self.visible = _is_ansi_terminal() and not stat.S_ISFIFO(os.fstat(STDOUT).st_mode)
 
     def show(self, text: str, share: float | None = None) -> None:
-        """Shows `text`, and before it the `share` of the work that is done (0 to 1), if it is given."""
+        """Shows `text`. If `share` (0 to 1) is given, shows it as a percentage before the text."""
         if not self.visible:
             return
         from rich.text import Text

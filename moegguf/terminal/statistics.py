@@ -11,7 +11,7 @@ from moegguf.generate.request import AnswerSummary
 from moegguf.quantities import format_bytes
 from moegguf.terminal.progress import duration
 
-LEAST_TOKENS = 16  # the speed of an answer is compared with the prediction only above this length
+LEAST_TOKENS = 16  # an answer's speed is compared with the prediction only if it has more tokens
 LABEL_WIDTH = 22  # characters of Ollama's longest label, its colon and a space
 
 Line = tuple[str, str]
@@ -72,8 +72,8 @@ def _aligned(lines: list[Line]) -> list[str]:
 
 
 def expert_lines(stats: Stats, decode: Stats) -> list[Line]:
-    """Returns (label, value) lines about the expert cache. `stats` count the prompt and the answer, `decode` the answer
-    from its second token on."""
+    """Returns (label, value) lines about the expert cache, or none for a model without experts. `stats` count the
+    prompt and the answer, `decode` the answer from its second token on."""
     if not stats.n_experts:
         return []
     lines = [("expert cache", _slots(stats, stats.n_experts))]
@@ -105,7 +105,8 @@ def expert_lines(stats: Stats, decode: Stats) -> list[Line]:
 
 
 def _drive(drive: DriveStats) -> str:
-    """Returns the bytes that were read from one copy of the model's files: "812.30 MB of mirror 1 (0.41 GB/s)"."""
+    """Returns the bytes that were read from one copy of the model's files: "812.30 MB of mirror 1 (0.41 GB/s)". The
+    word "failed" replaces the speed of a copy that is no longer used."""
     about = "failed" if drive.is_dropped else f"{drive.bytes_per_s / 1e9:.2f} GB/s"
     return f"{drive.bytes_read / 1e6:.2f} MB of {drive.name} ({about})"
 
@@ -118,8 +119,8 @@ def _slots(of: Stats | TierStats, n_experts: int) -> str:
 def staged(stats: Stats) -> str:
     """Returns a text such as "12.30 MB through 48 MiB, 93% of the time while computing".
 
-    The text has the bytes that prompts copied into staging tensors, and the share of the copying time in which no
-    layer waited.
+    The first size is what prompts copied into staging tensors, and the second is the size of these tensors. The share
+    is the part of the copying time in which no layer waited; it is left out if nothing was copied.
     """
     text = f"{stats.bytes_staged / 1e6:.2f} MB through {format_bytes(stats.staging_bytes)}"
     return text + f", {stats.staging_overlap:.0%} of the time while computing" * (stats.bytes_staged > 0)
@@ -140,7 +141,7 @@ def lookup_shares(stats: Stats) -> str:
 
 
 def total_lines(stats: Stats) -> list[str]:
-    """Returns lines with the statistics since the model was loaded."""
+    """Returns lines with the statistics since the model was loaded; none if no expert was looked up."""
     if not stats.lookups:
         return []
     hits = f"{lookup_shares(stats)} of {stats.lookups} lookups"
@@ -150,7 +151,8 @@ def total_lines(stats: Stats) -> list[str]:
 
 
 def policy_lines(decisions: Mapping[str, Any], stats: Stats) -> list[Line]:
-    """Returns (label, value) lines about the policy, the predictor and prefetching. There are none for plain LRU."""
+    """Returns (label, value) lines about the policy, the predictor and prefetching. There are none for plain LRU, or if
+    `decisions` is empty."""
     if not decisions or (decisions["policy"] == "lru" and decisions["predictor"] == "none"):
         return []
     lines = [("policy", decisions["policy"]), ("predictor", decisions["predictor"])]

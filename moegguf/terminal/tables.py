@@ -51,8 +51,8 @@ def print_renderable(renderable: Any, least_width: int = 0) -> None:
 
 
 def _section(title: str, rows: Iterable[Row], right: Sequence[int] = ()) -> None:
-    """Prints a title, and below it rows of a name, a value and an optional remark. The columns whose indices are in
-    `right` are right-aligned."""
+    """Prints a title, and below it rows of cells: usually a name, a value and an optional remark, which is dim. The
+    columns whose indices are in `right` are right-aligned."""
     rows = list(rows)
     table = Table.grid(padding=(0, 3, 0, 0))
     for column in range(max(map(len, rows), default=0)):
@@ -117,7 +117,7 @@ def print_model_list(entries: Iterable[ModelEntry]) -> None:
 
 
 def print_library(facts: Iterable[Facts]) -> None:
-    """Prints the table of `moegguf library`. The name of the model that fits best ends with a star. The names of models
+    """Prints the table of `moegguf library`. A star follows the name of the model that fits best. The names of models
     on this machine end with "(here)"."""
     rows = []
     for each in facts:
@@ -138,7 +138,8 @@ def _range(low: str, high: str) -> str:
 
 
 def two_digits(low: float, high: float) -> str:
-    """Formats a range with two significant digits: "35,000 to 59,000", "0.31 to 0.54"."""
+    """Formats a range with two significant digits: "35,000 to 59,000", "0.31 to 0.54". If both ends are formatted
+    alike, returns only one."""
     return _range(*(
         f"{float(f'{value:.2g}'):,.{max(0, 1 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
         for value in (low, high)
@@ -147,7 +148,7 @@ def two_digits(low: float, high: float) -> str:
 
 def print_model(facts: Facts) -> None:
     """Prints the output of `moegguf show`: the model, its experts, tensor types, hit rates for some budgets, and the
-    facts of the catalog entry. Only the first lines of long texts are shown."""
+    facts of the catalog entry. Only the first lines of the system message and the license are shown."""
     print_renderable(Text(facts["title"], style="bold"))
     n_parameters = human_number(facts["parameters"])
     n_active = facts["active_parameters"]
@@ -243,7 +244,7 @@ def print_estimate(facts: Facts) -> None:
         _section(title, _placement_rows(facts["placement"]), right=(1, 2, 3))
         _section("What these predictions rest on", _speed_rows(facts["placement"]))
     print_renderable(Text("  Why", style="bold"))
-    supposed = facts["placement"] if not plan["placement"] else None  # a plan's reasons already have this one
+    supposed = facts["placement"] if not plan["placement"] else None  # the plan's own placement is among its reasons
     for reason in [*plan["reasons"], *([supposed["reason"]] if supposed else [])]:
         print_renderable(Padding(Text(f"- {reason}"), (0, 0, 0, 4)))
     for warning in plan["warnings"]:
@@ -286,7 +287,7 @@ def _memory_rows(facts: Facts) -> Iterator[Row]:
 
 
 def _placement_rows(placement: Facts) -> Iterator[Row]:
-    """Yields the header, then a row for each placement of experts, the fastest for a typical request first.
+    """Yields the header, then a row for each placement of experts, in the order of `placement["placements"]`.
 
     A row has the speeds of a typical prompt, of a longer prompt if the context is long enough, and of the answer.
     """
@@ -312,8 +313,9 @@ def _speed_rows(placement: Facts) -> Iterator[Row]:
 
 
 def _expectation_rows(facts: Facts) -> Iterator[Row]:
-    """Yields rows with the expected hit rate, the bytes read per token, and the range of tokens per second. The remarks
-    name the sources of these numbers."""
+    """Yields rows with the expected hit rate, the bytes read per token, the disk's speed if it was measured, and the
+    range of tokens per second. A model that is entirely in memory has no row for bytes read. The remarks name the
+    sources of these numbers."""
     expected = facts["expected"]
     disk = facts["disk"]
     resident = facts["plan"]["resident"]
