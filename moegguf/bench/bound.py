@@ -107,7 +107,7 @@ class Bounds:
     def __init__(self, llama: Llama, session: Session, simulate_link: str | None = None) -> None:
         self._llama = llama
         self._session = session
-        self._copies = 0.0  # in bytes per second, like `_memory`; 0: unknown, or this machine copies nothing
+        self._copies = 0.0  # speed in bytes per second, like `_memory`; 0: unknown, or there are no such copies
         self._memory = 0.0
         devices = {device.name or CPU for device in session.store.devices}
         if not llama.plan.on_device and devices == {CPU}:
