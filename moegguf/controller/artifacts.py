@@ -94,8 +94,8 @@ class Artifacts:
         return read_routers(self.layout)
 
     def load(self, kind: str, shape: MoeShape, build: Callable[[weights.Weights], T]) -> T | None:
-        """Returns `build(weights)` for the first usable file KIND.safetensors in search order. Warns about each file
-        before it, which is damaged or belongs to another model. Returns None if no file is usable. Raises
+        """Returns `build(weights)` for the first usable file KIND.safetensors in search order. Damaged files and files
+        of other models that come earlier are skipped with a warning. Returns None if no file is usable. Raises
         FileNotFoundError if there is no file."""
         path = None
         for path in self.find(f"{kind}.safetensors"):

@@ -31,7 +31,7 @@ from moegguf.native.store import NativePolicy, Store
 
 @dataclass(frozen=True)
 class ActingOptions:
-    """Options of a controller that acts on predictions."""
+    """Options of a controller: prefetching, limits, and clocks."""
 
     prefetch: PrefetchOptions | None = None  # None: nothing is prefetched
     slowest_s: float = 1.0  # time limit in seconds for one call; a slower policy or predictor is switched off

@@ -35,9 +35,9 @@ class ControllerChoice:
     prefetch: bool = False
 
 
-# The choice for a model without a measurement. It had the best results on every routing that was tried: the demo
-# model's, random weights' and synthetic routing with published reuse. In a live run the watchdog allows prefetching
-# only while this saves time.
+# The choice for a model without a measurement. It had the best results in replays of the demo model's routing, of the
+# routing of random weights, and of synthetic routing with a published reuse of experts. In a live run the watchdog
+# switches prefetching off when it does not save enough time.
 UNMEASURED = ControllerChoice("next-use", prefetch=True)
 UNMEASURED_WITHOUT_PREDICTIONS = ControllerChoice("next-use")
 

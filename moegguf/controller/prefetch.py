@@ -38,7 +38,7 @@ class PrefetchOptions:
     least_probability: float = 0.2  # less probable experts, and experts with probability 0, are not prefetched
     # True: the expert with the largest product of probability and layer proximity goes first; False: the nearest layer
     by_proximity: bool = False
-    watchdog: bool = True  # True: prefetching is switched off while it does not save time
+    watchdog: bool = True  # True: a `Watchdog` switches prefetching off when it does not save enough time
     waste_weight: float = 0.1  # cost of a useless prefetch, as a share of the stall that a useful one saves
 
 

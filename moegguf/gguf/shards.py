@@ -44,7 +44,8 @@ def shard_path(prefix: str, number: int, count: int, suffix: str = ".gguf") -> s
 
 
 def shards_of(path: Path) -> tuple[Path, ...]:
-    """Returns `path`. If it is a first shard, returns also the other shards that exist in its folder, in order."""
+    """Returns `path`, and if this is the first of several shards, the other shards that exist in its folder, in
+    order."""
     prefix, number, count = parse_shard_name(path.stem)
     if number != 1:
         return (path,)

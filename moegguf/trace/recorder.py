@@ -152,7 +152,7 @@ class Recorder:
             raise self._error
 
     def discard(self) -> None:
-        """Cancels the recording and removes its file. Does nothing after close()."""
+        """Cancels the recording and removes the unfinished file. Does nothing after close()."""
         if not self._closed:
             self._closed = True
             self._writer.discard()

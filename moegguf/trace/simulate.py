@@ -41,7 +41,7 @@ class SimOptions:
     """Options of a replay."""
 
     prefetch: PrefetchOptions | None = None  # None: no prefetching
-    link_bytes_per_s: float = 0.0  # 0: transfers take no time
+    link_bytes_per_s: float = 0.0  # speed of the link from the file; 0: reads take no time
     link_latency_s: float = 0.0
     layer_compute_us: float = 0.0  # computing time of a layer for each token
     layer_pass_us: float = 0.0  # computing time of a layer for each pass, in addition
@@ -51,7 +51,7 @@ class SimOptions:
 
     @property
     def timed(self) -> bool:
-        """True if transfers take time."""
+        """True if reads from the file take simulated time."""
         return self.link_bytes_per_s > 0
 
     @property

@@ -26,7 +26,7 @@ class Predictor(ABC):
 
     def __init__(self, shape: MoeShape, reach: int) -> None:
         self.shape = shape
-        self.reach = reach  # longest distance at which it can predict, counted in layers with experts
+        self.reach = reach  # longest distance at which a layer can be predicted, counted in layers with experts
 
     def announce(self, announcement: Announcement) -> None:  # noqa: B027 (optional)
         """Receives the tokens that are evaluated next. A sequence number that was not seen before is a new request."""
