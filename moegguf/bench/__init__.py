@@ -1,7 +1,6 @@
-"""Runs benchmarks. Each compared system runs in its own process, several systems take turns under the same limits, and
-the results become rows of a table. Also records traces.
+"""Runs benchmarks and turns their results into rows of tables. Also records traces.
 
-Promises: load, prompt and generation are timed separately, as in llama-bench. Compared systems run in turns under one
-memory limit, by default with a cold page cache, and their tokens are compared. This package does not know flags or
-terminals.
+Promises: load, prompt and generation are timed separately, as in llama-bench, except in measurements of drafts. Systems
+of a comparison run in turns, each run in its own process under the same memory limit, if one is set. The page cache is
+cold by default, and the systems' tokens are compared. This package does not know about flags or terminals.
 """

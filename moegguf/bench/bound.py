@@ -1,9 +1,9 @@
-"""Computes the bound of a measurement: the most tokens per second that its file, its slots and its link allow.
+"""Computes the bound of a measurement: the maximum number of tokens per second that its file, slots and link allow.
 
-Experts are read from the file, copied to a device that lacks them, and used for computing. The bound assumes that these
-three kinds of work overlap completely, so the slowest one determines it. The fewest experts that have to be read follow
-from the routing of the measured tokens and from the content of the slots at the beginning (`least_misses`). To record
-this routing, the same tokens are evaluated once more, without timing.
+There are three kinds of work: reading experts from the file, copying experts to a device, and computing. The bound
+assumes that they overlap completely, so that the slowest kind determines the bound. `least_misses` computes which
+experts must at least be read, from the routing of the measured tokens and the content of the slots at the beginning. To
+record this routing, the same tokens are evaluated once more, without timing.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from moegguf.engine.session import Session
     from moegguf.trace.trace import Trace
 
-IN_SLOT = 2  # value in `Store.residency` for an expert that has a slot
+IN_SLOT = 2  # value in `Store.residency` for an expert that is complete in a slot
 LIMITS = {
     "reads": "bound_read_ms_per_token",
     "copies": "bound_copy_ms_per_token",
     "computing": "bound_compute_ms_per_token",
 }
-"""{kind of work that may limit the speed: name of the figure with the time of this work}."""
+"""{kind of work that may limit the speed: key in FIGURES of the time that this work takes per token}."""
 FIGURES = (
     "bound_ts", "bound_reached_pct", "bound_read_mb_per_token", *LIMITS.values(), "bound_weights_ms_per_token",
     "bound_memory_gb_per_s",
@@ -43,26 +43,26 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class Held:
-    """The experts that have slots at the beginning of a repetition. Each expert is a key as in `Lookups`: index of its
-    layer * n_expert + expert."""
+    """The experts that are complete in slots at the beginning of a repetition. Each expert is a key as in `Lookups`:
+    (index of its layer among the layers with experts) * n_expert + expert."""
 
-    everywhere: Ints  # experts with a slot in any tier
-    computing: Ints  # experts with a slot in the tier from which layers compute
+    everywhere: Ints  # experts in a slot of any tier
+    computing: Ints  # experts in a slot of the first tier, from which layers compute
 
 
 @dataclass(frozen=True)
 class LeastBytes:
-    """The fewest bytes with which the tokens of a repetition can be computed."""
+    """The smallest numbers of bytes with which the tokens of a repetition can be computed."""
 
-    read: int  # bytes from the file
-    copied: int = 0  # bytes from RAM to a device
+    read: int  # bytes read from the file
+    copied: int = 0  # bytes copied from RAM to a device; 0 if the speed of copies is unknown
     # Bytes of weights that computing reads from memory: in each pass the used experts and all other weights, once each
     weights: int = 0
 
 
 @dataclass(frozen=True)
 class LinkSpeeds:
-    """Speeds in bytes per second. A speed of 0 is unknown and sets no limit."""
+    """Speeds in bytes per second. A speed of 0 is unknown, and the times computed from it are 0."""
 
     disk: float  # reads from the file
     copies: float = 0.0  # copies from RAM to a device
@@ -72,8 +72,8 @@ class LinkSpeeds:
 def bound_figures(
     least: LeastBytes, speeds: LinkSpeeds, n_tokens: int, taken_s: float, idle_s: float
 ) -> dict[str, float]:
-    """Returns the values of FIGURES for `n_tokens` tokens that took `taken_s` seconds. In `idle_s` of these seconds no
-    layer was computed."""
+    """Returns the values of FIGURES for `n_tokens` tokens that took `taken_s` seconds. `idle_s` is the part of this
+    time, in seconds, that does not count as computing."""
 
     def ms_per_token(n_bytes: int, bytes_per_s: float) -> float:
         return n_bytes / bytes_per_s / n_tokens * 1e3 if bytes_per_s else 0.0
@@ -101,13 +101,13 @@ def bound_by(figures: Mapping[str, float]) -> str:
 
 
 class Bounds:
-    """Computes the bounds of measurements with a model that has slots. `simulate_link` describes the link to a
-    simulated device, such as "24GB/s,35us"; None: no device is simulated."""
+    """Computes the bounds of measurements with a model that has slots. `simulate_link` describes the link to the
+    simulated device, such as "24GB/s,35us"; None if no device is simulated."""
 
     def __init__(self, llama: Llama, session: Session, simulate_link: str | None = None) -> None:
         self._llama = llama
         self._session = session
-        self._copies = 0.0  # bytes per second, as in `_memory`; 0: unknown
+        self._copies = 0.0  # speed in bytes per second, like `_memory`; 0: unknown, or there are no such copies
         self._memory = 0.0
         devices = {device.name or CPU for device in session.store.devices}
         if not llama.plan.on_device and devices == {CPU}:
@@ -119,7 +119,7 @@ class Bounds:
                 self._copies = llama.plan.placement.speeds.copies.bytes_per_s
 
     def held(self) -> Held:
-        """Waits until all transfers have ended. Returns the experts in the slots."""
+        """Waits until all transfers have ended. Returns the experts that are then in slots."""
         store = self._session.store
         store.drain()
         rows = [layer.il for layer in self._session.layout.layers]
@@ -127,7 +127,7 @@ class Bounds:
         return Held(np.flatnonzero(np.logical_or.reduce(there)), np.flatnonzero(there[0]))
 
     def record(self, evaluate: Callable[[], object]) -> Trace:
-        """Calls `evaluate` and returns the routing of the tokens that it evaluates."""
+        """Calls `evaluate`, which evaluates tokens, and returns the recorded routing of these tokens."""
         from moegguf.controller.artifacts import Artifacts
         from moegguf.engine.recording import Recording
         from moegguf.trace.format import read
@@ -144,7 +144,8 @@ class Bounds:
             return read(path)
 
     def least_bytes(self, routing: Trace, held: Held) -> LeastBytes:
-        """Returns the fewest bytes that this routing needs, if the experts in `held` have slots at the beginning."""
+        """Returns the smallest numbers of bytes that this routing needs, if only the experts in `held` are in slots at
+        the beginning."""
         store = self._session.store
         lookups = Lookups.of(routing)
         sizes = np.array([layer.expert_bytes for layer in self._session.layout.layers])
@@ -165,7 +166,7 @@ class Bounds:
     def figures(
         self, least: LeastBytes, disk_bytes_per_s: float, n_tokens: int, taken_s: float, stats: Stats
     ) -> dict[str, float]:
-        """Returns `bound_figures` of one repetition. `stats` is the change of the store's counters during the
+        """Returns `bound_figures` for one repetition. `stats` is the change of the store's counters during the
         repetition. Stalls and the time in the store's hooks do not count as computing."""
         speeds = LinkSpeeds(disk_bytes_per_s, self._copies, self._memory)
         return bound_figures(least, speeds, n_tokens, taken_s, stats.stall_s + stats.hook_s)

@@ -1,5 +1,5 @@
-"""Compares the times of answers with drafts and without drafts, in turns. The texts of the answers come from a file,
-not from the model."""
+"""Generates the same answers with and without drafts, in turns, and compares the times. The texts of the answers come
+from a file, not from the model."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def undrafted(engine: Engine) -> Iterator[None]:
 
 @contextmanager
 def taught(tokens: Sequence[int]) -> Iterator[None]:
-    """Makes the sampler return `tokens` one after the other inside the `with`. The sampler still samples each token as
-    always, but the sampled token is then replaced."""
+    """Makes each call of `Sampler.sample` inside the `with` return the next one of `tokens`. The sampler still samples
+    a token as usual, but that token is discarded."""
     left = iter(tokens)
     sample = Sampler.sample
 
@@ -52,8 +52,8 @@ def taught(tokens: Sequence[int]) -> Iterator[None]:
 
 
 def answer(engine: Engine, prompt: str, text: str, with_drafts: bool) -> tuple[float, Stats]:
-    """Generates an answer with the given text. Returns the seconds from its first token to its end, and the counters
-    of this time."""
+    """Makes the engine generate `text`, cut to LONGEST tokens, as its answer to `prompt`. Returns the seconds from the
+    answer's first token to its end, and the counters for that interval."""
     tokens = engine.llm.tokenize(text.encode(), add_bos=False)[:LONGEST]
     with taught(tokens), nullcontext() if with_drafts else undrafted(engine):
         (done,) = engine.generate(prompt, Sampling(temperature=0.0, max_tokens=len(tokens)))
@@ -63,8 +63,9 @@ def answer(engine: Engine, prompt: str, text: str, with_drafts: bool) -> tuple[f
 
 
 def read_texts(path: str, n_prompts: int) -> list[tuple[str, str, str]]:
-    """Returns about `n_prompts` items (kind, prompt, answer) from a JSON file. Adds the same number of items of the
-    kind "other". Their answers are random words from the file, and no word occurs twice in an answer."""
+    """Returns items (kind, prompt, answer) from a JSON file: all of them if there are fewer than 2 * `n_prompts`,
+    otherwise at least `n_prompts`, evenly spaced. Adds an item of the kind "other" for each. Its prompt is the item's,
+    and its answer is 90 different words, chosen at random from the file."""
     if not path:
         raise OptionError("the preset needs texts; give --set texts=FILE, a list of kind, prompt and answer in JSON.")
     texts = [(each["kind"], each["prompt"], each["answer"]) for each in json.loads(Path(path).read_text())]
@@ -75,11 +76,11 @@ def read_texts(path: str, n_prompts: int) -> list[tuple[str, str, str]]:
 
 
 def speedup(model: str, *, texts: str, draft: str, expert_cache: str, prompts: int, rounds: int) -> Iterator[Row]:
-    """Yields a row for each kind of text: the median ratio of times without and with drafts, the ratio of total times,
-    and counters of drafts.
+    """Yields a row for each kind of text, with ratios of the time without drafts to the time with drafts. A row has the
+    median ratio, the ratio of the total times, and counters of drafts.
 
-    The texts of the answers come from a file, so they do not depend on the model. The model still computes every token
-    as for an answer of its own.
+    The texts of the answers come from the file `texts`, so they do not depend on the model. The model still computes
+    every token as if the answer were its own.
     """
     chosen = read_texts(texts, prompts)
     ratios: dict[str, list[float]] = {}

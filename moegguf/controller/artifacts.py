@@ -1,9 +1,10 @@
 """Finds and saves files about a model's routing: measured hit rates, trained predictors, the EAM collection, and the
 uses of experts.
 
-Search order: a folder beside the model (`MODEL.gguf.moegguf`), the user's data folder, the package (`predictors/NAME`).
-New files are written beside the model, or to the user's folder if the folder beside the model is not writable. A file
-belongs to a model if it has the model's fingerprint (a hash of its routers). The model's name does not matter.
+Search order: the caller's own folder if there is one, a folder beside the model (`MODEL.gguf.moegguf`), the user's data
+folder, the package (`predictors/NAME`). New files are written beside the model if that folder is writable, otherwise to
+the user's folder. A file belongs to a model if it has the model's fingerprint, a hash of the model's routers. The
+model's name does not matter.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Artifacts:
     """Finds and saves the files about one model."""
 
     layout: ExpertLayout | None  # None: there is only a trace, and no model file
-    trace_fingerprint: str = ""  # fingerprint in the trace; "": no trace, so the fingerprint is computed from `layout`
-    folder: Path | None = None  # searched before all other folders
+    trace_fingerprint: str = ""  # fingerprint in the trace; "": there is none, so it is computed from `layout`
+    folder: Path | None = None  # searched before all other folders; None: there is no such folder
     only_folder: bool = False  # True: only `folder` is searched, so that files of earlier runs are not found
 
     @cached_property
@@ -81,20 +82,21 @@ class Artifacts:
                             yield path.parent
 
     def find(self, name: str) -> Iterator[Path]:
-        """Yields the existing files of this name in search order. Skips a folder that cannot be searched, with a
-        warning. Does not check whether a file belongs to this model."""
+        """Yields the existing files of this name in search order. Skips folders that cannot be searched. Does not check
+        whether a file belongs to this model."""
         return (folder / name for folder in self.folders() if _is_file(folder / name))
 
     def routers(self) -> Routers:
-        """Reads the model's own routers from its file. Raises OptionError if there is only a trace."""
+        """Reads the model's own routers from its file. Raises OptionError if there is only a trace, and the errors of
+        `read_routers`."""
         if self.layout is None:
             raise OptionError("this predictor needs the routers of the model: name the model, too (--model).")
         return read_routers(self.layout)
 
     def load(self, kind: str, shape: MoeShape, build: Callable[[weights.Weights], T]) -> T | None:
-        """Returns `build(weights)` for the first usable file KIND.safetensors in search order. Returns None if all
-        files are damaged or belong to another model, with a warning for each. Raises FileNotFoundError if there is no
-        file."""
+        """Returns `build(weights)` for the first usable file KIND.safetensors in search order. Damaged files and files
+        of other models that come earlier are skipped with a warning. Returns None if no file is usable. Raises
+        FileNotFoundError if there is no file."""
         path = None
         for path in self.find(f"{kind}.safetensors"):
             found = weights.load(path, kind, self.fingerprint, shape, build)
@@ -106,19 +108,20 @@ class Artifacts:
 
     def collection(self, shape: MoeShape) -> Eamc | None:
         """Reads the first usable collection of expert activation matrices (EAMs) in search order. Skips damaged files
-        and files of other models, with a warning. Returns None if there is none."""
+        and files of other models, with a warning. Returns None if there is no usable file."""
         with suppress(FileNotFoundError):
             return self.load("eamc", shape, partial(Eamc.from_weights, shape))
         return None
 
     def save_collection(self, shape: MoeShape, saved: weights.Weights) -> None:
         """Saves a collection of expert activation matrices (the result of `Eamc.weights()`) atomically, in
-        `writable_folder()`. If that folder is not writable, warns and saves nothing."""
+        `writable_folder()`. If writing fails, warns and saves nothing."""
         self._save(COLLECTION, "eamc", "the EAM collection was", shape, saved)
 
     def uses(self, shape: MoeShape) -> npt.NDArray[np.float32] | None:
-        """Returns how often earlier runs used each expert, (n_layer, n_expert); recent runs count more. Skips damaged
-        files and files of other models, with a warning. Returns None if there is no usable file."""
+        """Returns the saved table (n_layer, n_expert) of how often earlier runs used each expert, in which later runs
+        count more. Skips damaged files and files of other models, with a warning. Returns None if there is no usable
+        file."""
 
         def build(saved: weights.Weights) -> npt.NDArray[np.float32]:
             found = saved.array("uses", *shape.table)
@@ -131,8 +134,8 @@ class Artifacts:
         return None
 
     def save_uses(self, shape: MoeShape, uses: npt.NDArray[np.float32]) -> None:
-        """Saves how often each expert was used, (n_layer, n_expert), atomically, in `writable_folder()`. If that folder
-        is not writable, warns and saves nothing."""
+        """Saves how often each expert was used, (n_layer, n_expert), atomically, in `writable_folder()`. If writing
+        fails, warns and saves nothing."""
         self._save(USES, "uses", "the uses of experts were", shape, weights.Weights({"uses": uses}))
 
     def _save(self, name: str, kind: str, subject: str, shape: MoeShape, saved: weights.Weights) -> None:
@@ -142,8 +145,8 @@ class Artifacts:
             warnings.warn(f"{subject} not saved ({error.strerror}).", stacklevel=3)
 
     def writable_folder(self) -> Path:
-        """Returns the folder beside the model if it is writable and outside the package, else the user's folder.
-        Creates the folder."""
+        """Returns the folder beside the model if it is writable and outside the package, else the user's folder for
+        this model. Creates the folder if it does not exist. Raises OSError."""
         folder = self.model_folder
         if folder is None or any(folder.is_relative_to(part) for part in package_folders()) or not _writable(folder):
             folder = self.user_folder
@@ -152,7 +155,7 @@ class Artifacts:
 
     def measured(self) -> Measured | None:
         """Reads the first measurement of this model in search order. Skips damaged files with a warning. Returns None
-        if there is none."""
+        if there is no measurement of this model."""
         for path in self.find(MEASURED):
             try:
                 found = read_measured(path)

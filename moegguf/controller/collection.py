@@ -1,8 +1,8 @@
 """MoE-Infinity's collection of expert activation matrices (EAMs, section 4.5 and appendix B.1).
 
 An entry is the EAM of one request (rEAM): counts of tokens per (layer, expert). Only tokens of the answer are counted,
-because only passes that decode are compared with entries (`moegguf/native/predictors/counts.cpp`). The collection is
-saved as `Weights`.
+because only passes that decode are compared with entries (`moegguf/native/predictors/counts.cpp`).
+`moegguf/controller/artifacts.py` saves the collection in a file.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Eamc:
     @classmethod
     def from_state(cls, state: Counts, capacity: int = CAPACITY) -> Eamc:
         """Makes a collection of the entries `state` (n, n_layer, n_expert). Keeps only the last `capacity` entries if
-        there are more."""
+        there are more, and leaves out entries that `add` rejects."""
         _, n_layer, n_expert = state.shape
         eamc = cls(n_layer, n_expert, capacity)
         for ream in state[-eamc.capacity :]:
@@ -53,18 +53,18 @@ class Eamc:
 
     @classmethod
     def from_weights(cls, shape: MoeShape, weights: Weights) -> Eamc:
-        """Returns the collection that `weights()` saved earlier. Raises ValueError if the arrays do not have the
-        model's shape."""
+        """Returns the collection whose entries `weights()` returned earlier. Raises ValueError if the array of entries
+        does not have the model's shape, and KeyError if there is no such array."""
         return cls.from_state(weights.array(ENTRIES, len(weights.arrays[ENTRIES]), *shape.table))
 
     def weights(self) -> Weights:
-        """Returns a copy of the entries in the form in which they are saved."""
+        """Returns a copy of the entries in the form in which files store them."""
         return Weights({ENTRIES: _narrowed(self.state)})
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """Returns the entries as `predictors/counts.cpp` reads them, in two orders. In `columns` the counts of one
-        expert in all entries are contiguous, so comparing a layer with all entries costs one vector addition per used
-        expert. In `entries` each entry is contiguous."""
+        """Returns the arrays that `predictors/counts.cpp` reads, with the entries in two orders. In `entries`, each
+        entry is contiguous. In `columns`, the counts of one expert in all entries are contiguous. Comparing a layer
+        with all entries then costs one vector addition per used expert."""
         entries = self.state if self._entries else np.zeros((1, *self._table), np.float32)
         return {
             "entries": entries,
@@ -78,8 +78,8 @@ class Eamc:
         """Adds the rEAM of a request. If the collection is full, the new rEAM replaces the entry most similar to it,
         which keeps the entries diverse (appendix B.1).
 
-        Returns False, and adds nothing, for a rEAM that could never be matched: without counts, with NaN, infinite or
-        negative counts, or of another shape.
+        Returns True if the rEAM was added. Returns False, and adds nothing, for an rEAM that could never match: one
+        without counts, with NaN, infinite or negative counts, or of another shape.
         """
         if ream.shape != self._table:
             return False
@@ -94,8 +94,8 @@ class Eamc:
         return True
 
     def most_similar(self, ream: Counts) -> int:
-        """Returns the index of the entry with the largest cosine similarity to this EAM (n_layer, n_expert), over all
-        layers together; -1 if there are no entries."""
+        """Returns the index of the entry with the largest cosine similarity to `ream` (n_layer, n_expert), over all
+        layers together. Returns -1 if there are no entries."""
         if self.n_entries == 0:
             return -1
         # einsum, because a BLAS would start threads that compete with the model's threads

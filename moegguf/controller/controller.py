@@ -1,7 +1,8 @@
 """The controller: at each routing event it updates the history, predicts, scores experts and requests prefetches.
 
 No controller is needed if the policy is native and there is no predictor, because the store then decides alone. If the
-store also computes the predictor, the controller only switches the store's predictor and prefetching on and off.
+policy is native and the store computes the predictor, the controller switches the store's predictor and prefetching on
+and off. It then needs routing events only to add requests to an EAM collection.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ from moegguf.native.store import NativePolicy, Store
 
 @dataclass(frozen=True)
 class ActingOptions:
-    """Options of a controller that acts on predictions."""
+    """Options of a controller: prefetching, limits, and clocks."""
 
     prefetch: PrefetchOptions | None = None  # None: nothing is prefetched
-    slowest_s: float = 1.0  # time limit in seconds for one event; a slower policy or predictor is switched off
+    slowest_s: float = 1.0  # time limit in seconds for one call; a slower policy or predictor is switched off
     strict: bool = False  # True: a failing policy or predictor raises CallbackError, and there is no time limit
     # True: the store applies its own predictions at a fixed point of each pass, so that a run is reproducible
     lockstep: bool = False
     # The watchdog's clock in ns; None: the caller counts tokens by `count_token`
     clock_ns: Callable[[], int] | None = None
-    # Returns the link's total busy time so far in ns; None: the watchdog ignores the link
+    # A function that returns the link's total busy time so far in ns; None: the watchdog ignores the link
     link_ns: Callable[[], int] | None = None
 
 
@@ -48,7 +49,7 @@ def build_controller(
 ) -> Controller | None:
     """Returns the controller of one model, live or simulated; None if the store needs no controller.
 
-    Sets a native policy in the store. Raises OptionError if the store refuses the policy.
+    If the policy is native, sets it in the store. Raises OptionError if the store refuses the policy.
     """
     if isinstance(policy, Sparsity) and isinstance(predictor, NoPrediction):
         predictor = policy.predictor
@@ -63,7 +64,8 @@ class Controller:
     """Receives one model's announcements and routing events, from one thread at a time, and controls the model's store.
 
     A policy or predictor that raises, returns values of the wrong shape or takes too long is switched off, with one
-    warning. The store then continues without it. Without a policy the store evicts by LRU.
+    warning. The store then continues without it, and evicts by LRU if the policy was switched off. With the option
+    `strict`, CallbackError is raised instead.
     """
 
     def __init__(
@@ -94,12 +96,12 @@ class Controller:
             self._forecast = Forecast(shape, options.prefetch.window, options.prefetch.again)
         else:
             # There is no prefetching, but a policy may read the forecast. A predictor that needs inputs is costly, so
-            # it predicts only the default number of layers.
+            # it predicts only as many layers as PrefetchOptions has by default.
             self._forecast = Forecast(shape, PrefetchOptions.window if predictor.needs_inputs else predictor.reach)
 
     @property
     def may_prefetch(self) -> bool:
-        """Returns whether this controller may prefetch at all."""
+        """Returns False if prefetching was not chosen, or if the predictor has been switched off after a failure."""
         return self._prefetcher is not None
 
     @property
@@ -110,13 +112,13 @@ class Controller:
 
     @property
     def needs_events(self) -> bool:
-        """Returns whether the controller needs routing events. Without them the store evicts, predicts and prefetches
-        alone."""
+        """Returns whether the controller needs announcements and routing events. If not, the store evicts, predicts and
+        prefetches without them."""
         return isinstance(self.policy, Policy) or not self.native or isinstance(self.predictor, EamcPredictor)
 
     def announce(self, announcement: Announcement) -> None:
-        """Receives the tokens that are evaluated next. Predictors that need only token ids predict now, before the
-        first layer."""
+        """Receives the tokens that are evaluated next. A predictor in Python is called now, before the first layer, and
+        predicts if it needs only token ids."""
         if self.stopped:
             return
         start = time.perf_counter()
@@ -150,8 +152,8 @@ class Controller:
         self.seconds += time.perf_counter() - start
 
     def count_token(self, phase: Phase, now_ns: int, n_sequences: int = 1) -> None:
-        """Reports the next pass to the watchdog. `phase` is DECODE only if the pass has one token of each of
-        `n_sequences` sequences and no tokens of a prompt."""
+        """Reports the next pass to the watchdog, if there is one. `phase` is DECODE only if the pass has no tokens of a
+        prompt. `n_sequences` is the number of its sequences; drafted tokens may count like further sequences."""
         if self.watchdog is None:
             return
         if phase == Phase.DECODE:
@@ -165,7 +167,8 @@ class Controller:
 
     def _direct_store(self) -> None:
         """Switches the store's own predictor and its prefetching on or off, as the watchdog has decided. While the
-        watchdog waits for its next trial with prefetching off, the predictor is off, too."""
+        watchdog waits for its next trial with prefetching off, the predictor is off, too. Does nothing if the store
+        does not compute the predictor."""
         if self._native is None:
             return
         with self._changing:
@@ -178,8 +181,8 @@ class Controller:
                 self._store.act_on_forecasts(self._acting)
 
     def _learn(self) -> None:
-        """Adds the requests that have ended to the EAM collection. The store's predictor is off while the collection
-        changes."""
+        """Adds the requests that have ended to the EAM collection, if the predictor has one. The store's predictor is
+        off while the collection changes."""
         learner = self.predictor
         if not isinstance(learner, EamcPredictor):
             return
@@ -196,8 +199,8 @@ class Controller:
         return self.watchdog is not None and self.watchdog.resting and not self.watchdog.on
 
     def _guarded(self, switch_off: Callable[[str], None], call: Callable[..., None], *arguments: object) -> None:
-        """Calls `call(*arguments)`. If the call raises, or takes longer than `slowest_s`, calls `switch_off` with the
-        reason."""
+        """Calls `call(*arguments)`. If the call raises, or has taken longer than `slowest_s`, calls `switch_off` with
+        the reason. The option `strict` lifts the time limit."""
         start = time.perf_counter()
         try:
             call(*arguments)
@@ -223,7 +226,7 @@ class Controller:
         scores = policy.scores(self.history, self._forecast)
         if scores is not None and np.shape(scores) != self.shape.table:
             raise ValueError(f"scores have the shape {np.shape(scores)}, not {self.shape.table}")
-        # While a prompt is computed, the policy's scores are not used: each of its passes needs every layer once, in
+        # While a prompt is computed, the policy's scores are not used: each pass of a prompt needs every layer once, in
         # order. The store's own prefetching of the next layer serves such a pass better than any probability
         # (DuoServe-MoE, section 5: prefill and decode are scheduled separately).
         if phase == Phase.PREFILL:
@@ -233,9 +236,9 @@ class Controller:
             self._scored = True
 
     def _act(self, phase: Phase) -> None:
-        """Sends the forecast to a native policy that uses forecasts, and prefetch requests to the store. Does nothing
-        in a prompt, or if the store predicts by itself. While the watchdog has switched prefetching off, clears the
-        forecast in the store instead."""
+        """Sends the forecast to the store if a native policy uses forecasts, and prefetch requests to the store if the
+        controller prefetches. Does nothing if `phase` is not DECODE, or if the store computes the predictor. While the
+        watchdog has switched prefetching off, clears the forecast in the store instead."""
         if phase != Phase.DECODE or self.native:
             return
         if self.may_prefetch and not self.prefetching:
@@ -286,8 +289,8 @@ class Controller:
 
 
 def name_of(policy_or_predictor: object) -> str:
-    """Returns the `title` or `name` of a policy or predictor. A user's class may have neither; then returns the name of
-    the class."""
+    """Returns the `title` of a policy or predictor, or else its `name`. A user's class may have neither; then returns
+    the name of the class."""
     own = type(policy_or_predictor).__name__
     return str(getattr(policy_or_predictor, "title", "") or getattr(policy_or_predictor, "name", "") or own)
 
@@ -300,8 +303,9 @@ def _native_forecast(shape: MoeShape, predictor: Predictor, options: ActingOptio
     prefetch = options.prefetch or PrefetchOptions(budget_bytes=0)
     return NativeForecast(
         window=max(1, min(prefetch.window, len(shape.layers)) if predictor.needs_inputs else predictor.reach),
-        # `once`: each layer is predicted only once per pass. This suffices for a predictor that reaches all layers,
-        # because later layers add no information. Only the EAM collection is matched again at each layer.
+        # `once`: each layer is predicted only once per pass. This suffices for predictors that reach all layers,
+        # because their predictions do not change within a pass. The EAM collection is an exception: it is matched again
+        # after each layer.
         once=not prefetch.again or (predictor.reach >= len(shape.layers) and not isinstance(predictor, EamcPredictor)),
         most_prefetches=min(most_prefetches(shape, prefetch), len(shape.layers) * shape.n_expert),
         waste_weight=prefetch.waste_weight,

@@ -1,5 +1,5 @@
-"""Keeps the predicted probabilities for the next layers of a pass. The window of layers moves with each routing
-event."""
+"""Keeps the predicted probabilities for the next layers of a pass. The window of predicted layers moves on with each
+routing event."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from moegguf.native.events import Float32s
 
 
 class Forecast:
-    """The sliding window of ProMoE (section 4.2): at MoE layer i, the next `window` MoE layers can be predicted.
+    """The sliding window of ProMoE (section 4.2): at MoE layer i, the next `window` MoE layers can be predicted, or
+    fewer if the predictor's reach is shorter.
 
     With `again`, every layer in the window is predicted at each routing event. The new prediction, which was made at a
-    nearer layer, replaces the old one. Without `again`, as in the paper, each layer is predicted once. At the first
-    layer all layers of the window are predicted, and at each later layer i only layer i + window (footnote 1). This
+    nearer layer, replaces the old one. Without `again`, as in the paper, layers that have a prediction are skipped. The
+    first time, all layers of the window are predicted, and later, at layer i, only layer i + window (footnote 1). This
     calls the predictor less often, but each prediction is made farther ahead.
     """
 
@@ -33,14 +34,14 @@ class Forecast:
         self._known.clear()
 
     def begin_pass(self, predictor: Predictor) -> None:
-        """Discards all predictions and predicts the first `window` layers, before any routing event of the pass.
-        Raises the errors of `advance`."""
+        """Discards all predictions. Then predicts the first layers, as far as the window reaches, before any routing
+        event of the pass. Raises the errors of `advance`."""
         self.clear()
         self._predict(predictor, row=-1)
 
     def advance(self, predictor: Predictor, il: int) -> None:
-        """Predicts the `window` layers after layer `il`, which was just routed. Raises ValueError for a wrong shape or
-        NaN."""
+        """Discards the predictions for layer `il`, which was just routed, and for earlier layers. Then predicts the
+        layers of the window after `il`. Raises ValueError for a wrong shape or NaN, and the predictor's own errors."""
         self._table[il] = 0
         self._known = [known for known in self._known if known > il]
         self._predict(predictor, self._shape.row_of[il])
@@ -76,8 +77,8 @@ class Forecast:
             raise ValueError(f"probabilities of layer {il} are NaN")
 
     def probabilities(self) -> Float32s:
-        """Returns the table (n_layer, n_expert) of probabilities in [0, 1]; rows of layers without a prediction are 0.
-        The table is valid until the next routing event."""
+        """Returns the table (n_layer, n_expert) of probabilities in [0, 1]. Only the rows of the layers in `known()`
+        are predictions. The table is valid until the next announcement or routing event."""
         return self._table
 
     def known(self) -> list[int]:

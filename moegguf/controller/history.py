@@ -1,4 +1,4 @@
-"""Counts the routing seen so far, at each routing event. Policies and predictors read these counts.
+"""Counts the routing seen so far, at each routing event. Policies in Python and the EAM collection read these counts.
 
 EAM, iEAM and rEAM are terms of MoE-Infinity (section 4.3). An EAM has counts of tokens per (layer, expert). The iEAM
 counts the current pass. An rEAM counts one request so far, with separate tables for prefill and decode. If a pass has
@@ -17,9 +17,10 @@ from moegguf.native.events import Phase, RoutingEvent
 
 Counts = npt.NDArray[np.float32]
 
-# A request that is absent from more passes counts as ended; schedulers pause a request for fewer passes
+# A request that is absent from more than this number of passes in a row counts as ended. The number is meant to be
+# larger than the number of passes for which a scheduler pauses a request.
 ABSENT_PASSES = 64
-# Maximum number of requests whose rEAMs are kept at the same time, as many as a context has sequences
+# Maximum number of requests whose rEAMs are kept at the same time, unless a single pass has more requests
 MOST_REQUESTS = 256
 
 
@@ -34,9 +35,9 @@ class Request:
 class History:
     """Tables (n_layer, n_expert) of counts over the routing seen so far.
 
-    No event says that a request has ended. A request counts as ended when more than ABSENT_PASSES passes in a row had
-    none of its tokens. A request that was alone in a pass also counts as ended when a new request is alone in the next
-    pass.
+    No event marks the end of a request. A request counts as ended when more than ABSENT_PASSES passes in a row had none
+    of its tokens. A request that was alone in a pass also counts as ended when a new request is alone in the next pass.
+    If there are more than MOST_REQUESTS requests, those that have been absent longest count as ended.
     """
 
     def __init__(self, shape: MoeShape) -> None:
@@ -45,7 +46,7 @@ class History:
         # Value of `clock` at the expert's last use; -1: never used
         self.last_use: npt.NDArray[np.int64] = np.full(shape.table, -1, np.int64)
         self.uses: Counts = np.zeros(shape.table, np.float32)  # number of routing events that used the expert
-        self.iteration: Counts = np.zeros(shape.table, np.float32)  # the iEAM: tokens of the current pass
+        self.iteration: Counts = np.zeros(shape.table, np.float32)  # the iEAM: counts of the current pass so far
         self._reams: Counts = np.zeros((len(Phase), *shape.table), np.float32)
         self.prefill, self.decode = self._reams  # sums of the rEAMs of all requests in this pass
         self.il = -1  # number of the layer of the last event
@@ -53,7 +54,7 @@ class History:
         self.sequence = -1  # number of the last event's request; of several requests, the first one
         self.phase = Phase.PREFILL
         self.new_pass = False  # True: the last event began a pass
-        self.new_request = False  # True: the last event began a request
+        self.new_request = False  # True: the last event had tokens of a request that was not seen before
         self.requests: dict[int, Request] = {}  # {sequence: request} of requests that have not ended
         self.finished: list[Counts] = []  # rEAMs (decode) of the requests that ended with the last event
         self._n_pass = 0
@@ -86,8 +87,8 @@ class History:
         self.sequence = event.sequence
 
     def end_all(self) -> list[Counts]:
-        """Ends all requests. Returns the rEAMs of their decoded tokens, beginning with the request that has been
-        inactive longest."""
+        """Ends all requests. Returns the rEAMs of their decoded tokens, beginning with the request that has been absent
+        longest."""
         ended = [request.counts[Phase.DECODE] for request in self.requests.values()]
         self.requests.clear()
         self._present = frozenset()

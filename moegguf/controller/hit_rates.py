@@ -1,5 +1,5 @@
 """Hit rates of a model: measured on its own routing, or published by others for other models. A measurement also
-decides which policy and predictor are chosen.
+decides which policy and predictor the policy "auto" means.
 
 A measurement is a small JSON file. `moegguf trace simulate --save` writes it, and the demo model's file is shipped with
 moegguf. A policy that did not beat LRU in the measurement is not chosen.
@@ -35,9 +35,9 @@ class ControllerChoice:
     prefetch: bool = False
 
 
-# The choice for a model without a measurement. It had the best results on every routing that was tried: the demo
-# model's, random weights' and synthetic routing with published reuse. In a live run the watchdog allows prefetching
-# only while this saves time.
+# The choice for a model without a measurement. It had the best results in replays of the demo model's routing, of the
+# routing of random weights, and of synthetic routing with a published reuse of experts. In a live run the watchdog
+# switches prefetching off when it does not save enough time.
 UNMEASURED = ControllerChoice("next-use", prefetch=True)
 UNMEASURED_WITHOUT_PREDICTIONS = ControllerChoice("next-use")
 
@@ -47,25 +47,26 @@ class Measured:
     """Hit rates of decode passes on a model's recorded routing.
 
     A policy is chosen by `hit_rates`. `ranges` and `bound` were measured on other requests, so that the printed figures
-    were not used for the choice. 49 in 50 of these other requests had a hit rate in `ranges`. `about` has their number
-    under "ranges".
+    were not used for the choice. With a policy, 98 % of these other requests had a hit rate within the policy's range.
+    `about` has their number under "ranges".
     """
 
     fingerprint: str  # fingerprint of the model's routers
     hit_rates: Mapping[str, Mapping[float, float]]  # {policy: {share of experts in slots: hit rate}}
     predictors: Mapping[str, str] = field(default_factory=dict)  # {policy: predictor that the policy was measured with}
-    prefetch: str = "none"  # predictor whose prefetching shortened the stall of a live run; "none": prefetching did not
+    prefetch: str = "none"  # predictor with which a live run prefetches; "none": it does not prefetch
     # Facts about the measurement, such as its numbers of requests and tokens
     about: Mapping[str, str | int] = field(default_factory=dict)
     ranges: Mapping[str, Mapping[float, tuple[float, float]]] = field(default_factory=dict)  # {policy: {share: range}}
     bound: Mapping[float, float] = field(default_factory=dict)  # {share in slots: hit rate of Belady's optimal policy}
 
     def choose(self, share: float) -> ControllerChoice:
-        """Returns the policy with the highest hit rate, and its predictor. The hit rates were measured at several
-        shares of experts with slots; the measured share nearest to `share` decides.
+        """Returns the policy with the highest hit rate, and the predictor `prefetch`, or else the policy's predictor.
+        The hit rates were measured at several shares of experts with slots; the measured share nearest to `share`
+        decides.
 
         Policies that are below LRU at any measured share are left out. Returns LRU unless the best hit rate is higher
-        by at least LEAST_GAIN.
+        by at least LEAST_GAIN, and if LRU was not measured.
         """
         lru = self.hit_rates.get("lru", {})
         if not lru:
@@ -84,8 +85,9 @@ class Measured:
         return ControllerChoice(policy, self.predictors.get(policy, "none"))
 
     def range_at(self, share: float) -> tuple[float, float] | None:
-        """Returns the range (low, high) of hit rates of the policy that `choose` returns for this share. Both ends are
-        limited to Belady's bound. Returns None if the policy's range was not measured."""
+        """Returns the range (low, high) of hit rates of the policy that `choose` returns for this share, interpolated
+        between the measured shares. Neither end exceeds Belady's bound. Returns None if the policy's range was not
+        measured."""
         ranges = self.ranges.get(self.choose(share).policy)
         if not ranges:
             return None
@@ -96,8 +98,8 @@ class Measured:
 
 
 def interpolate(rates: Mapping[float, float], share: float) -> float:
-    """Returns the hit rate at `share`, by linear interpolation of `rates`, {share: hit rate}. The hit rate is 0 at
-    share 0 and 1 at share 1."""
+    """Returns the hit rate at `share`, clamped to [0, 1], by linear interpolation of `rates`, {share: hit rate}. The
+    hit rate is 0 at share 0, and 1 at share 1 unless `rates` has another value there."""
     share = min(max(share, 0.0), 1.0)
     for (x0, y0), (x1, y1) in pairwise(((0.0, 0.0), *sorted(rates.items()), (1.0, 1.0))):
         if share <= x1 and x1 > x0:
@@ -112,7 +114,8 @@ def write_measured(path: Path, measured: Measured) -> None:
 
 
 def _rounded(value: Any) -> Any:
-    """Returns the value with floats rounded to five digits. Shares, which are keys, become short texts."""
+    """Returns the value with floats rounded to five decimal places. Keys that are floats (shares) become short
+    strings."""
     if isinstance(value, dict):
         return {f"{key:g}" if isinstance(key, float) else key: _rounded(part) for key, part in value.items()}
     if isinstance(value, tuple):
@@ -139,8 +142,8 @@ def read_measured(path: Path) -> Measured:
 
 
 def _name(value: Any) -> str:
-    """Returns `value` as the name of a policy or predictor. Raises ValueError for "FILE.py:CLASS", because its code
-    would run."""
+    """Returns `value` as the name of a policy or predictor. Raises ValueError for "FILE.py:CLASS", because using such a
+    name would run the file's code."""
     name = str(value)
     if names_file(name):
         raise ValueError(f"{name!r:.60} is no name")
@@ -176,20 +179,20 @@ class HitRange:
 
 @dataclass(frozen=True)
 class HitCurve:
-    """Hit rates of a model, from one source."""
+    """Hit rates of a model: {share of its experts with slots: hit rate}."""
 
     rates: Mapping[float, float]
-    source: str  # name of the model, and who published the hit rates
+    source: str  # name of the model, and who published or measured the hit rates
     n_expert: int = 0
     n_expert_used: int = 0
 
     def at(self, share: float) -> float:
-        """Returns the hit rate if this share of all experts has slots."""
+        """Returns the hit rate when this share of all experts has slots, by interpolation."""
         return min(1.0, interpolate(self.rates, share))
 
     def corrected(self, reached: Mapping[float, float]) -> HitCurve:
-        """Returns the curve corrected by `reached`, the hit rates of answers on this machine, {share: hit rate}. These
-        replace the points of the curve whose share differs by at most NEAR_SHARE."""
+        """Returns the curve corrected by `reached`, the hit rates of answers on this machine, {share: hit rate}. The
+        points in `reached` are added, and points of the curve within NEAR_SHARE of one of their shares are removed."""
         if not reached:
             return self
         others = {at: rate for at, rate in self.rates.items() if all(abs(at - share) > NEAR_SHARE for share in reached)}
@@ -214,15 +217,15 @@ PUBLISHED = (
 
 
 def published_for(n_expert: int, n_expert_used: int) -> tuple[tuple[HitCurve, ...], bool]:
-    """Returns the published curves of models with these counts of experts, and True. If there are none, returns all
+    """Returns the published curves of models with these numbers of experts, and True. If there are none, returns all
     published curves, and False."""
     same = tuple(curve for curve in PUBLISHED if (curve.n_expert, curve.n_expert_used) == (n_expert, n_expert_used))
     return same or PUBLISHED, bool(same)
 
 
 def published_curve(n_expert: int, n_expert_used: int) -> HitCurve:
-    """Returns one published curve: the one with the median hit rate at a share of 0.25. The candidates are the models
-    with these counts of experts, or all models if there are none."""
+    """Returns one published curve: the one with the median hit rate at a share of 0.25 (of two middle ones, the lower).
+    The candidates are the curves that `published_for` returns."""
     curves, same = published_for(n_expert, n_expert_used)
     ordered = sorted(curves, key=lambda curve: curve.at(0.25))
     chosen = ordered[(len(ordered) - 1) // 2]
@@ -231,9 +234,9 @@ def published_curve(n_expert: int, n_expert_used: int) -> HitCurve:
 
 
 def published_range(layout: ExpertLayout, n_slots: int) -> HitRange:
-    """Returns the lowest and the highest hit rate published for models of this shape, or for all models if there are
-    none. If there are fewer slots than one token uses experts over all layers, the lowest rate is 0, because LRU then
-    has almost no hits."""
+    """Returns the range from the lowest to the highest hit rate published for models of this shape, or for all models
+    if there are none. If there are fewer slots than the experts that one token uses over all layers, the range begins
+    at 0, because LRU then has almost no hits."""
     share = n_slots / max(1, layout.n_expert_total)
     curves, same = published_for(layout.n_expert, layout.n_expert_used)
     rates = sorted((curve.at(share), curve.source) for curve in curves)

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def names_file(name: str) -> bool:
-    """Returns whether `name` refers to a class in a Python file: "FILE.py:CLASS", or a path that ends with ".py"."""
+    """Returns whether `name` refers to a Python file: it is "FILE.py:CLASS", or a path that ends with ".py"."""
     return bool(_OF_FILE.search(name))
 
 
@@ -32,7 +32,8 @@ def load_class(name: str, kind: str, base: type[T]) -> type[T]:
     """Returns the class that `name`, "FILE.py:CLASS", refers to. `kind` is "policy" or "predictor", for error
     messages.
 
-    Raises OptionError if the file is missing or raises an error, or if the class is missing or no subclass of `base`.
+    Raises OptionError if the file is missing or raises an error, or if the class is missing or is not a subclass of
+    `base`. A protocol as `base` requires only its methods.
     """
     path, separator, class_name = name.rpartition(":")
     if not separator or not class_name.isidentifier():
@@ -53,7 +54,7 @@ def load_class(name: str, kind: str, base: type[T]) -> type[T]:
 
 def make_own(name: str, kind: str, base: type[T], shape: object) -> T:
     """Returns a new object of the class that `name`, "FILE.py:CLASS", refers to. Calls CLASS(shape), or CLASS() if the
-    constructor takes no argument.
+    constructor cannot take one argument.
 
     Raises OptionError as `load_class` does, and if the constructor fails.
     """
@@ -77,8 +78,8 @@ def _takes_shape(own: type, shape: object) -> bool:
 
 @lru_cache(maxsize=64)
 def _load_module(file: Path, mtime_ns: int, kind: str) -> ModuleType:
-    """Imports a Python file once, and again only after the file has changed. The file can import modules from its
-    folder. Raises OptionError if the file raises an error."""
+    """Imports a Python file once, and again after its modification time (`mtime_ns`) has changed. The file can import
+    modules from its folder. Raises OptionError if the file raises an error."""
     name = f"moegguf_own_{file.stem}_{abs(hash(file)):x}_{mtime_ns:x}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None  # never None, because the file's suffix is .py

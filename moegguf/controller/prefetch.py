@@ -1,5 +1,5 @@
-"""Turns forecasts into prefetch requests: the most probable experts of later layers, within a budget of bytes per
-token."""
+"""Turns forecasts into prefetch requests: the most probable experts of later layers, within a budget of bytes for each
+pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from moegguf.controller.forecast import Forecast
 
 Residency = npt.NDArray[np.uint8]
-NO_LIMIT = 1 << 62  # a budget in bytes per token that is never reached
+NO_LIMIT = 1 << 62  # a budget in bytes that is never reached
 
 
 @dataclass(frozen=True)
@@ -24,36 +24,38 @@ class PrefetchOptions:
     """Limits of prefetching.
 
     If the store computes the predictor, it calibrates the probabilities, and uses `waste_weight` instead of
-    `least_probability`. Only then can it order prefetches by layer proximity (MoE-Infinity, section 4.5). With
+    `least_probability`. Only then are prefetches ordered by layer proximity (MoE-Infinity, section 4.5). With
     predictors in Python the nearest layer always goes first.
     """
 
-    window: int = 2  # number of next layers with experts that are predicted
+    # Number of next layers with experts that are predicted; the store uses it for predictors that need router inputs,
+    # and predicts as far as all others reach
+    window: int = 2
     # True: each layer is predicted again whenever a nearer layer is routed; False: only once per pass (`Forecast`)
     again: bool = True
-    # Maximum bytes prefetched per token; None: half of the bytes of the experts that a token uses
+    # Maximum number of bytes prefetched in a pass; None: half of the bytes of the experts that a token uses
     budget_bytes: int | None = None
     least_probability: float = 0.2  # less probable experts, and experts with probability 0, are not prefetched
-    # True: the largest product of probability and layer proximity goes first; False: the nearest layer
+    # True: the expert with the largest product of probability and layer proximity goes first; False: the nearest layer
     by_proximity: bool = False
-    watchdog: bool = True  # True: prefetching is switched off while it does not save time
+    watchdog: bool = True  # True: a `Watchdog` switches prefetching off when it does not save enough time
     waste_weight: float = 0.1  # cost of a useless prefetch, as a share of the stall that a useful one saves
 
 
 def most_prefetches(shape: MoeShape, options: PrefetchOptions) -> int:
-    """Returns the most experts that may be prefetched for one token: the budget in bytes divided by an expert's
-    size."""
+    """Returns the maximum number of experts that may be prefetched in a pass: the budget in bytes divided by the
+    average size of an expert, rounded down."""
     cycle_bytes = shape.n_expert_used * len(shape.layers) * shape.expert_bytes
     budget_bytes = cycle_bytes // 2 if options.budget_bytes is None else options.budget_bytes
     return budget_bytes // shape.expert_bytes
 
 
 class Prefetcher:
-    """Chooses experts to prefetch. In each layer it chooses at most n_expert_used experts, as many as a token uses
-    (ProMoE, section 4.3).
+    """Chooses experts to prefetch. The candidates in each layer are the n_expert_used most probable experts, because a
+    token uses this number (ProMoE, section 4.3).
 
     Experts that already have a slot are not requested, and do not count against the budget. Each expert is requested at
-    most once in a pass. The nearest layer goes first.
+    most once between two calls of `begin_pass`. The nearest layer goes first.
     """
 
     def __init__(self, shape: MoeShape, options: PrefetchOptions) -> None:

@@ -1,4 +1,4 @@
-"""The numbers of a model's layers and experts. They are the only facts about a model that the controller uses."""
+"""The shape of a model's routing: numbers of layers and experts, and the sizes that predictors and prefetching need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class MoeShape:
     """The shape of a model's routing.
 
     Tables over experts are (n_layer, n_expert), with one row for each layer of the model. Rows of layers without
-    experts stay zero. Distances between layers count only layers with experts.
+    experts are unused. Distances between layers count only layers with experts.
     """
 
     n_layer: int
@@ -22,7 +22,7 @@ class MoeShape:
     layers: tuple[int, ...]  # numbers of the layers with experts, ascending
     n_embd: int = 0
     n_vocab: int = 0
-    expert_bytes: int = 1  # average bytes of one expert in the file
+    expert_bytes: int = 1  # average size of one expert in the file, in bytes
 
     @classmethod
     def of(cls, layout: ExpertLayout) -> MoeShape:

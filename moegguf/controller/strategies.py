@@ -23,8 +23,8 @@ Prefetch = PrefetchOptions | bool | None
 
 @dataclass(frozen=True)
 class Strategy:
-    """The settings of a strategy. A policy "auto" and settings that are None are replaced by the policy and settings
-    with the best measurements for the model."""
+    """The settings of a strategy. A policy "auto", and settings that are None, are replaced by what was measured to be
+    best for the model, or by defaults if nothing was measured."""
 
     name: str
     about: str
@@ -39,8 +39,8 @@ class Strategy:
         return {name: getattr(self.store, name) for name in SWITCHES}
 
     def parts(self, policy: Any, predictor: Any, prefetch: Prefetch) -> tuple[Any, Any, Prefetch]:
-        """Returns policy, predictor (each a name or an object) and prefetching. A policy "auto", or None for the other
-        two, is replaced by the strategy's setting.
+        """Returns the policy, the predictor (each a name or an object) and prefetching. The strategy's settings replace
+        the policy "auto", and None for the other two arguments.
 
         If `prefetch` is True and the strategy prefetches, the strategy's prefetching options are used.
         """

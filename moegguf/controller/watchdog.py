@@ -1,4 +1,5 @@
-"""Switches prefetching off when it costs time: compares the time per token with and without prefetching."""
+"""Switches prefetching off when it does not save enough time: compares the time per token with and without
+prefetching."""
 
 from __future__ import annotations
 
@@ -15,46 +16,49 @@ from moegguf.decisions import log_decision
 class WatchdogOptions:
     """Lengths and thresholds of the trials that compare decoding with and without prefetching.
 
-    After each pair of periods (one without and one with prefetching) a trial may end early. If prefetching makes no
-    difference, a certainty of 3.4 lets about one in a hundred trials end early.
+    From `least_periods` pairs of periods on (one without and one with prefetching), a trial may end early after each
+    pair. A larger `certainty` lets fewer trials end early by chance.
     """
 
     off_tokens: int = 8  # tokens in a period without prefetching
     on_tokens: int = 16  # tokens in a period with prefetching
     periods: int = 8  # maximum number of periods of each kind (with and without prefetching) in a trial
     least_periods: int = 2  # minimum number of periods of each kind before a trial may end early
-    # A trial ends early if the rank sum deviates from its expectation by this many standard errors
+    # A trial may end early only if the rank sum deviates from its expectation by at least this many standard errors
     certainty: float = 3.4
-    # First tokens, which fill the slots and are not compared; prefetching is on for them unless `link_ns` is given
+    # Number of first tokens, which fill the slots and are not compared; prefetching is on for them, except with a
+    # `link_ns`
     warm_tokens: int = 16
     gain: float = 0.03  # share of a token's time that prefetching must save in a trial to stay on
-    pause_tokens: int = 1024  # tokens between the first two trials; doubles after each trial
+    # Tokens of the first pause between trials; each further pause is twice as long, up to `max_pause_tokens`
+    pause_tokens: int = 1024
     max_pause_tokens: int = 1 << 16
     weighed_tokens: int = 16  # number of tokens before a trial over which the link's busy share is measured (median)
-    busy: float = 0.25  # minimum share of a token's time in which the link must be busy for a trial to begin
+    busy: float = 0.25  # minimum share of a token's time for which the link must be busy before a trial begins
 
 
 class Watchdog:
     """Switches prefetching on or off, by the time of every decoded token.
 
-    The criterion is time, which includes both the stall and the cost of moving bytes. On a machine of few cores,
+    The criterion is time, which includes both the stall and the cost of moving bytes. On a machine with few cores,
     prefetching can cost more compute time than it saves in stall. The controller observes, counts and predicts in all
     periods of a trial, so that the periods differ only in prefetching.
 
-    A trial alternates periods with and without prefetching. Periods without prefetching are shorter, because
-    prefetching mostly pays. The first token of a period is left out, because the preceding period affects it. A trial
-    ends early if the difference is clear. For this test, token times with prefetching are first lengthened by the gain
-    that prefetching must bring. They must then rank below or above the times without prefetching by `certainty`, and
-    the medians of the periods must agree. Ranks are used so that a few slow tokens do not decide. At the end of a trial
-    the medians of the periods decide whether prefetching stays on until the next trial.
+    A trial alternates periods without and with prefetching. Periods without prefetching are shorter by default, because
+    prefetching usually saves time. The first token of a period is left out, because the preceding period affects it.
+
+    A trial ends early if the difference is clear. For this test, token times with prefetching are first divided by 1 -
+    `gain`. A rank test must then find them shorter or longer than the times without prefetching by at least `certainty`
+    standard errors, and the medians of the periods must agree. Ranks are used so that a few slow tokens do not decide.
+    At the end of a trial the medians of the periods decide whether prefetching stays on until the next trial.
 
     If several sequences are decoded together, one token of each sequence counts as one token. A trial compares passes
     with the same number of sequences. Other passes do not count. After more than `off_tokens` other passes in a row,
-    the trial begins anew with their number of sequences.
+    the trial begins anew with the last pass's number of sequences.
 
     Prefetching can save at most the time in which the link copies. `link_ns` returns the link's busy time so far in ns.
-    If it is given, a trial begins only if the link is busy for at least a share `busy` of the median token's time.
-    Until then nothing is predicted. The first `warm_tokens` fill slots and are not counted.
+    With a `link_ns`, a trial begins only if the link was busy for a median share of at least `busy` of the tokens'
+    times. Until then prefetching is off. The first `warm_tokens` tokens fill slots and are not counted.
     """
 
     def __init__(self, options: WatchdogOptions | None = None, link_ns: Callable[[], int] | None = None) -> None:
@@ -65,7 +69,7 @@ class Watchdog:
         self.last_gain: float | None = None
         self._link_ns = link_ns
         self._link_before_ns = 0
-        self._busy_shares: list[float] = []  # busy share of the link during each measured token
+        self._busy_shares: list[float] = []  # share of each measured token's time for which the link was busy
         self._weighs = link_ns is not None
         self._warm_tokens = self.options.warm_tokens
         self._pause_tokens = 0
@@ -73,7 +77,7 @@ class Watchdog:
         self._period_ns: list[int] = []
         self._periods_ns: dict[bool, list[list[int]]] = {False: [], True: []}
         self._previous_ns: int | None = None
-        self._n_sequences = 1  # number of sequences in the passes that the trial compares
+        self._n_sequences = 1  # number of sequences in each pass that the trial compares
         self._n_last_sequences = 1  # number of sequences in the last pass
         self._n_others = 0  # number of passes in a row that had another number of sequences
 
@@ -85,7 +89,7 @@ class Watchdog:
     def token(self, now_ns: int, n_sequences: int = 1) -> None:
         """Records that at `now_ns` the decoding of one token of each of `n_sequences` sequences begins.
 
-        The clock may be any monotonic clock that runs while the model computes.
+        `now_ns` may come from any monotonic clock that runs while the model computes, but always from the same one.
         """
         previous = self._previous_ns
         self._previous_ns = now_ns
@@ -111,7 +115,8 @@ class Watchdog:
                 self._end_period()
 
     def pause(self) -> None:
-        """Records that the next pass computes a prompt. The time until the following token does not count."""
+        """Records that the next pass computes a prompt. The time from the last call of `token` to the next one does not
+        count."""
         self._previous_ns = None
 
     def _weigh(self, busy_share: float) -> None:
@@ -131,8 +136,8 @@ class Watchdog:
 
     def _is_compared(self, n_sequences: int) -> bool:
         """Returns True if the trial counts a pass of `n_sequences` sequences, because it compares passes with this
-        number. After more than `off_tokens` other passes in a row, begins the trial anew with the number of the last
-        one."""
+        number of sequences. After more than `off_tokens` other passes in a row, begins the trial anew with
+        `n_sequences` and counts this pass."""
         self._n_others = self._n_others + 1 if n_sequences != self._n_sequences else 0
         if self._n_others > self.options.off_tokens:
             self._n_sequences = n_sequences
@@ -152,8 +157,8 @@ class Watchdog:
             self._decide()
 
     def _is_clear(self) -> bool:
-        """Returns True if the trial can end early: a rank test (Mann-Whitney) of the times of all tokens is certain,
-        and the medians of the periods agree with the test."""
+        """Returns True if the trial can end early. A rank test (Mann-Whitney) of the times of all counted tokens must
+        be certain, and the medians of the periods must agree with the test."""
         without, with_ = (np.concatenate(self._periods_ns[on]).astype(np.float64) for on in (False, True))
         with_ /= 1 - self.options.gain
         wins = np.sign(without[:, np.newaxis] - with_).mean()  # -1 to 1; 1: all tokens with prefetching were faster

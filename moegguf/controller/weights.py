@@ -1,8 +1,9 @@
 """Reads and writes files of trained predictors, EAM collections and uses of experts: safetensors, with facts as JSON in
 the header.
 
-Files are never pickled and never executed. A file is ignored with one warning if it is damaged, was made for another
-model, shape or version, or lacks an array or fact that its predictor needs.
+Reading a file cannot execute code, unlike reading a pickle. A file is ignored, with one warning, if it is damaged, too
+large, or made for another model, shape or version. A file without an array or fact that its reader needs is ignored
+in the same way.
 """
 
 from __future__ import annotations
@@ -35,14 +36,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Weights:
-    """The arrays in a file, such as the learned arrays of a predictor, and facts about them."""
+    """The arrays in a file, such as the trained arrays of a predictor, and facts about them."""
 
     arrays: Arrays
-    facts: Mapping[str, Any] = field(default_factory=dict)  # JSON values: options of the training, meaning of arrays
+    # {name: JSON value}, such as options of the training run or the meaning of the arrays
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
     def array(self, name: str, *shape: int) -> npt.NDArray[np.float32]:
-        """Returns the array `name` as float32. Raises ValueError if it is missing, has another shape or is not
-        finite."""
+        """Returns the array `name` as float32. Raises ValueError if it is missing, has another shape or holds numbers
+        that are not finite."""
         found = self.arrays.get(name)
         if found is None or found.shape != shape:
             what = "is missing" if found is None else f"has {found.shape}"
@@ -55,7 +57,8 @@ class Weights:
 def save(path: str | os.PathLike[str], predictor: str, fingerprint: str, shape: MoeShape, weights: Weights) -> None:
     """Writes the file atomically. Raises OSError; an existing file is then unchanged, and no temporary file remains.
 
-    `predictor` is the predictor's name. `fingerprint` identifies the model's routers (`Trace.header.fingerprint`).
+    `predictor` is the name of the predictor, or of another kind of file, such as "uses". `fingerprint` identifies the
+    model's routers (`gguf.fingerprint`).
     """
     path = Path(path)
     arrays = {name: np.ascontiguousarray(array) for name, array in weights.arrays.items()}
@@ -72,8 +75,8 @@ def save(path: str | os.PathLike[str], predictor: str, fingerprint: str, shape: 
 
 
 def read_facts(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns the facts in a file's header. Returns an empty dict if the file cannot be read; `load` warns about such
-    a file."""
+    """Returns the facts in a file's header. Returns an empty dict, without a warning, if they cannot be read. Checks
+    nothing else in the file."""
     try:
         with safe_open(path, "numpy") as file:
             facts = json.loads((file.metadata() or {})["moegguf"])["facts"]
@@ -87,7 +90,8 @@ def load(
 ) -> T | None:
     """Returns `build(weights)` for the file's weights. Returns None, after one warning, if the file cannot be used.
 
-    `build` raises ValueError if arrays or facts do not fit, which `Weights.array` does, too.
+    `build` must raise ValueError, TypeError or KeyError if arrays or facts do not fit. `Weights.array` raises
+    ValueError for an array that does not fit.
     """
     try:
         return build(_read(Path(path), predictor, fingerprint, shape))
@@ -120,7 +124,8 @@ def _read(path: Path, predictor: str, fingerprint: str, shape: MoeShape) -> Weig
 
 
 def _checksum(head: Mapping[str, Any], arrays: Arrays) -> str:
-    """Returns the SHA-256 of the header and of the names, types, shapes and bytes of the arrays."""
+    """Returns the SHA-256, in hex digits, of the header without its checksum and of the names, types, shapes and bytes
+    of the arrays."""
     digest = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
     for name, array in sorted(arrays.items()):
         digest.update(f"{name} {array.dtype.str} {array.shape}".encode())

@@ -1,5 +1,5 @@
-"""Reads the model's routers: `ffn_gate_inp` and its biases in float32, and the rule by which `build_moe_ffn`
-(llama-graph.cpp) chooses experts."""
+"""Reads a model's routers (the tensors `ffn_gate_inp` and the routers' biases) as float32 arrays, and the rule by which
+`build_moe_ffn` (llama-graph.cpp) chooses experts."""
 
 from __future__ import annotations
 
@@ -19,25 +19,28 @@ Float32s = npt.NDArray[np.float32]
 
 
 class Gating(IntEnum):
-    """llama_expert_gating_func_type: the function that turns a router's logits into probabilities."""
+    """The function that turns a router's logits into probabilities. Names and values are those that llama.cpp's enum
+    llama_expert_gating_func_type has."""
 
     SOFTMAX = 1
     SIGMOID = 2
-    SOFTMAX_WEIGHT = 3  # experts are chosen by logits; softmax over the chosen ones comes after
+    SOFTMAX_WEIGHT = 3  # experts are chosen by their logits; then softmax is applied to the chosen experts' logits
     SQRT_SOFTPLUS = 4
 
 
-# Gating that llama.cpp's src/models sets whatever the file says. llama4 and grovemoe choose by logits or by their
-# sigmoid, which have the same order.
+# Architectures for which llama.cpp chooses experts by this function whatever the file says. llama4 chooses by the
+# logits, and their sigmoid has the same order.
 FIXED_GATING = {
     "gpt-oss": Gating.SOFTMAX_WEIGHT,
     **dict.fromkeys(("llama4", "grovemoe", "mimo2", "nemotron_h", "nemotron_h_moe"), Gating.SIGMOID),
 }
-# Gating of these architectures if the file has no expert_gating_func. Other architectures use softmax.
+# Gating of these architectures if the file has no valid expert_gating_func. The default elsewhere is softmax, except
+# for the deepseek2 model below.
 DEFAULT_GATING = dict.fromkeys(
     ("afmoe", "cohere2moe", "glm-dsa", "glm4moe", "glm5-next", "hy_v3", "laguna", "step35"), Gating.SIGMOID
 )
-# Sizes of the one deepseek2 model that uses sigmoid although its file has no expert_gating_func.
+# Vocabulary size and possible numbers of layers of the one deepseek2 model (GLM 4.7 Lite) that uses sigmoid although
+# its file has no expert_gating_func.
 GLM_VOCAB = 154880
 GLM_LAYERS = (47, 48)
 
@@ -49,14 +52,17 @@ class Router:
     n_expert_used: int
     matrix: Float32s  # (n_expert, n_embd)
     logit_bias: Float32s | None = None  # (n_expert,) added to the logits
-    choice_bias: Float32s | None = None  # (n_expert,) added to the probabilities for the choice only
+    # (n_expert,) added to the probabilities when experts are chosen, but not when their outputs are weighted
+    choice_bias: Float32s | None = None
 
 
 @dataclass(frozen=True)
 class Routers:
-    """The routers of a model. Layers in which the token's id alone decides (first layers of deepseek4) have none.
+    """The routers of a model. A layer in which the token's id alone determines the experts has no entry. The first
+    layers of deepseek4 are such layers.
 
-    If n_group > 1, only experts of the n_group_used best groups may be chosen.
+    If n_group > 1, the experts of a layer are divided into n_group groups. A token's experts are then chosen from the
+    n_group_used groups that score best for the token.
     """
 
     gating: Gating
@@ -68,8 +74,8 @@ class Routers:
 def read_routers(layout: ExpertLayout) -> Routers:
     """Reads the routers of the model with this layout.
 
-    Raises ModelFormatError when one is missing, does not have the metadata's shape, or has numbers that are not
-    finite; ExpertIOError when the disk fails.
+    Raises ModelFormatError, for example when a router is missing, its shape does not fit the metadata, or it holds
+    numbers that are not finite. Raises ExpertIOError when a weight cannot be read from disk.
     """
     tensors = {t.name: (file, t) for file in read_shards(layout.shards[0].path) for t in file.tensors}
     routers = {}
@@ -77,7 +83,7 @@ def read_routers(layout: ExpertLayout) -> Routers:
         if f"blk.{layer.il}.ffn_gate_tid2eid.weight" not in tensors:
             routers[layer.il] = _read_router(layout, layer, tensors)
     n_group = max(1, _whole(layout, "expert_group_count", 1))
-    # files without groups may have the value 0
+    # a file without groups of experts may have 0 as expert_group_used_count
     n_used = _whole(layout, "expert_group_used_count", 1) if n_group > 1 else 1
     return Routers(read_gating(layout), routers, n_group, n_used)
 
@@ -116,8 +122,8 @@ def _read_router(layout: ExpertLayout, layer: MoeLayer, tensors: dict[str, tuple
 
 
 def _read_tensor(file: GgufFile, tensor: TensorInfo, shape: tuple[int, ...]) -> Float32s:
-    """Returns the tensor as float32. The array's shape is `shape` reversed, because numpy has the longest stride
-    first."""
+    """Returns the tensor as float32. The array's shape is `shape` reversed: GGUF lists the dimension with the shortest
+    stride first, numpy lists the dimension with the longest stride first."""
     if tensor.shape != shape:
         raise file.tensor_error(tensor, f"its shape must be {shape}, but is {tensor.shape}")
     try:
@@ -133,7 +139,7 @@ def _read_tensor(file: GgufFile, tensor: TensorInfo, shape: tuple[int, ...]) -> 
     if numbers := {"F32": np.float32, "F16": np.float16}.get(tensor.type_name):
         values = data.view(numbers)
     else:
-        from gguf import GGMLQuantizationType, quants  # reads types that numpy lacks; this import is slow
+        from gguf import GGMLQuantizationType, quants  # dequantizes types that numpy lacks; a slow import
 
         try:
             values = quants.dequantize(data.reshape(*shape[:0:-1], -1), GGMLQuantizationType(tensor.ggml_type))

@@ -1,7 +1,7 @@
-"""Finds and checks the shards of a model: one file, or NAME-00001-of-0000N.gguf and the files numbered after it. Names
-are compared without case.
+"""Finds and checks the shards of a model: one file, or NAME-00001-of-0000N.gguf and the files numbered after it.
 
-Every error names the shard. Only keys `split.*` and `general.*` are read.
+Upper and lower case may differ between the names of shards. Every error names the file. Only the keys `split.*` and
+`general.*` are checked here.
 """
 
 from __future__ import annotations
@@ -31,19 +31,21 @@ class ShardName(NamedTuple):
 
 
 def parse_shard_name(stem: str) -> ShardName:
-    """Splits a path or name without ".gguf" into its parts, in any case. A name without shard numbers is shard 1 of
-    1."""
+    """Splits a shard's path or name, given without ".gguf", into its parts. The word "of" may be in upper or lower
+    case. A name without shard numbers counts as shard 1 of 1."""
     match = _SHARD_STEM.fullmatch(stem)
     return ShardName(match["prefix"], int(match["number"]), int(match["count"])) if match else ShardName(stem)
 
 
 def shard_path(prefix: str, number: int, count: int, suffix: str = ".gguf") -> str:
-    """Returns the path of shard `number` (from 1) of `count`, named as llama.cpp names shards, but with any suffix."""
+    """Returns the path of shard `number` (from 1) of `count`. The file's name follows llama.cpp's rule for shards, but
+    ends with `suffix`."""
     return f"{prefix}-{number:05d}-of-{count:05d}{suffix}"
 
 
 def shards_of(path: Path) -> tuple[Path, ...]:
-    """Returns `path`. If it is a first shard, returns also the other shards that exist in its folder, in order."""
+    """Returns `path`, and if this is the first of several shards, the other shards that exist in its folder, in
+    order."""
     prefix, number, count = parse_shard_name(path.stem)
     if number != 1:
         return (path,)
@@ -53,8 +55,9 @@ def shards_of(path: Path) -> tuple[Path, ...]:
 def mirror_paths(mirror: str | os.PathLike[str], shards: Sequence[Shard]) -> tuple[Path, ...]:
     """Returns the paths of copies of these shards, whether the copies exist or not.
 
-    `mirror` is the copy of the first shard, or the folder in which the copies have the shards' own names. If the name
-    of the first copy has no shard numbers, the other copies lie in its folder under the shards' own names.
+    `mirror` is the copy of the first shard, or a folder in which the copies have the shards' own names. A copy whose
+    name ends with -00001-of-N (N shards) has its further copies beside it, numbered in the same way. Beside a first
+    copy with any other name, the further copies have the shards' own names.
     """
     first, names = Path(mirror), [shard.path.name for shard in shards]
     if first.is_dir():
@@ -66,8 +69,8 @@ def mirror_paths(mirror: str | os.PathLike[str], shards: Sequence[Shard]) -> tup
 
 
 def _others(first: Path, prefix: str, count: int) -> list[Path]:
-    """Returns the paths of shards 2 to `count`, named like the first shard. If such a file does not exist, returns a
-    file whose name differs only in case."""
+    """Returns the paths of shards 2 to `count`, named like the first shard. If a file with this name does not exist,
+    but one whose name differs only in upper and lower case does, returns the existing file's path."""
     paths = [first.with_name(shard_path(prefix, n, count, first.suffix)) for n in range(2, count + 1)]
     if all(path.exists() for path in paths):
         return paths
@@ -81,8 +84,8 @@ def read_shards(path: str | os.PathLike[str]) -> tuple[GgufFile, ...]:
     """Reads all shards of the model whose first (or only) file is at `path`, in order, and checks that they belong
     together.
 
-    Raises ModelNotFoundError when a file is missing, ModelFormatError when a file is damaged or belongs to another
-    model.
+    Raises ModelNotFoundError when a file is missing. Raises ModelFormatError when a file is damaged, is not the shard
+    that its name promises, or belongs to another model.
     """
     path = Path(path)
     first = read_gguf(path)
@@ -107,8 +110,9 @@ def read_shards(path: str | os.PathLike[str]) -> tuple[GgufFile, ...]:
 
 
 def _read_member(first: GgufFile, path: Path) -> GgufFile:
-    """Reads a further shard. Raises ModelFormatError if keys that all shards have in common differ from `first`.
-    llama.cpp checks that no tensor is missing."""
+    """Reads a shard after the first. Raises ModelNotFoundError if the file is missing. Raises ModelFormatError if the
+    value of a shared key, such as `general.*`, differs from the value in `first`. llama.cpp checks that no tensor is
+    missing."""
     if not path.exists():
         raise ModelNotFoundError(f"shard {path.name!r} is missing beside {first.name!r}; fetch it as well.")
     shard = read_gguf(path)

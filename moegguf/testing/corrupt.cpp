@@ -7,6 +7,7 @@ namespace moegguf {
 namespace {
 
 // Calls `breaks(tier, s)` for slots that hold an expert, until one call returns true because it has broken a rule.
+// Throws Error(INVALID) if no call returns true.
 template <typename Breaks>
 void corrupt(Store & store, Breaks breaks) {
     for (Tier * tier : store.tiers.all) {

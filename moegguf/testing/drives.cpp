@@ -1,5 +1,5 @@
-// drives.cpp: makes reads of some files as slow as on a given drive. The first such file replaces the table of system
-// calls (os.h) by a table whose reads wait.
+// drives.cpp: makes the store's reads of some files as slow as on a given drive. When the first file is slowed down,
+// the store's table of operations (os.h) is replaced with a table whose reads wait.
 #include "api.h"
 #include "file_id.h"
 #include "os.h"
@@ -20,7 +20,7 @@ struct Drive {
     FileId file;
     double bytes_per_ns;
     double latency_ns;
-    Clock::time_point free_at; // time at which the drive can begin the next read
+    Clock::time_point free_at; // time at which the drive has transferred the bytes of all reads so far
 };
 
 constexpr size_t most_drives = 8;
@@ -30,7 +30,8 @@ std::vector<Drive> drives;
 
 Clock::duration to_duration(double ns) { return std::chrono::duration_cast<Clock::duration>(Nanoseconds(ns)); }
 
-// Returns the time at which a read of n bytes ends if it begins now.
+// Returns the time at which the drive ends a read of n bytes that is requested now, and reserves the drive for the
+// read. Returns the present time for a file that is not slowed down.
 Clock::time_point end_of_read(int fd, size_t n) {
     const Clock::time_point now = Clock::now();
     const std::lock_guard<std::mutex> lock(mutex);

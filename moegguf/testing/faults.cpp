@@ -1,5 +1,5 @@
 // faults.cpp: makes operations of the system fail. When the first fault is armed, the store's table of operations
-// (os.h) is replaced by a table in which the Nth operation of a kind fails.
+// (os.h) is replaced with a table in which the Nth operation of an armed kind fails.
 #include "api.h"
 #include "file_id.h"
 #include "os.h"
@@ -25,14 +25,15 @@ struct Arm {
 Arm arms[MOEGGUF_FAULT_KINDS];
 
 std::mutex limiting;
-FileId limited; // the only file whose reads and fstat fail; inode 0: they fail for all files
+FileId limited; // the only file for which faults of reads and fstat occur; inode 0: they occur for all files
 
 bool may_fail(int fd) {
     const std::lock_guard<std::mutex> lock(limiting);
     return limited.inode == 0 || file_id(fd) == limited;
 }
 
-// Returns true if this operation must fail, and sets errno. fd: the file that is read; -1: another operation.
+// Counts an operation of an armed kind. Returns true, and sets errno, if the fault must occur in this operation. fd:
+// the file of a read or an fstat; -1: any other operation.
 bool fault(moegguf_fault_kind kind, int fd = -1) {
     Arm & arm = arms[kind];
     const uint64_t nth = arm.nth.load(std::memory_order_relaxed);
@@ -58,7 +59,7 @@ const OperatingSystem failing = {
             return -1;
         }
         if (fault(MOEGGUF_FAULT_READ, fd)) { return -1; }
-        // Like a real short read, this read keeps the alignment that O_DIRECT requires.
+        // A read of 4096 bytes keeps the alignment that O_DIRECT requires, as real short reads do.
         if (n > 4096 && fault(MOEGGUF_FAULT_SHORT_READ, fd)) { n = 4096; }
         return real().pread(fd, buffer, n, offset);
     },

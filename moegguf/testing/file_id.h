@@ -7,7 +7,7 @@ namespace moegguf {
 
 struct FileId {
     dev_t device = 0;
-    ino_t inode = 0; // 0: there is no file
+    ino_t inode = 0; // 0: there is no file, or stat() failed
 
     bool operator==(const FileId & other) const { return device == other.device && inode == other.inode; }
 };

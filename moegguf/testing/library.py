@@ -1,4 +1,5 @@
-"""Loads libmoegguf-testing, which can make operations of the store fail, or the store's bookkeeping wrong."""
+"""Loads libmoegguf-testing, which can make operations of the store fail, slow down reads of files, and break the
+store's bookkeeping. link_device.py calls the library's functions for simulated devices."""
 
 from __future__ import annotations
 
@@ -37,17 +38,21 @@ def _check(status: int) -> None:
 
 
 def arm_fault(kind: str, nth: int, *, sticky: bool = False, errno: int = 0) -> None:
-    """Makes the nth operation of a kind (one of FAULT) fail; sticky: also all later ones. nth 0 disarms the kind."""
+    """Makes the fault of a kind (one of FAULT) occur in the nth operation of the kind from now on. If `sticky` is true,
+    the fault also occurs in all later operations of the kind. An `nth` of 0 disarms the kind. `errno` 0 stands for
+    EIO."""
     load().moegguf_fault_arm(FAULT[kind], nth, sticky, errno)
 
 
 def limit_faults(path: Path | None) -> None:
-    """Limits faults of reads and fstat to this file; None: all files. Raises OptionError if the file does not exist."""
+    """Limits faults of reads and fstat to the file at `path`; None: they occur for all files. Raises OptionError if the
+    file does not exist."""
     load().moegguf_fault_file(None if path is None else bytes(path))
 
 
 def slow_drive(path: Path, link: Link | None) -> None:
-    """Slows reads of this file down to the speed of a drive with this link; None: reads are no longer slowed down.
+    """Slows the store's reads of this file down to the speed of a drive with this link. With None, reads are no longer
+    slowed down.
 
     Reads share the bandwidth of the link. Raises OptionError if the file does not exist or too many files are slow.
     """
@@ -56,12 +61,14 @@ def slow_drive(path: Path, link: Link | None) -> None:
 
 
 def count_operations(kind: str) -> int:
-    """Returns the number of operations of a kind since the kind was armed."""
+    """Returns the number of operations of a kind since the kind was armed, 0 if it is not armed. Operations on files
+    that `limit_faults` excludes do not count."""
     return int(load().moegguf_fault_count(FAULT[kind]))
 
 
 def corrupt(store: Store, rule: str) -> None:
-    """Breaks a rule (one of CORRUPTION) in the bookkeeping of a store. The store may then only be checked and closed.
+    """Breaks a rule (one of CORRUPTION) in the bookkeeping of a store. After that, the store may only be checked and
+    closed.
 
     Raises OptionError if no slot is in a state in which the rule could be broken.
     """

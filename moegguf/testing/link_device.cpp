@@ -1,28 +1,34 @@
-// link_device.cpp: a simulated ggml device behind a link in real time, for machines without a GPU.
+// link_device.cpp: a simulated ggml device for machines without a GPU. Copies to and from the device take as long as
+// over a given link, in real time.
 //
 // The device's memory lies in RAM, but only the device may touch it, because ggml treats it as a device's memory. The
-// device computes with the CPU backend. It uses the CPU's threads, or another number of threads, which makes it faster
-// or slower. A copy between the device and the host takes the link's latency, and then the time of its bytes at the
-// link's bandwidth. Copies in one direction follow one another. A copy within the device takes the time of a memory
-// copy.
+// device computes with the CPU backend. It uses as many threads as the CPU, or another number, which makes it faster or
+// slower. A copy between the device and the host takes the link's latency, and then the time of its bytes at the link's
+// bandwidth. Copies in one direction follow one another. A copy within the device takes the time of a memory copy.
 //
-// The device follows these rules of CUDA:
-// - Each backend instance has its own stream on its own thread. Events connect streams.
+// The device behaves like CUDA in these points:
+// - Each backend instance has its own stream on its own thread. Events let one stream wait for another.
 // - A launch computes the graph as it is at that moment, or repeats an earlier launch (link_launch.h).
-// - The caller waits for a launch, and for a copy from or to memory that is not pinned.
+// - The caller waits for an asynchronous copy if the host memory of the copy is not pinned.
 // - If memory cannot be pinned, the host buffer type returns ordinary memory.
 //
-// A strict device does the worst that CUDA may do to its users:
-// - Launches and copies run later, in the order of their stream. The stream does nothing before somebody waits for it,
-//   except for some launches, which begin at once.
-// - Binding a quantised tensor zeroes the padding after it. Kernels read rows up to the end of this padding, and return
-//   NaN if the padding has wrong bytes.
-// - Fresh memory is full of NaN, and so is memory that a copy under way writes. Freed memory can no longer be accessed.
-// - Copies are done in two halves, the second half first, also from memory that is not pinned.
-// - These are faults: a launch with ids that do not exist, a launch that touches freed memory, and a copy whose source
-//   has changed before the copy ran. The device keeps the first fault, and computes nothing from then on.
+// Unlike with CUDA, the caller waits for a launch until it has been computed, unless the device is strict.
 //
-// The device touches only its own memory and the memory that it copies. It knows no store.
+// A strict device does the worst that CUDA may do to its users:
+// - Launches and asynchronous copies run later, in the order of their stream. The stream does nothing before somebody
+//   waits for it, or before a launch that was chosen at random to begin at once is queued.
+// - A copy to the device from host memory that is not pinned reads this memory at once, and the caller does not wait.
+// - Binding a quantised weight zeroes the padding after it. Kernels read the last row up to the end of this padding,
+// and
+//   return NaN if the padding has wrong bytes.
+// - Fresh memory is full of NaN, and so is memory that a copy under way writes. Freed memory can no longer be accessed.
+// - A copy is done in two halves, the second half first, except for synchronous copies within the device.
+// - Some errors are faults, such as a launch with ids that do not exist, a launch or copy that touches freed memory,
+// and
+//   a copy whose pinned source has changed before the copy ran. The device keeps the first fault, and refuses launches
+//   from then on.
+//
+// The device touches only its own memory and the memory that it copies. It knows nothing about the store.
 #include "api.h"
 #include "link_launch.h"
 #include "link_stream.h"
@@ -47,7 +53,7 @@ constexpr size_t most_memory_bytes = (size_t)1 << 46; // size that a device with
 struct LinkDevice {
     LinkDevice(const moegguf_link & link, int index);
 
-    bool take(size_t n) { // returns false if the device has too little memory
+    bool take(size_t n) { // reserves n bytes; returns false if the device has too little free memory
         std::lock_guard<std::mutex> lock(mutex);
         const bool fits = n <= memory_bytes - used_bytes;
         used_bytes += fits ? n : 0;
@@ -55,18 +61,18 @@ struct LinkDevice {
     }
 
     void copy(LinkDirection & direction, void * to, const void * from, size_t n) {
-        constexpr double reserve = 1.25; // copies begin a bit early, because their time varies
+        constexpr double reserve = 1.25; // memory copies begin a bit early, because their time varies
         if (strict) { memset(to, poison, n); }
         direction.transfer((double)n, reserve * n / copy_bytes_per_ns, [&] {
             const uint64_t start = now_ns();
             move(to, from, n);
-            constexpr size_t least = 1 << 16; // smaller copies do not show the speed
+            constexpr size_t least = 1 << 16; // smaller copies are too short to measure the speed
             if (n >= least) { copy_bytes_per_ns = copy_bytes_per_ns * 0.75 + 0.25 * n / (now_ns() - start + 1); }
         });
     }
 
-    // Returns true if the device's memory for a copy is still allocated; otherwise notes a fault. A device that is not
-    // strict always returns true.
+    // Returns true if the n bytes at `there`, memory of the device, are still allocated; otherwise notes a fault.
+    // Always returns true if the device is not strict.
     bool bears_copy(const void * there, size_t n) {
         const bool bears = !strict || allocated.contain(there, n);
         note(bears ? "" : "a copy reads or writes memory that is not there");
@@ -113,12 +119,12 @@ struct LinkDevice {
     const size_t memory_bytes;
     const moegguf_pinned pins;
     const size_t most_buffer_bytes;
-    const int n_threads; // 0: the number that ggml sets
+    const int n_threads; // number of threads that compute; 0: the number that llama.cpp sets
     const bool strict;
     std::atomic<size_t> used_bytes{0};
     LinkDirection to_device, to_host;
-    std::atomic<double> copy_bytes_per_ns{4}; // speed of copies within this machine's memory
-    Ranges allocated, pinned;                 // device memory; host memory whose copies go on after their calls
+    std::atomic<double> copy_bytes_per_ns{4}; // measured speed of copies within this machine's memory
+    Ranges allocated, pinned;                 // the device's allocated memory; the pinned host memory
     std::atomic<uint64_t> n_launches{0}, n_replays{0}, n_copies{0}, n_launches_beside_copies{0};
     std::atomic<int> copies_under_way{0};
     std::mutex mutex; // guards the next two fields
@@ -153,7 +159,8 @@ bool on_device(const ggml_tensor * t, ggml_backend_buffer_type_t memory) {
     return buffer && buffer->buft == memory;
 }
 
-// Zeroes the padding after a tensor that is bound to memory, unless the memory is for results of a graph.
+// Zeroes the padding after a tensor that is bound to memory. Does nothing for a view, or if the memory is for results
+// of a graph.
 void zero_padding(ggml_backend_buffer_t buffer, const ggml_tensor * t) {
     if (!t->view_src && buffer->usage != GGML_BACKEND_BUFFER_USAGE_COMPUTE) {
         memset((char *)t->data + ggml_nbytes(t), 0, padded_bytes(t) - ggml_nbytes(t));
@@ -202,7 +209,7 @@ ggml_backend_buffer_t allocate(ggml_backend_buffer_type_t buft, size_t size) {
     return buffer;
 }
 
-// Pinned host memory: CPU memory whose address ranges are noted, as in CUDA's backend
+// Pinned host memory: CPU memory whose address ranges are recorded in LinkDevice::pinned
 
 ggml_backend_buffer_t allocate_pinned(ggml_backend_buffer_type_t buft, size_t size) {
     LinkDevice & device = of(buft->device);
@@ -279,8 +286,8 @@ void wait_in(Backend & backend, const CommandQueue::Point & point) {
     backend.queue.push([point] { point.wait(); });
 }
 
-// Queues a copy within the device, after the present work in the streams of source and destination. Returns false for
-// any other copy.
+// Queues a copy within the device, after the present work in the streams of source and destination. Returns false, and
+// queues nothing, for any other copy.
 bool copy_tensor_async(ggml_backend_t source, ggml_backend_t destination, const ggml_tensor * from, ggml_tensor * to) {
     ggml_backend_buffer_type_t memory = &of(destination).device.memory;
     if (source->device != destination->device || !on_device(from, memory) || !on_device(to, memory)) { return false; }
@@ -324,14 +331,14 @@ ggml_status compute(ggml_backend_t of_device, ggml_cgraph * graph) {
     if (device.strict) {
         const bool at_once = device.random() % 2;
         backend.queue.push([&backend, launch] { run(backend, *launch); }, at_once);
-    } else { // computes on this thread, because passing work to another one takes time that is measured
+    } else { // computes on this thread, because handing the work to another thread would add to measured times
         synchronize(of_device);
         run(backend, *launch);
     }
     return GGML_STATUS_SUCCESS;
 }
 
-// Events: each event has the point that was recorded last
+// Events: an event holds the point that was recorded last
 
 struct Event {
     std::mutex mutex;

@@ -1,4 +1,5 @@
-"""Adds simulated devices behind links in real time, for machines without a GPU. link_device.cpp describes them."""
+"""Adds simulated devices to ggml, for machines without a GPU. Copies to and from a device take as long as over a given
+link. link_device.cpp describes the devices."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ def add_link_device(
     """Adds a simulated device behind `link`, and returns ggml's name for the device. The device stays until the process
     ends.
 
-    llama.cpp uses the device as a GPU for every model loaded later. The other arguments are fields of struct
-    moegguf_link (testing.h). Raises OptionError for a link without bandwidth.
+    llama.cpp can use the device as a GPU for every model loaded later. The other arguments are fields of struct
+    moegguf_link (testing.h). Raises OptionError if an argument is out of range, such as a link without bandwidth.
     """
     name = c.c_char_p()
     described = ABI.Link(
@@ -39,7 +40,7 @@ def add_link_device(
 
 @dataclass(frozen=True)
 class LinkFigures:
-    """Counts of a simulated device: fields of struct moegguf_link_figures (testing.h)."""
+    """The counts of a simulated device and its first fault: the fields of struct moegguf_link_figures (testing.h)."""
 
     launches: int
     replays: int
@@ -49,7 +50,7 @@ class LinkFigures:
 
 
 def link_figures(name: str) -> LinkFigures:
-    """Returns the counts of a simulated device. Raises OptionError if no device has this name."""
+    """Returns the counts and the first fault of a simulated device. Raises OptionError if no device has this name."""
     read = ABI.LinkFigures()
     load().moegguf_link_read(name.encode(), c.byref(read))
     return LinkFigures(
@@ -63,15 +64,16 @@ def link_figures(name: str) -> LinkFigures:
 
 @functools.cache
 def link_device(link: Link, n_threads: int = 0) -> str:
-    """Returns the name of a simulated device with this link and number of threads.
+    """Returns the name of a simulated device with this link and number of threads (0: as many as the CPU).
 
-    The first call with these arguments adds the device.
+    The first call with these arguments adds the device, and later calls return the name of that device.
     """
     return add_link_device(link, n_threads=n_threads)
 
 
 def memory_copy_bytes_per_s() -> float:
-    """Measures how fast one thread copies within this machine's memory. No simulated link is faster. Takes 20 ms."""
+    """Returns the bytes per second at which one thread copies within this machine's memory: the fastest of four copies
+    of 16 MiB. A simulated link cannot be faster, because its copies are such copies."""
     source, copy = np.ones(1 << 24, np.uint8), np.empty(1 << 24, np.uint8)
     times = []
     for _ in range(4):  # the first copy is slower: the system provides the pages

@@ -1,7 +1,7 @@
-// link_launch.h: copies a graph when it is launched on a simulated device (link_device.cpp). The copy has the
+// link_launch.h: copies a graph when the graph is launched on a simulated device (link_device.cpp). The copy has the
 // operations, parameters, shapes and addresses of that moment, like a launch of CUDA's kernels. Some launches only
-// repeat an earlier launch, under the same conditions as in ggml's CUDA backend (ggml_backend_cuda_graph_compute). This
-// file knows no device, and computes nothing.
+// repeat an earlier launch, under conditions like those in ggml's CUDA backend (ggml_backend_cuda_graph_compute). This
+// file knows nothing about devices, and computes nothing.
 #pragma once
 
 #include "ggml-backend-impl.h" // buffers are not public; patches/README.md lists such uses
@@ -36,7 +36,7 @@ class Launch {
     int n_nodes() const { return (int)nodes_.size(); }
     const ggml_tensor * node(int i) const { return nodes_[i]; }
 
-    // Returns nodes [first, end) as a graph, for a backend that computes them.
+    // Returns nodes [first, end) as a graph that a backend can compute. The graph points into this object.
     ggml_cgraph part(int first, int end) {
         ggml_cgraph graph = {};
         graph.n_nodes = end - first;
@@ -46,7 +46,8 @@ class Launch {
         return graph;
     }
 
-    // Returns the end of the buffer that a weight lies in; nullptr: the tensor is not a weight, or is a view.
+    // Returns the end of the buffer in which a weight lies. Returns nullptr if the tensor is not a weight, or is a
+    // view.
     const uint8_t * end_of_weights(const ggml_tensor * copied) const {
         const auto found = ends_of_weights_.find(copied);
         return found == ends_of_weights_.end() ? nullptr : found->second;
@@ -73,9 +74,9 @@ class Launch {
     std::vector<int32_t> use_counts_; // kernels that compute two nodes at once read these
 };
 
-// The launches of one stream. A graph is identified by its first node. If the graph is launched twice without a change,
-// later launches repeat the second one until the graph changes. A graph with a uid has changed if its uid is new. A
-// graph without a uid has changed if any node has changed.
+// The launches of one stream. A graph is identified by its first node. When a launch finds the graph unchanged since
+// the last launch, its copy is kept, and later launches repeat it until the graph changes. A graph with the uid (not 0)
+// of its last launch counts as unchanged. Any other graph has changed if any of its nodes has changed.
 class Launches {
   public:
     // Returns the launch to compute for this graph; nullptr: the graph has the uid of a graph with another number of
@@ -110,7 +111,7 @@ class Launches {
 
     struct Known {
         uint64_t uid = 0;
-        bool settled = false; // true: launched twice without a change, so `repeated` is launched again
+        bool settled = false; // true: launched twice without a change in between, so `repeated` is launched again
         std::vector<Properties> properties;
         std::shared_ptr<Launch> repeated;
     };
@@ -127,7 +128,7 @@ class Launches {
         }
     }
 
-    // Returns true if the graph has changed since its last launch, and stores its present properties.
+    // Returns true if the graph has changed since its last launch. Stores the graph's present properties.
     static bool update(Known & known, const ggml_cgraph & graph) {
         if (graph.uid != 0 && graph.uid == known.uid) { return false; }
         known.uid = graph.uid;

@@ -1,5 +1,5 @@
-// link_stream.h: streams of a simulated device (link_device.cpp), which do their work in order, and the directions of a
-// link in real time. Knows no device, and nothing about the work.
+// link_stream.h: streams of a simulated device (link_device.cpp), which do their work in order, and the two directions
+// of a link, whose copies take real time. This file knows nothing about the device or the work.
 #pragma once
 
 #include "clock.h"
@@ -9,7 +9,8 @@
 
 namespace moegguf {
 
-// Does work in order on its own thread. Other threads can wait for points in the queue, as in a GPU's stream.
+// Does pieces of work in order, on a thread of its own. Other threads can wait for points in the queue, as in a GPU's
+// stream.
 class CommandQueue {
     struct Queue {
         std::mutex mutex;
@@ -40,8 +41,8 @@ class CommandQueue {
         uint64_t n_ = 0;
     };
 
-    // late: true if work has to wait until a caller waits for a point after this work, or until later work is pushed
-    // with at_once.
+    // late: true if a piece of work begins only after a caller waits for a point behind it, or after this piece or a
+    // later one was pushed with at_once.
     explicit CommandQueue(bool late = false) : queue_(std::make_shared<Queue>()) {
         queue_->n_wanted = late ? 0 : UINT64_MAX;
         thread_ = std::thread([this] { run(); });
@@ -93,13 +94,13 @@ class CommandQueue {
     std::thread thread_;
 };
 
-// One direction of a link, which carries one copy after another. Callers wait for the end of their copy.
+// One direction of a link, which carries one copy after another. The caller of a copy waits for its end.
 class LinkDirection {
   public:
     LinkDirection(double bytes_per_ns, double latency_ns) : bytes_per_ns_(bytes_per_ns), latency_ns_(latency_ns) {}
 
-    // Waits for the time in which the link carries `bytes`, and runs `copy` meanwhile. `copy` takes `copy_ns` and
-    // begins as late as possible, so that no byte arrives earlier than over a real link.
+    // Waits until the link has carried `bytes`, and calls `copy` meanwhile. `copy` begins copy_ns (its expected time)
+    // before the end, so that bytes arrive late rather than earlier than over a real link.
     template <typename Copy>
     void transfer(double bytes, double copy_ns, Copy && copy) {
         std::unique_lock<std::mutex> lock(mutex_);
@@ -112,8 +113,7 @@ class LinkDirection {
     }
 
   private:
-    // Waits until a point in time. A sleep ends some 60 us late, so the last part of the wait reads the clock in a
-    // loop.
+    // Waits until a point in time. A sleep may end late, so the last part of the wait reads the clock in a loop.
     static void wait_until(double until_ns) {
         constexpr double early_ns = 100e3;
         const double left_ns = until_ns - now_ns();

@@ -1,6 +1,6 @@
 // link_strict.h: checks the rules that CUDA has for the use of memory and kernels, for a strict simulated device
-// (link_device.cpp). The padding after rows must be zero, ids must exist, and memory must be allocated. Computes with
-// the CPU backend, and knows no device.
+// (link_device.cpp). The padding after a weight must be zero, ids must exist, and memory must be allocated. This file
+// computes with the CPU backend, and knows nothing about the device.
 #pragma once
 
 #include "link_launch.h"
@@ -13,7 +13,7 @@
 
 namespace moegguf {
 
-constexpr int poison = 0xff; // a byte that fills numbers of any type with NaN (or nearly), and ids with -1
+constexpr int poison = 0xff; // memory full of this byte holds NaN in nearly every type of numbers, and -1 as ids
 
 // Ranges of memory that do not overlap. Any thread may call the functions.
 class Ranges {
@@ -49,8 +49,8 @@ inline int64_t padding_values(const ggml_tensor * t) {
     return beyond ? row_padding - beyond : 0;
 }
 
-// Returns the bytes that a tensor takes. After the last row of a quantised tensor there is padding, up to a multiple of
-// 512 values.
+// Returns the size of a tensor in bytes, with its padding. After the last row of a quantised tensor there is padding,
+// up to a multiple of 512 values.
 inline size_t padded_bytes(const ggml_tensor * t) { return ggml_nbytes(t) + ggml_row_size(t->type, padding_values(t)); }
 
 // Computes a launch on the CPU, and checks the rules. CUDA's kernels read beyond the last row of quantised weights. The
@@ -63,8 +63,9 @@ class StrictRun {
           launch_(launch),
           memory_(memory) {}
 
-    // Returns the first rule that the launch breaks; empty: none. Nodes before the breach are computed, and the results
-    // of all others are set to NaN.
+    // Returns a description of the first rule that the launch breaks; empty: none. A launch that touches memory that is
+    // not allocated is not computed. After any other breach, nodes before the breach are computed. The contiguous
+    // results of all other nodes are set to NaN.
     std::string run() {
         std::string why = find_freed();
         for (int i = 0; why.empty() && i < launch_.n_nodes(); i++) { why = take(i); }
@@ -75,7 +76,7 @@ class StrictRun {
 
   private:
     // Checks node i, and computes it or earlier nodes if the check needs this. Other nodes are computed later,
-    // together.
+    // together. Returns a description of the broken rule; empty: none.
     std::string take(int i) {
         const ggml_tensor * node = launch_.node(i);
         if (!is_computed(node)) { return {}; }
@@ -200,7 +201,7 @@ class StrictRun {
         return multiplies && padding_values(node->src[0]) > 0 && launch_.end_of_weights(node->src[0]);
     }
 
-    // Returns true if kernels would read garbage after the last row of one matrix.
+    // Returns true if kernels would read garbage after the last row of matrix number `matrix` of `w`.
     bool finds_garbage(const ggml_tensor * w, int64_t matrix) const {
         const int64_t n = padding_values(w);
         const uint8_t * behind = (const uint8_t *)w->data + matrix * w->nb[2] + w->ne[1] * w->nb[1];

@@ -1,5 +1,5 @@
-"""Replays one recorded trace with different policies, predictors and budgets, in one tier or two, and saves the
-results."""
+"""Replays one recorded trace with different policies, predictors and numbers of slots, in one tier or two, and saves
+hit rates."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from moegguf.trace.trace import Trace
 
 ALL = "all"
 IN_TIME_US = 1.0  # computing time of a layer in microseconds if transfers take no time
-Progress = Callable[[str, float], object]  # "stage: current step", finished share of the stage (0 to 1)
+Progress = Callable[[str, float], object]  # receives "STAGE: STEP" and the finished share of the stage (0 to 1)
 
 
 def no_progress(step: str, share: float) -> None:
-    """Ignores progress."""
+    """Does nothing: a `Progress` for callers that need none."""
 
 
 def step_reporter(progress: Progress, stage: str, n_steps: int) -> Callable[[str], None]:
@@ -57,7 +57,8 @@ def step_reporter(progress: Progress, stage: str, n_steps: int) -> Callable[[str
 
 
 def sample_sequences(trace: Trace, n_tokens: int) -> list[int]:
-    """Returns the numbers of requests that together have about `n_tokens` decoded tokens. The kinds of text take turns.
+    """Returns the numbers of requests that together have at least `n_tokens` decoded tokens, or all requests if there
+    are fewer tokens. Requests are added one by one, and the kinds of text take turns.
 
     The first request of every kind is always among them.
     """
@@ -73,7 +74,8 @@ def sample_sequences(trace: Trace, n_tokens: int) -> list[int]:
 
 
 def _by_kind(trace: Trace) -> list[list[int]]:
-    """Returns a list for each kind of text, with the numbers of its requests."""
+    """Returns a list for each kind of text, with the numbers of its requests. Requests without a label are a kind,
+    too."""
     kinds: dict[str, list[int]] = {}
     for sequence in trace.sequences():
         kinds.setdefault(trace.header.labels.get(sequence, ""), []).append(sequence)
@@ -85,8 +87,9 @@ class Row:
     """The result of one replay, or Belady's bound. In a row of Belady's bound `simulated` is None, because the bound is
     computed without a store and without times.
 
-    `ram_share`: share of all experts that have slots in RAM below a device; None if there is only one tier. `devices`:
-    {name of a device: share of all experts that have slots there}; empty unless there are several devices.
+    `share`: share of all experts that have slots, on devices if there are two tiers. `ram_share`: share of all experts
+    that have slots in RAM below a device; None if there is only one tier. `devices`: {name of a device: share of all
+    experts that have slots there}; empty unless there are several devices.
     """
 
     policy: str
@@ -103,13 +106,15 @@ class Row:
 
 def gap_closed_by(rows: Sequence[Row], row: Row) -> float | None:
     """Returns the share of the gap between LRU and Belady's bound that the decode hit rate of `row` closes
-    (`gap_closed`). LRU and the bound are taken from the rows with the same share of slots."""
+    (`gap_closed`). LRU (without a predictor) and the bound are taken from the rows whose `share` is equal. Returns None
+    if one of them is missing."""
     at = {(other.policy, other.predictor): other.decode_hit_rate for other in rows if other.share == row.share}
     return gap_closed(row.decode_hit_rate, at.get((LRU.name, NoPrediction.name)), at.get((BELADY, NoPrediction.name)))
 
 
 def hit_ranges(rows: Sequence[Row]) -> dict[str, dict[float, tuple[float, float]]]:
-    """Returns {policy: {share: (low, high)}}. 98 % of the requests have a decode hit rate between low and high."""
+    """Returns {policy: {share: (low, high)}}. `low` and `high` are the 1 % and 99 % quantiles of the hit rates that
+    single requests have in these rows."""
     rates: dict[tuple[str, float], list[float]] = {}
     for row in rows:
         if row.simulated is not None:
@@ -123,17 +128,17 @@ def hit_ranges(rows: Sequence[Row]) -> dict[str, dict[float, tuple[float, float]
 
 
 def _prefetching(options: SimOptions, timed: bool, predictors: Sequence[str]) -> SimOptions:
-    """Returns the options for replays with these predictors. If `timed` is False, prefetches always arrive in time.
-    Raises OptionError for prefetching without a predictor."""
+    """Returns the options for replays with these predictors. If `timed` is False, the options let prefetches arrive in
+    time. Raises OptionError if the options have prefetching but "none" is the only predictor."""
     if options.prefetch and set(predictors) == {"none"}:
         raise OptionError("--prefetch needs a predictor; give --predictor NAME.")
     return options if timed else _in_time(options)
 
 
 def _in_time(options: SimOptions) -> SimOptions:
-    """Returns options for a replay without a link, in which every prefetched expert arrives in time. To achieve this,
-    layers take some time and transfers take none. The watchdog is off, because it would stop prefetching that saves no
-    time."""
+    """Returns options for a replay without a link, in which every prefetched expert arrives in time: layers take some
+    time and transfers take none. The watchdog is off, because it would stop prefetching that saves no time. Options
+    without prefetching are returned unchanged."""
     if options.prefetch is None:
         return options
     return replace(options, prefetch=replace(options.prefetch, watchdog=False), layer_pass_us=IN_TIME_US)
@@ -149,8 +154,8 @@ class TraceAnalysis:
 
     @classmethod
     def open(cls, path: Path, model: Path | None = None, folder: Path | None = None) -> Self:
-        """Reads a trace and finds its model's artifacts. Raises TraceError for a damaged trace. Raises OptionError if
-        the trace was recorded from another model or contains only prompts."""
+        """Reads a trace and finds its model's artifacts, in `folder` first if it is given. Raises TraceError for a
+        damaged trace. Raises OptionError if the trace was not recorded from `model`, or has no decoded token."""
         trace = read(path)
         if not trace.decode().n_pass:
             raise OptionError(f"{path} has no answers, only prompts; record it again with --max-tokens above 0.")
@@ -163,14 +168,14 @@ class TraceAnalysis:
         return cls(trace, Artifacts(layout, trace.header.fingerprint, folder))
 
     def limited(self, n_tokens: int) -> Self:
-        """Returns an analysis of only some requests, of all kinds of text, with about `n_tokens` decoded tokens. 0: all
-        requests."""
+        """Returns an analysis of only some requests, of all kinds of text, with at least `n_tokens` decoded tokens if
+        there are as many (`sample_sequences`). 0: all requests."""
         chosen = sample_sequences(self.trace, n_tokens) if n_tokens else self.trace.sequences()
         return replace(self, trace=self.trace.select(chosen))
 
     def halves(self) -> tuple[Self, Self]:
-        """Splits the requests into two halves. Each half has about half of the requests of each kind of text. Raises
-        OptionError if there is only one request."""
+        """Splits the requests into two halves. Each half has half of the requests of each kind of text, or one more or
+        less. Raises OptionError if there is only one request."""
         one_by_one = list(itertools.chain(*_by_kind(self.trace)))
         if len(one_by_one) < 2:
             raise OptionError(
@@ -192,15 +197,16 @@ class TraceAnalysis:
         return f"{n:,} of {n_all:,} requests with {tokens:,} of {all_tokens:,} decoded tokens"
 
     def policies(self, names: Sequence[str]) -> list[str]:
-        """Returns the names of policies, with "all" replaced by every available policy. Raises OptionError for a
-        policy that is not available, and if `names` is empty."""
+        """Returns the names without duplicates. If "all" is among them, returns the names of all available policies
+        instead, and warns about the others. Raises OptionError for a name in `names` that is not available, and if
+        `names` is empty."""
         return self._names("policy", names, policy_names(), self.policy)
 
     def predictors(self, names: Sequence[str]) -> list[str]:
-        """Returns the names of predictors, with "all" replaced by every available predictor. Raises OptionError for a
-        predictor that is not available, and if `names` is empty.
+        """Returns the names without duplicates. If "all" is among them, returns the names of all available predictors
+        except "none" instead, and warns about those that are not available.
 
-        Warns about the predictors that "all" leaves out.
+        Raises OptionError for a name in `names` that is not available, and if `names` is empty.
         """
         found = self._names("predictor", names, self.known_predictors, self.predictor)
         return [name for name in found if name != "none"] if ALL in names else found
@@ -224,8 +230,8 @@ class TraceAnalysis:
 
     @staticmethod
     def why_not(make: Callable[[str], object], name: str) -> str:
-        """Returns the reason why `make` (the method `policy` or `predictor`) rejects this name; "" if it accepts the
-        name."""
+        """Returns the message of the OptionError that `make(name)` raises, without the last full stop. Returns "" if
+        `make` raises none."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -235,19 +241,20 @@ class TraceAnalysis:
         return ""
 
     def policy(self, name: str) -> AnyPolicy:
-        """Returns a new policy with this name. Raises OptionError."""
+        """Returns a new policy for this name or "FILE.py:CLASS". Raises OptionError if it is not available."""
         return make_policy(name, self.trace.shape, self.artifacts)
 
     def predictor(self, name: str) -> Predictor:
-        """Returns a new predictor with this name. Raises OptionError, also if the predictor needs the routers' inputs
-        and the trace does not have them."""
+        """Returns a new predictor for this name or "FILE.py:CLASS". Raises OptionError if it is not available, or if it
+        needs the routers' inputs and the trace does not have them."""
         predictor = self.new_predictor(name)
         if predictor.needs_inputs and self.trace.inputs is None:
             raise OptionError(f"{name!r} reads the inputs of the routers: record the trace with --inputs.")
         return predictor
 
     def new_predictor(self, name: str) -> Predictor:
-        """Returns a new predictor with this name, even if the trace does not have its inputs. Raises OptionError."""
+        """Returns a new predictor like `predictor`, but does not check that the trace has the routers' inputs. Raises
+        OptionError."""
         return make_predictor(name, self.trace.shape, self.artifacts)
 
     def simulate(
@@ -259,7 +266,7 @@ class TraceAnalysis:
         progress: Progress = no_progress,
     ) -> list[Row]:
         """Replays the trace with every combination of policy, predictor and share, and adds Belady's bound for each
-        share. "all" stands for every available name.
+        share. "all" stands for every available name, except the predictor "none".
 
         Raises OptionError for an unknown name, and for prefetching without a predictor. If the options have no link,
         every prefetched expert arrives in time.
@@ -281,7 +288,8 @@ class TraceAnalysis:
         self, policy: str, predictor: str, n_slots: int | Sequence[DeviceSlots], options: SimOptions, share: float,
         **others: Any,
     ) -> Row:  # fmt: skip
-        """Replays the trace once, with a new policy and a new predictor of these names."""
+        """Replays the trace once, with a new policy and a new predictor of these names. `others` has further fields of
+        the row."""
         result = Simulation(self.trace, self.policy(policy), self.predictor(predictor), n_slots, options).run()
         rates = result.n_slots, result.hit_rate, result.decode_hit_rate
         if names_file(policy):  # replaces the class name, which may be the same in two files
@@ -307,11 +315,12 @@ class TraceAnalysis:
         """Replays the trace with slots on devices and slots in RAM below them, for every combination of policy,
         predictor, share in VRAM and share in RAM.
 
-        policies: names of policies for VRAM, with LRU in RAM, or "vram=NAME,ram=NAME".
+        policies: names of policies for VRAM, with LRU in RAM, or "vram=NAME,ram=NAME". One of the two parts may be
+        missing; the policy is then the measured one in VRAM, and LRU in RAM.
 
         budgets: {share of the experts in VRAM: the devices with their numbers of slots and staging tensors, as
-        planned}. Prompts use the staging tensors. On devices without them, prompts are cut into passes small enough
-        that the slots compute them exactly.
+        planned}. Prompts use the staging tensors. If no device has any, prompts are cut into passes small enough that
+        the slots compute them exactly.
 
         Raises OptionError as `simulate` does.
         """
@@ -348,13 +357,13 @@ class TraceAnalysis:
         prefetch: bool | None = None,
         progress: Progress = no_progress,
     ) -> list[Row]:
-        """Replays the trace with whole strategies, and adds Belady's bound. "all" stands for every available strategy.
-        `policy`, `predictor` and `prefetch` replace the corresponding part of each strategy, unless they are "auto" or
-        None.
+        """Replays the trace with whole strategies, and adds Belady's bound for each share. "all" stands for every
+        available strategy. `policy`, `predictor` and `prefetch` replace the corresponding part of each strategy, unless
+        they are "auto" or None.
 
-        options: the link and the time of a layer. Raises OptionError for unknown names, and for parts that this model
-        lacks. Also raises OptionError if a strategy prefetches but there is no link, unless `prefetch` is True. Warns
-        about the strategies that "all" leaves out.
+        options: the link and the time of a layer. Raises OptionError for unknown names, and for policies and predictors
+        that are not available for this model. Also raises OptionError if a strategy prefetches but there is no link,
+        unless `prefetch` is True. Warns about the strategies that "all" leaves out.
         """
 
         def check_parts(name: str) -> None:
@@ -391,8 +400,9 @@ class TraceAnalysis:
         return rows
 
     def _measured_choice(self, share: float, timed: bool) -> ControllerChoice:
-        """Returns the policy and the predictor that a live run would choose for a share. Without saved hit rates,
-        predictions are used only if the replay has a link and the trace has the predictor's inputs."""
+        """Returns the policy and the predictor that a live run would choose for this share of experts with slots.
+        Without saved hit rates, the choice has predictions only if `timed` is True and `prefetch_predictor` can predict
+        from this trace."""
         if measured := self.artifacts.measured():
             return measured.choose(share)
         name = prefetch_predictor(self.artifacts)
@@ -401,14 +411,15 @@ class TraceAnalysis:
         return replace(UNMEASURED, predictor=name)
 
     def save(self, rows: Sequence[Row], reported: Sequence[Row], alone: Sequence[Row] = ()) -> Path:
-        """Saves decode hit rates in the file that `policy="auto"` reads. Returns the path.
+        """Saves decode hit rates in the file that `policy="auto"` reads. Returns the path. Raises OptionError if the
+        model's fingerprint is not known.
 
         rows: replays of the requests from which `auto` chooses its policy. If a policy was replayed with several
         predictors, the predictor with the highest mean hit rate is saved.
 
         reported: replays of other requests, whose hit rates `show` and `estimate` print.
 
-        alone: replays of each of these other requests by itself, starting from an empty cache.
+        alone: replays of each of these other requests by itself, starting with empty slots.
         """
         rates: dict[tuple[str, str], dict[float, float]] = {}
         for row in rows:

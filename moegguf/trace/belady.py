@@ -2,8 +2,8 @@
 
 Rules: each distinct expert of a routing event is one lookup; all layers share one pool; there is no prefetching.
 `belady` needs a slot for every expert of an event at the same time. In `least_misses`, an expert may be computed
-without getting a slot (bypass), as for streamed prompts. No policy can read fewer experts. This module does not use the
-store or the native library.
+without keeping a slot (bypass), as for streamed prompts. Under these rules, no policy has fewer misses with this number
+of slots. This module does not use the store or the native library.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ReplayCounts:
 
 def gap_closed(rate: float | None, lru: float | None, bound: float | None) -> float | None:
     """Returns the share of the gap between LRU's hit rate and Belady's bound that `rate` closes: 0 for LRU, 1 for the
-    bound. Returns None if there is no gap."""
+    bound. Returns None if there is no gap, or if an argument is None."""
     if rate is None or lru is None or bound is None or bound - lru <= 1e-9:
         return None
     return (rate - lru) / (bound - lru)
@@ -55,17 +55,17 @@ def gap_closed(rate: float | None, lru: float | None, bound: float | None) -> fl
 @dataclass(frozen=True)
 class Lookups:
     """A trace as a sequence of routing events. Event i looks up the distinct experts keys[start[i]:start[i + 1]], in
-    the order in which they first occur."""
+    the order in which they first occur in the event."""
 
-    keys: Ints  # (n_lookups,) index of the MoE layer * n_expert + expert
+    keys: Ints  # (n_lookups,) (index of the layer among the layers with experts) * n_expert + expert
     start: Ints  # (n_events + 1,)
-    next_use: Ints  # (n_lookups,) the next event that looks up the same key; n_events: there is none
+    next_use: Ints  # (n_lookups,) index of the next event that looks up the same key; n_events if there is none
     decode: npt.NDArray[np.bool_]  # (n_events,) True: the event belongs to a decode pass
 
     @classmethod
     def of(cls, trace: Trace) -> Lookups:
-        """Returns the events of a trace in the order of the live run: pass by pass, and layer by layer within a
-        pass."""
+        """Returns the events of a trace in the order of the live run: pass by pass, and layer by layer within a pass.
+        Events without an expert are left out."""
         n_row = len(trace.shape.layers)
         n_expert = trace.shape.n_expert
         pass_of = np.repeat(np.arange(trace.n_pass), np.diff(trace.pass_start))
@@ -97,11 +97,11 @@ def _next_use(keys: Ints, events: Ints, never: int) -> Ints:
 
 
 def belady(lookups: Lookups, n_slots: int) -> ReplayCounts:
-    """Returns the counts of a replay that always evicts the expert whose next use is farthest in the future. No policy
-    can have more hits.
+    """Returns the counts of a replay that starts with empty slots and evicts the expert whose next use is farthest in
+    the future. No policy can have more hits under the rules above.
 
     The experts of the current event are never evicted. Raises OptionError if an event needs more than `n_slots`
-    experts.
+    experts, or if `n_slots` is below 1.
     """
     looked_up = np.diff(lookups.start)
     widest = int(looked_up.max(initial=0))
@@ -113,8 +113,8 @@ def belady(lookups: Lookups, n_slots: int) -> ReplayCounts:
 
 
 def least_misses(lookups: Lookups, n_slots: int, resident: Iterable[int] = ()) -> Ints:
-    """Returns the keys of the experts that must be read, in the order of reading. No policy can read fewer, with or
-    without bypass.
+    """Returns the keys of the experts that must at least be read, in the order of reading. No policy can read fewer
+    experts, with or without bypass.
 
     An expert that must be read twice appears twice. resident: keys of the experts that have slots at the start.
     """
@@ -124,7 +124,7 @@ def least_misses(lookups: Lookups, n_slots: int, resident: Iterable[int] = ()) -
 def _missed(
     lookups: Lookups, n_slots: int, resident: Iterable[int] = (), bypass: bool = False
 ) -> npt.NDArray[np.bool_]:
-    """Returns (n_lookups,), True for each lookup that misses. Always evicts the expert whose next use is farthest in
+    """Returns an array (n_lookups,): True for each lookup that misses. Evicts the expert whose next use is farthest in
     the future. With `bypass`, that may be an expert of the current event."""
     keys = lookups.keys.tolist()
     start = lookups.start.tolist()
@@ -134,7 +134,7 @@ def _missed(
     for event in reversed(range(n_events)):
         first_use |= dict.fromkeys(keys[start[event] : start[event + 1]], event)
     due = {key: first_use.get(key, n_events) for key in resident}  # expert with a slot -> event of its next use
-    # Heap of (-next use, expert); an entry that differs from `due` is outdated and ignored
+    # Heap of (-event of the next use, expert); an entry that differs from `due` is outdated and ignored
     farthest = [(-event, key) for key, event in due.items()]
     heapq.heapify(farthest)
     missed = np.zeros(len(keys), np.bool_)

@@ -1,11 +1,11 @@
 """The trace file: an .npz of blocks, which is written while the model runs and completely checked when it is read.
 
-The file is a zip. Block i consists of the members NAME.00000i.npy, with the names and shapes of `Trace`'s arrays. Its
-pass_start counts from the block's first token. The last member, `header.json`, lists the blocks, so a truncated file
-has no header. `numpy.load(path, allow_pickle=False)` opens a trace without moegguf. Inputs are stored uncompressed,
-because they hardly compress; everything else is compressed (deflate).
+The file is a zip. Block number i consists of the members NAME.i.npy (i with six digits), with the names and shapes of
+`Trace`'s arrays. A block's pass_start counts from the block's first token. The last member, `header.json`, lists the
+blocks, so a truncated file has no header. `numpy.load(path, allow_pickle=False)` opens a trace without moegguf. Inputs
+are stored uncompressed, because they hardly compress; everything else is compressed (deflate).
 
-This module is imported only when a trace is read or written, because pydantic takes 0.05 s to load.
+This module imports pydantic, which is slow. Programs should import it only if they read or write traces.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Block(NamedTuple):
     n_pass: Count
     n_tokens: Count
     inputs: Flag  # 1: the block has the routers' inputs
-    batches: Flag  # 1: passes have tokens of several requests, so each token has its request and phase
+    batches: Flag  # 1: the block has the request and phase of each token, because passes have tokens of several
 
 
 class _Shape(BaseModel, strict=True, extra="forbid"):
@@ -83,7 +83,7 @@ class FileHeader(BaseModel, strict=True):
     labels: dict[Sequence, Text]
     settings: dict[Text, int | FiniteFloat | Text]
     weights: bool  # True: the file has the router's weights, by which the experts' outputs are multiplied
-    inputs: bool  # True: the routers' inputs were recorded
+    inputs: bool  # True: the routers' inputs were recorded, at least in some blocks
     n_pass: Count
     n_tokens: Count
     blocks: Annotated[list[Block], Field(max_length=MAX_BLOCKS)]  # blocks in the order of the file
@@ -102,7 +102,7 @@ class FileHeader(BaseModel, strict=True):
 
     @property
     def about(self) -> TraceHeader:
-        """The header of the trace in memory."""
+        """The fields of this header that a `Trace` in memory keeps."""
         return TraceHeader(self.model, self.fingerprint, self.labels, self.settings)
 
 
@@ -112,7 +112,7 @@ def _sizes(blocks: Iterable[Block]) -> tuple[int, int]:
 
 
 def encode(shape: MoeShape, header: TraceHeader, *, weights: bool, inputs: bool, blocks: list[Block]) -> bytes:
-    """Returns the JSON text of a header. Raises TraceError if `decode` would reject it."""
+    """Returns a header as JSON in UTF-8. Raises TraceError if `decode` would reject it."""
     n_pass, n_tokens = _sizes(blocks)
     facts = {"shape": asdict(shape), **asdict(header), "weights": weights, "inputs": inputs}
     data = json.dumps(facts | {"n_pass": n_pass, "n_tokens": n_tokens, "blocks": blocks})
@@ -120,7 +120,7 @@ def encode(shape: MoeShape, header: TraceHeader, *, weights: bool, inputs: bool,
 
 
 def decode(data: bytes) -> FileHeader:
-    """Parses a header. Raises TraceError for the first field that is missing or not within its limits."""
+    """Parses a header. Raises TraceError for the first field that is missing or breaks a rule."""
     try:
         return FileHeader.model_validate_json(data)
     except ValidationError as error:
@@ -133,10 +133,10 @@ def decode(data: bytes) -> FileHeader:
 
 MAX_HEADER_BYTES = 32 << 20
 HEADER = "header.json"
-MAX_TRACE_BYTES = 16 << 30  # maximum bytes of a whole trace in memory
-_NPY_BYTES = 4096  # maximum bytes of the npy header of a member
+MAX_TRACE_BYTES = 16 << 30  # largest size of a whole trace in memory, in bytes
+_NPY_BYTES = 4096  # largest size of a member's npy header, in bytes
 _DEFLATE_LEVEL = 1  # other levels change the size of routing by less than a tenth
-# Exceptions that zipfile, numpy and json raise for invalid data.
+# Exceptions that zipfile, numpy and json raise for invalid data
 DAMAGE = (
     zipfile.BadZipFile, zlib.error, struct.error, tokenize.TokenError, ArithmeticError, EOFError, LookupError,
     MemoryError, RuntimeError, SyntaxError, TypeError, ValueError,
@@ -174,8 +174,8 @@ def _require(holds: Any, name: str, rule: str) -> None:
 
 
 def _computes_last_tokens(trace: Trace) -> bool:
-    """Returns True if a layer that was not computed for all tokens of a pass was computed for the last ones. Checks
-    only passes of a single request and phase."""
+    """Returns True if each layer that was not computed for all tokens of a pass was computed for the pass's last
+    tokens. Checks only passes of a single request and phase."""
     lengths = np.diff(trace.pass_start)
     of_pass = np.repeat(np.stack([trace.pass_sequence, trace.pass_phase]), lengths, axis=1)
     other = (of_pass != np.stack([trace.sequence_of, trace.phase_of])).any(axis=0)
@@ -224,15 +224,15 @@ def _member(name: str, block: int) -> str:
 
 
 def partial_of(path: Path) -> Path:
-    """Returns the temporary path at which a trace is written until it is complete."""
+    """Returns the temporary path, beside `path`, at which a trace is written until it is complete."""
     return path.with_name(path.name + ".partial")
 
 
 class TraceWriter:
     """Writes a trace block by block to PATH.partial, which `close` renames to PATH.
 
-    If the recording is killed, there is no file at PATH. Raises TraceError if a write fails or a block has wrong
-    shapes.
+    If the recording is killed, PATH is as it was before. Raises TraceError if a write fails, if PATH is not a file that
+    can be replaced, or if a block has wrong shapes.
     """
 
     def __init__(self, path: str | os.PathLike[str], shape: MoeShape, *, weights: bool, inputs: bool) -> None:
@@ -248,7 +248,7 @@ class TraceWriter:
             self._zip = zipfile.ZipFile(self.partial, "w", zipfile.ZIP_DEFLATED, compresslevel=_DEFLATE_LEVEL)
 
     def add(self, block: Trace) -> None:
-        """Appends the passes of `block`. Its inputs may be None. Raises TraceError."""
+        """Appends the passes of `block`, which may have no inputs. Raises TraceError."""
         has_inputs = block.inputs is not None
         batches = block.token_sequence is not None
         spec = _spec(self.shape, block.n_pass, block.n_tokens, weights=self.weights, inputs=has_inputs, batches=batches)
@@ -278,7 +278,7 @@ class TraceWriter:
             os.replace(self.partial, self.path)
 
     def discard(self) -> None:
-        """Removes the unfinished file. Does nothing after `close`."""
+        """Removes the unfinished file. Does nothing after `close` has succeeded."""
         with suppress(OSError):  # closing fails if the disk is full, but the file is removed anyway
             self._zip.close()
         self.partial.unlink(missing_ok=True)
@@ -305,10 +305,12 @@ def write(path: str | os.PathLike[str], trace: Trace) -> None:
 
 
 def read(path: str | os.PathLike[str], max_bytes: int = MAX_TRACE_BYTES) -> Trace:
-    """Reads the trace at `path` and checks every rule. Raises TraceError if it is missing, damaged or too large.
+    """Reads the trace at `path` and checks every rule. Raises TraceError if it is missing, damaged, or larger than
+    `max_bytes` in memory.
 
-    Before a member of the zip file is unpacked, its declared size is compared with the size that the header implies,
-    and the size of all members together with `max_bytes`. Unknown members are ignored.
+    The header implies the sizes of all arrays. They are added up before anything but the header is unpacked. Before an
+    array is unpacked, the size that the zip file declares for it is compared with its implied size. Unknown members are
+    ignored.
     """
     path = Path(path)
     try:
@@ -372,7 +374,8 @@ def _load(archive: zipfile.ZipFile, member: str, dtype: np.dtype[Any], shape: tu
 
 
 def _copy_block(target: npt.NDArray[Any], name: str, part: npt.NDArray[Any], first_pass: int, tokens: slice) -> None:
-    """Copies an array of one block to its place in the array of the whole trace."""
+    """Copies an array of one block to its place in the array of the whole trace. Raises TraceError if pass_start does
+    not end with the block's number of tokens."""
     if name == "pass_start":
         if part[0] != 0 or part[-1] != tokens.stop - tokens.start:
             raise TraceError(f"pass_start must go from 0 to {tokens.stop - tokens.start}; record the trace again.")
@@ -386,8 +389,7 @@ def _copy_block(target: npt.NDArray[Any], name: str, part: npt.NDArray[Any], fir
 
 
 def _fill_in(arrays: dict[str, Any], passes: slice) -> None:
-    """Sets the request and phase of each token in these passes. All tokens of such a pass have the request and phase of
-    the pass."""
+    """Sets the request and phase of each token in these passes to the request and phase of the token's pass."""
     starts = arrays["pass_start"][passes.start : passes.stop + 1]
     for of_token, of_pass in (("token_sequence", "pass_sequence"), ("token_phase", "pass_phase")):
         arrays[of_token][starts[0] : starts[-1]] = np.repeat(arrays[of_pass][passes], np.diff(starts))

@@ -29,14 +29,15 @@ _NEEDED = {
     "n_expert_used": "--used N, the experts that a token uses in a layer",
     "expert_bytes": "--expert-size SIZE, the bytes of one expert, such as 9MiB",
 }
-"""Facts that a trace must have, and the options with which the user can give them."""
+"""{fact that a trace must have: the option with which the user can give this fact}."""
 
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """Facts about the model that the user gives in addition to the files, with the names of `MoeShape`'s fields.
+    """Facts that the user gives in addition to the files. Facts about the model's shape have the names of `MoeShape`'s
+    fields.
 
-    If a fact is None, it is taken from the files or from the model.
+    A fact that is None is taken from the files or from the model's file.
     """
 
     model: Path | None = None  # GGUF file of the recorded model; the trace gets the model's shape and fingerprint
@@ -44,21 +45,21 @@ class ImportOptions:
     n_expert_used: int | None = None
     layers: tuple[int, ...] | None = None
     expert_bytes: int | None = None
-    n_prompt: int = 1  # tokens of each prompt, if the file does not state this
+    n_prompt: int = 1  # number of tokens of each prompt whose length the file does not state
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The given facts about the model, by name."""
+        """{name: value} of the given facts about the model's shape."""
         given = asdict(self)
         return {name: given[name] for name in (*_NEEDED, "layers") if given[name] is not None}
 
 
 def import_trace(paths: Sequence[Path], out: Path, options: ImportOptions) -> Trace:
-    """Combines the routing in these files into one trace, writes it to `out`, and returns it.
+    """Combines the routing in these files into one trace, writes the trace to `out`, and returns it.
 
     Raises TraceError for a file that breaks a rule, and for files or options that contradict each other about the
-    model. Also raises TraceError if a necessary fact is missing everywhere. `out` is then unchanged. Also raises the
-    errors of `read_layout`.
+    model. Also raises TraceError if a necessary fact is missing everywhere, and the errors of `read_layout`. After an
+    error, `out` is unchanged.
     """
     facts = _Facts()
     header = TraceHeader(paths[0].stem, settings={"imported_from": paths[0].name, "imported_files": len(paths)})
@@ -86,7 +87,7 @@ class _Facts:
         self._found: dict[str, tuple[Any, str]] = {}
 
     def add(self, source: str, facts: Mapping[str, Any]) -> None:
-        """Adds facts. Raises TraceError if one of them contradicts an earlier one."""
+        """Adds facts. Raises TraceError if one of them has another value than an earlier fact of this name."""
         for name, value in facts.items():
             known, where = self._found.setdefault(name, (value, source))
             if known != value:
@@ -96,13 +97,13 @@ class _Facts:
                 )
 
     def add_model(self, path: Path) -> str:
-        """Adds the shape of the model in a GGUF file. Returns the fingerprint of its routers."""
+        """Adds the shape of the model in a GGUF file. Returns the fingerprint of the model's routers."""
         layout = read_layout(path)
         self.add(path.name, asdict(MoeShape.of(layout)))
         return fingerprint(layout)
 
     def get(self, name: str) -> Any:
-        """Returns a fact. If it is missing, raises TraceError, which names the option for it."""
+        """Returns the value of a fact. If the fact is missing, raises TraceError with the option that gives it."""
         if name not in self._found:
             raise TraceError(
                 f"{name} is needed, but neither in the files nor given; add {_NEEDED[name]}, or --model FILE.gguf."
@@ -110,7 +111,8 @@ class _Facts:
         return self._found[name][0]
 
     def shape(self, n_rows: int) -> MoeShape:
-        """Returns the model's shape. `n_rows`: number of layers in the first request. Raises TraceError."""
+        """Returns the model's shape. `n_rows` is the number of layers in the first request. Without the fact `layers`,
+        they are numbered from 0. Raises TraceError."""
         known = {name: value for name, (value, _) in self._found.items()}
         layers = known.setdefault("layers", tuple(range(n_rows)))
         if layers[0] < 0 or any(b <= a for a, b in pairwise(layers)):
@@ -124,8 +126,8 @@ def _short(value: Any) -> str:
 
 
 def _with_experts(name: str, routing: Routing, facts: _Facts) -> Routing:
-    """Returns the request with expert ids. If it has logits, chooses the experts with the largest logits. Raises
-    TraceError."""
+    """Returns the request with expert ids. If the request has logits, chooses the experts with the largest logits.
+    Raises TraceError."""
     if not routing.has_logits:
         return routing
     n_used = facts.get("n_expert_used")
@@ -137,8 +139,8 @@ def _with_experts(name: str, routing: Routing, facts: _Facts) -> Routing:
 
 
 def _check_ids(name: str, routing: Routing, shape: MoeShape) -> None:
-    """Raises TraceError if an expert id is not one of the model's, or if a token has the same expert twice in a
-    layer."""
+    """Raises TraceError if the number of layers or an expert id does not fit the model, or if a token has the same
+    expert twice in a layer."""
     ids = routing.chosen
     if ids.shape[1] != len(shape.layers):
         raise TraceError(
@@ -162,8 +164,9 @@ def _check_ids(name: str, routing: Routing, shape: MoeShape) -> None:
 
 
 def _trace(shape: MoeShape, header: TraceHeader, requests: Iterable[Routing], n_prompt: int) -> Trace:
-    """Returns a trace of these requests, one after another. `n_prompt` is the number of prompt tokens of each request
-    that does not state it. Raises TraceError for a prompt that is longer than its request."""
+    """Returns a trace of these requests, one after another. A request that does not state its number of prompt tokens
+    has `n_prompt`, or fewer if the request is shorter. Raises TraceError for a stated number that does not fit the
+    request."""
     lengths = list[int]()
     firsts = list[int]()
     phases = list[int]()

@@ -1,4 +1,4 @@
-"""Reads prompt files, the input of trace recordings and benchmarks. Does not depend on models and tokenizers.
+"""Reads prompt files, the input of trace recordings. This module knows nothing about models and tokenizers.
 
 NAME.jsonl has one object per line: {"prompt": "...", "label": "...", "n_predict": 64, "completion": "..."}. Only the
 prompt is required. Any other file is plain text with one prompt per paragraph; empty lines separate the paragraphs.
@@ -25,7 +25,7 @@ Label = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, ma
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt of a file, with an optional answer."""
+    """A prompt, with an optional answer."""
 
     text: str
     label: str  # kind of text
@@ -42,7 +42,7 @@ class _Line(BaseModel, strict=True, extra="forbid"):
 
 
 def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
-    """Returns the prompts in a file, in order. The default label is the file's name without extension.
+    """Returns the prompts in a file, in order. A prompt without a label gets the file's name without its extension.
 
     Raises OptionError for a file that is missing, not UTF-8 or without prompts, or for the first invalid line.
     """

@@ -1,8 +1,8 @@
 """Records announcements and routing events into a trace file, block by block, while the model computes.
 
-An announcement has the tokens that are evaluated next. For each event, the recorder only copies the event's arrays;
-the arrays of a block are built once per block. Only one thread may call announce() and observe(). Any thread may call
-label().
+An announcement has the tokens that are evaluated next. For each event, the recorder usually only copies the event's
+arrays; the arrays of a block are built once per block. Only one thread may call announce() and observe(). Any thread
+may call label().
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moegguf.trace.format import TraceWriter, encode
 from moegguf.trace.trace import MAX_TEXT, Setting, Trace, TraceHeader
 
 BLOCK_PASSES = 256
-BLOCK_BYTES = 64 << 20  # maximum bytes of a block in memory; a block with a single pass may be larger
+BLOCK_BYTES = 64 << 20  # a block ends with the pass that makes the block's size in memory reach this number of bytes
 
 T = TypeVar("T")
 
@@ -53,8 +53,8 @@ class _Pass:
         return self.first.first_token >= 0 and self.announced is not None and self.announced.sequences is not None
 
     def of_tokens(self, name: str, unknown: int) -> Int32s:
-        """Returns (n_tokens,): the values for this pass from the array `name` of the announcement. Values that are not
-        known are `unknown`."""
+        """Returns an array (n_tokens,): the values for this pass from the array `name` of the announcement. Values that
+        are not known are `unknown`."""
         found = np.full(self.n_tokens, unknown, np.int32)
         values = getattr(self.announced, name, None)
         if self.first.first_token >= 0 and values is not None:
@@ -63,8 +63,8 @@ class _Pass:
         return found
 
     def of_layers(self, shape: MoeShape, name: str, size: int, empty: npt.ArrayLike) -> npt.NDArray[Any]:
-        """Returns (n_moe_layer, n_tokens, size): the values `name` of the events of all layers. Missing values are
-        `empty`, which also determines the type of the array."""
+        """Returns an array (n_moe_layer, n_tokens, size) with the field `name` of the events of all layers. Missing
+        values are `empty`, which also determines the type of the array."""
         n_tokens = self.n_tokens
         found = np.full((len(shape.layers), n_tokens, size), empty)
         for row, event in self.layers:
@@ -72,7 +72,7 @@ class _Pass:
             if values is None:
                 continue
             here: Any = slice(n_tokens - len(values), n_tokens)
-            # The layer was computed only for the tokens whose logits were needed
+            # A layer that was not computed for all tokens was computed for the tokens whose logits were needed
             if len(values) < n_tokens and self.is_mixed:
                 wanted = np.flatnonzero(self.of_tokens("outputs", 0))
                 here = wanted if len(wanted) == len(values) else here
@@ -83,9 +83,9 @@ class _Pass:
 class Recorder:
     """Writes routing to a trace file, which has a temporary name until close().
 
-    inputs: True: the routers' inputs are recorded, too, if events have them. Raises TraceError if `path` cannot be
-    written or `header` is invalid. If writing fails later, only the recording ends, and the model runs on. close() then
-    raises the error.
+    If `inputs` is True, the routers' inputs are recorded, too, as far as events have them. The constructor raises
+    TraceError if `path` cannot be written or `header` is invalid. If writing fails later, only the recording ends, and
+    the model runs on. close() then raises the error.
     """
 
     def __init__(
@@ -114,7 +114,8 @@ class Recorder:
         self._announced = Announcement(**copied)
 
     def observe(self, event: RoutingEvent) -> None:
-        """Records the routing event of a layer. Ignores an event that does not fit the model's shape."""
+        """Records the routing event of a layer. Ignores an event that does not fit the model's shape, and all events
+        after close(), discard() or a failed write."""
         if self._closed or self._error is not None:
             return
         current = self._open
@@ -130,13 +131,14 @@ class Recorder:
         current.layers.append((row, event._replace(expert_ids=event.expert_ids.copy(), weights=weights, inputs=inputs)))
 
     def label(self, sequence: int, text: str) -> None:
-        """Sets the label of a request, which names its kind of text."""
+        """Sets the label of a request, which names the request's kind of text. Labels are cut to MAX_TEXT
+        characters."""
         self._labels[sequence] = text[:MAX_TEXT]
 
     def close(self, **settings: Setting) -> None:
         """Writes the remaining passes and completes the file. Adds `settings` to the settings in the header.
 
-        No event may follow. Raises TraceError if anything could not be written.
+        Later events are ignored, and a second call does nothing. Raises TraceError if anything could not be written.
         """
         if self._closed:
             return
@@ -150,13 +152,14 @@ class Recorder:
             raise self._error
 
     def discard(self) -> None:
-        """Cancels the recording and removes its file. Does nothing after close()."""
+        """Cancels the recording and removes the unfinished file. Does nothing after close()."""
         if not self._closed:
             self._closed = True
             self._writer.discard()
 
     def _begin(self, event: RoutingEvent) -> _Pass:
-        """Begins a new pass with this event, and finishes the previous pass."""
+        """Finishes the previous pass, writes the finished passes if they are enough for a block, and begins a new pass.
+        `event` is the new pass's first event, which this method does not record."""
         self._finish()
         if len(self._finished) >= BLOCK_PASSES or self._pending_bytes >= BLOCK_BYTES:
             self._flush()
@@ -165,7 +168,7 @@ class Recorder:
         return self._open
 
     def _finish(self) -> None:
-        """Finishes the current pass. Discards a pass without tokens."""
+        """Finishes the current pass, if there is one. Discards a pass without tokens."""
         if self._open is not None and self._open.n_tokens:
             self._finished.append(self._open)
         self._open = None

@@ -2,9 +2,10 @@
 
 A file of arrays has one request. Its array `expert_ids` has the axes (token, layer, expert of the token), or its array
 `router_logits` has the axes (token, layer, expert). `_OPTIONAL` has the names of optional arrays. A .npy file has only
-one array. Floating-point numbers are logits, and whole numbers are expert ids. A table has a row for each request,
-position and layer, with the columns `request`, `position`, `layer` and `experts`, and optionally `token` and `phase`.
-Every value is checked; nothing in a file is ever executed.
+one array without a name: logits if it has floating-point numbers, otherwise expert ids.
+
+A table has a row for each request, position and layer, with the columns `request`, `position`, `layer` and `experts`,
+and optionally `token` and `phase`. Values are checked, and nothing in a file is ever executed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _FACTS = ("n_expert", "n_expert_used", "n_layer", "n_vocab", "expert_bytes")  # 
 _OPTIONAL = ("tokens", "n_prompt", "layers", *_FACTS)
 _COLUMNS = ("request", "position", "layer", "experts")
 PHASES = ("prefill", "decode")
-_MOST = 1 << 31  # all numbers in a file must be smaller than this
+_MOST = 1 << 31  # numbers in a table, token ids and layer numbers must be smaller than this
 
 Ids = npt.NDArray[np.int64]
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -58,15 +59,15 @@ class Routing:
 
 @dataclass(frozen=True)
 class RoutingFile:
-    """The requests in one file, and facts about the model. `facts`: `layers` (a tuple), and numbers with the names of
-    `MoeShape`'s fields."""
+    """The requests in one file, and facts about the model. `facts` may have `layers` (a tuple), and numbers with the
+    names of `MoeShape`'s fields."""
 
     requests: list[Routing]
     facts: Mapping[str, Any]
 
 
 def read_routing(path: Path) -> RoutingFile:
-    """Reads a file in the format that its suffix names. Raises TraceError for a file that is missing, damaged, too
+    """Reads a file in the format that belongs to its suffix. Raises TraceError for a file that is missing, damaged, too
     large or in another format."""
     read = _READERS.get(path.suffix.lower())
     if read is None:
@@ -82,7 +83,8 @@ def read_routing(path: Path) -> RoutingFile:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Converts every error of reading into a TraceError with the file's name."""
+    """Converts errors of reading, such as OSError and errors for invalid data, into a TraceError with the file's
+    name."""
     try:
         yield
     except TraceError as error:
@@ -149,8 +151,8 @@ def _checked(arrays: Arrays) -> RoutingFile:
 
 
 def _agree(facts: dict[str, Any], fact: str, found: int, name: str) -> None:
-    """Adds a fact that follows from the shape of an array. Raises TraceError if the file states another number for this
-    fact."""
+    """Adds `fact`, whose value `found` follows from the shape of the array `name`. Raises TraceError if `facts` has
+    another value for `fact`."""
     if facts.setdefault(fact, found) != found:
         raise TraceError(f"{fact} is {facts[fact]}, but {name} has {found} of them in its last axis; save both anew.")
 
@@ -229,10 +231,10 @@ def _collected(rows: Iterable[tuple[int, Row]]) -> RoutingFile:
 
 
 def _request(name: str, table: Ids, ids: Ids, layers: Ids) -> Routing:
-    """Returns one request from its sorted rows. Raises TraceError if a layer is missing at a position or appears
-    twice."""
+    """Returns one request from its sorted rows. Raises TraceError if a layer is missing at a position or appears twice,
+    or if a row of the prompt comes after a row of the answer."""
     n_rows = len(table)
-    row = np.arange(n_rows + 1)  # one row more than the table has, to name the missing row if the last one is missing
+    row = np.arange(n_rows + 1)  # one more than the table has, so that the error can name a row missing at the end
     expected = np.stack([row // len(layers), layers[row % len(layers)]], axis=1)
     wrong = np.flatnonzero((table[:, 1:3] != expected[:-1]).any(axis=1))
     if len(wrong) or n_rows % len(layers):
@@ -251,7 +253,7 @@ def _request(name: str, table: Ids, ids: Ids, layers: Ids) -> Routing:
 
 
 def _expert_list(value: Any, line: int) -> list[int]:
-    """Returns the experts of a row. `value` is a list, or a text with spaces, semicolons or commas between the
+    """Returns the experts of a row. `value` is a list, or a string with spaces, semicolons or commas between the
     numbers."""
     parts = value if isinstance(value, list) else re.split(r"[\s;,]+", str(value).strip().strip("[]"))
     return [_whole(part, "experts", line) for part in parts]

@@ -1,9 +1,10 @@
 """Replays a trace with the same store and the same controller as a live run, over a simulated link. The results are
 hits, bytes, stall and tokens per second.
 
-The counters equal the counters of a live run with the same trace, policy and slots. The native library is needed, but
-no model: the layout of the experts comes from the trace's shape. One or several devices may compute layers from their
-slots, with slots in RAM below them.
+With the policy, predictor and slots of the recorded run, the counts of lookups, hits, misses and evictions equal the
+run's counts, under the conditions in `moegguf/trace/__init__.py`. The native library is needed, but no model: the
+layout of the experts comes from the trace's shape. One or several devices may compute layers from their slots, with
+slots in RAM below them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from moegguf.native.slot_sizes import slot_tokens
 from moegguf.native.store import DeviceSlots, Store, StoreContext, StoreOptions, Tier
 from moegguf.trace.trace import Trace
 
-GGML_TYPE_I8 = 24  # an expert matrix of any size can be a single row, because this type has one byte per value
+GGML_TYPE_I8 = 24  # has one byte per value, so that an expert's matrix of any size can be a single row
 NO_LIMIT = 1 << 30  # a number of tokens that no pass reaches
 REAL_TIME = ("hook_ns", "forecast_ns")  # counters of measured time, which does not follow from the trace
 VRAM, RAM, STAGING = "VRAM", "RAM", "staging"  # keys of `SimResult.tiers`
@@ -40,7 +41,7 @@ class SimOptions:
     """Options of a replay."""
 
     prefetch: PrefetchOptions | None = None  # None: no prefetching
-    link_bytes_per_s: float = 0.0  # 0: transfers take no time
+    link_bytes_per_s: float = 0.0  # speed of the link from the file; 0: reads take no time
     link_latency_s: float = 0.0
     layer_compute_us: float = 0.0  # computing time of a layer for each token
     layer_pass_us: float = 0.0  # computing time of a layer for each pass, in addition
@@ -50,7 +51,7 @@ class SimOptions:
 
     @property
     def timed(self) -> bool:
-        """True if transfers take time."""
+        """True if reads from the file take simulated time."""
         return self.link_bytes_per_s > 0
 
     @property
@@ -91,12 +92,11 @@ class Span(_Sums):
     bytes_prefetched: int = 0
     stall_ns: int = 0
     clock_ns: int = 0  # simulated time of the passes
-    bytes_useful: int = 0  # bytes of prefetched experts that had arrived in their slots before they were used
+    bytes_useful: int = 0  # bytes of prefetched experts that were complete in their slots when they were looked up
 
     @property
     def moved_per_useful(self) -> float | None:
-        """Prefetched bytes divided by the prefetched bytes that were used and arrived in time; None if no such byte
-        arrived."""
+        """Prefetched bytes divided by `bytes_useful`; None if `bytes_useful` is 0."""
         return self.bytes_prefetched / self.bytes_useful if self.bytes_useful else None
 
 
@@ -125,8 +125,8 @@ class SimResult:
     """The result of a replay.
 
     `tiers` has counters by tier: "VRAM", "RAM" and, if prompts are staged, "staging". With several devices, "VRAM" is
-    the sum of the devices, and each device also has an entry with its name. `decode_tiers` has the same entries for
-    decode passes only. Both dictionaries are empty if there is only one tier.
+    the sum of the devices, and each device also has an entry with its name. `decode_tiers` has the counters of decode
+    passes only. Both dictionaries are empty if there is only one tier.
     """
 
     policy: str
@@ -138,7 +138,8 @@ class SimResult:
     decode: Span  # decode passes
     # {request: counters of its decode passes, or of its other passes if there are none}
     sequences: Mapping[int, Span] = field(default_factory=dict)
-    t_per_s: float | None = None  # decoded tokens per second of simulated time; None: transfers take no time
+    # Decoded tokens per second of simulated time; None if transfers or decode passes take no time
+    t_per_s: float | None = None
     tiers: Mapping[str, TierSpan] = field(default_factory=dict)
     decode_tiers: Mapping[str, TierSpan] = field(default_factory=dict)
 
@@ -161,8 +162,8 @@ class SimResult:
 
 
 def layout_of(shape: MoeShape) -> ExpertLayout:
-    """Returns a layout with this shape but no files, for a simulated store. Each expert has shape.expert_bytes
-    bytes."""
+    """Returns a layout with this shape but no files, for a simulated store. Each expert has shape.expert_bytes bytes,
+    but at least 3."""
     third = max(1, shape.expert_bytes // 3)
     n = shape.n_layer
     k = shape.n_expert_used
@@ -194,15 +195,15 @@ def slots_of(shape: MoeShape, share: float) -> int:
 
 
 def fitted(trace: Trace, n_slots: int) -> Trace:
-    """Returns the trace with long passes split, so that no routing event needs more than n_slots experts. This is
-    necessary for a store that cannot stream experts."""
+    """Returns the trace with long passes split, so that no routing event needs more than n_slots experts (at least
+    n_expert_used). A store that cannot stream experts needs this."""
     return _cut(trace, _most_tokens(trace, n_slots, len(trace.shape.layers), NO_LIMIT))
 
 
 def _most_tokens(trace: Trace, n_slots: int, n_layers: int, slot_tokens: int) -> int:
     """Returns the maximum number of tokens that a pass may have with n_slots slots for n_layers layers.
 
-    slot_tokens: a further limit, which counts if not every expert has a slot.
+    slot_tokens: a further limit, which applies unless every expert has a slot.
     """
     shape = trace.shape
     longest = int(np.diff(trace.pass_start).max(initial=0))
@@ -232,8 +233,8 @@ class Simulation:
     """One replay of a trace. The policy and the predictor must be new objects, because they keep state.
 
     n_slots: the number of slots of the CPU, which then computes every layer, or the devices with their slots. Devices
-    may have staging tensors for passes of more than one token. On devices without staging tensors, passes are cut to
-    the number of tokens that slots compute exactly. Raises OptionError if the slots cannot hold one token's experts of
+    may have staging tensors for passes of more than one token. If no device has any, passes are cut to the number of
+    tokens that slots compute exactly. Raises OptionError if the slots of a device are fewer than one token's experts of
     a layer.
     """
 
@@ -266,7 +267,8 @@ class Simulation:
         self.n_slots = sum(device.n_slots for device in devices)
 
     def run(self) -> SimResult:
-        """Replays all passes. Raises CallbackError if the policy or predictor fails."""
+        """Replays all passes. Raises CallbackError if the policy or predictor fails. Raises OptionError if the trace
+        cannot be replayed with these slots."""
         n_ram = self.options.n_ram_slots
         store = Store(layout_of(self.trace.shape), self.slots, self.options.simulated, n_ram_slots=n_ram)
         try:
@@ -289,7 +291,7 @@ class Simulation:
         meter = _Meter(store, self.trace.shape.expert_bytes)
         if controller is None and self.trace.token_sequence is None and not self._is_staged:
             self._replay_passes(store.context, meter)
-        else:  # Events are replayed one by one, because with staging the store must know where a prompt ends.
+        else:  # announcements are replayed, too, because with staging the store must know where a prompt ends
             self._replay_events(store, controller, meter)
         failure = store.context.take_failure()
         if failure is not None:
@@ -297,7 +299,7 @@ class Simulation:
         return self._result(meter)
 
     def _replay_passes(self, context: StoreContext, meter: _Meter) -> None:
-        """Replays whole passes, with all routing events of a pass in one call and without announcements."""
+        """Replays the passes without announcements, and each pass's routing events in one call."""
         trace = self.trace
         layers = np.array(self.trace.shape.layers, np.int32)
         used = np.array(trace.used(), np.int32)
@@ -366,7 +368,8 @@ class _Meter:
     """Divides the store's counters by phase and request. Reads the counters only when the phase or the request changes.
 
     A pass in which any token decodes counts as a decode pass, with all of its counters. The prompt tokens of such a
-    pass do not count as decoded tokens.
+    pass do not count as decoded tokens. A pass with tokens of several requests counts for the request of its first
+    announced token.
     """
 
     def __init__(self, store: Store, expert_bytes: int) -> None:
@@ -380,7 +383,7 @@ class _Meter:
         self.decode_tiers: dict[str, TierSpan] = {}
 
     def begin(self, sequence: int, phase: Phase, n_tokens: int, n_decoded: int) -> None:
-        """Notes a pass of n_tokens tokens before its first routing event. Of these tokens, n_decoded decode and the
+        """Counts a pass of n_tokens tokens before its first routing event. Of these tokens, n_decoded decode and the
         others belong to prompts."""
         if (sequence, phase) != self._now:
             self.end()
@@ -390,7 +393,7 @@ class _Meter:
         self._n_read += n_read
 
     def end(self) -> None:
-        """Adds the growth of the counters since the last call to the phase and request that were current."""
+        """Adds the growth of the counters since the last call to the current phase and request, if there are any."""
         before = self.counters
         self.counters = self._store.counters()
         earlier = self.tiers

@@ -1,4 +1,4 @@
-"""Counts figures that describe a trace, for `moegguf trace show`."""
+"""Computes figures that describe a trace, for `moegguf trace show`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ class TraceSummary:
     n_passes: int
     n_tokens: int
     n_decoded: int
-    recorded: tuple[str, ...]  # names of the optional arrays that were recorded
-    reuse: float  # share of a decoded token's experts that the previous token also used in the same layer
-    top_tenth: float  # share of all uses that belongs to the most used tenth of the experts
+    recorded: tuple[str, ...]  # names of the optional arrays in the trace: "weights", "inputs", both or none
+    # Share of decoded tokens' experts that the request's previous token also used in the layer
+    reuse: float
+    top_tenth: float  # share of all uses that belong to the most used tenth of the experts
 
 
 def summary(trace: Trace) -> TraceSummary:

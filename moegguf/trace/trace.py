@@ -28,20 +28,20 @@ class TraceHeader:
     model: str = ""  # name of the model
     fingerprint: str = ""  # hex digits for the model's routers (`moegguf.gguf.fingerprint`); "" if unknown
     labels: dict[int, str] = field(default_factory=dict)  # {request: kind of text}
-    settings: dict[str, Setting] = field(default_factory=dict)  # options of the recorded run, such as the budget
+    settings: dict[str, Setting] = field(default_factory=dict)  # facts about the recorded run: options and counters
 
 
 @dataclass(frozen=True, eq=False)
 class Trace:
     """Routing of n_pass passes over n_tokens tokens, in the order in which they were evaluated.
 
-    An announcement has the tokens of one or more passes before they are evaluated. pass_sequence, pass_phase,
-    pass_first_token and pass_ns have the same meaning as the fields `sequence`, `phase`, `first_token` and `time_ns` of
-    `RoutingEvent`.
+    An announcement has the tokens of one or more passes, and comes before they are evaluated. pass_sequence,
+    pass_phase, pass_first_token and pass_ns have the same meaning as the fields `sequence`, `phase`, `first_token` and
+    `time_ns` of `RoutingEvent`.
 
-    If passes have tokens of several requests, token_sequence and token_phase have the request and phase of each token.
-    pass_sequence and pass_phase then belong to the whole announcement. Otherwise token_sequence and token_phase are
-    None. `sequence_of` and `phase_of` work in both cases.
+    If passes have tokens of several requests or phases, token_sequence and token_phase have the request and phase of
+    each token. pass_sequence and pass_phase then belong to the whole announcement. Otherwise token_sequence and
+    token_phase are None. `sequence_of` and `phase_of` work in both cases.
     """
 
     shape: MoeShape
@@ -49,7 +49,7 @@ class Trace:
     pass_sequence: Int32s  # (n_pass,) number of the request
     pass_phase: npt.NDArray[np.uint8]  # (n_pass,) see `Phase`
     pass_first_token: Int32s  # (n_pass,) index of the pass's first token in its announcement; -1: not announced
-    pass_ns: npt.NDArray[np.int64]  # (n_pass,) time of the pass's first routing event, in ns
+    pass_ns: npt.NDArray[np.int64]  # (n_pass,) time of the pass's first routing event, in ns; 0 if imported
     pass_start: npt.NDArray[np.int64]  # (n_pass + 1,) pass p has tokens[pass_start[p]:pass_start[p + 1]]
     tokens: Int32s  # (n_tokens,) -1: unknown
     expert_ids: npt.NDArray[np.int16]  # (n_moe_layer, n_tokens, n_expert_used); -1: no expert
@@ -71,14 +71,14 @@ class Trace:
 
     @property
     def sequence_of(self) -> Int32s:
-        """(n_tokens,): the request of each token."""
+        """An array (n_tokens,) with the request of each token."""
         if self.token_sequence is not None:
             return self.token_sequence
         return np.repeat(self.pass_sequence, np.diff(self.pass_start))
 
     @property
     def phase_of(self) -> npt.NDArray[np.uint8]:
-        """(n_tokens,): the phase of each token."""
+        """An array (n_tokens,) with the phase of each token."""
         return np.repeat(self.pass_phase, np.diff(self.pass_start)) if self.token_phase is None else self.token_phase
 
     def sequences(self) -> list[int]:
@@ -108,8 +108,8 @@ class Trace:
         return self.rearranged(tokens, starts[:-1][passes], passes, self.announced_at()[tokens])
 
     def announced_at(self) -> npt.NDArray[np.int64]:
-        """Returns (n_tokens,): for each token, the index in the trace of the first token of its announcement. Tokens of
-        a pass that was not announced have a negative number, which differs from pass to pass."""
+        """Returns an array (n_tokens,): for each token, the index in the trace of the first token of its announcement.
+        Tokens of a pass that was not announced have a negative number, which differs from pass to pass."""
         announced = np.where(self.pass_first_token < 0, -1, self.pass_start[:-1] - self.pass_first_token)
         unknown = -1 - np.arange(self.n_pass)
         return np.repeat(np.where(announced < 0, unknown, announced), np.diff(self.pass_start))
@@ -121,8 +121,9 @@ class Trace:
         passes: npt.NDArray[np.int64],
         announcements: npt.NDArray[np.int64],
     ) -> Trace:
-        """Returns a trace with these tokens, in this order. `starts` has the index in `tokens` of the first token of
-        each new pass. `passes` has an old pass for each new pass, which takes over the time of the old one.
+        """Returns a trace with the tokens at the indices `tokens`, in this order, divided into new passes. `starts` has
+        the index in `tokens` of the first token of each new pass. For each new pass, `passes` has the number of the old
+        pass whose time the new pass gets.
 
         announcements (len(tokens),): equal numbers for tokens that are announced together.
         """
@@ -156,7 +157,8 @@ class Trace:
         )
 
     def of_tokens(self, tokens: npt.NDArray[np.int64]) -> dict[str, Any]:
-        """Returns {name: array} for the arrays with one entry per token, with the entries of `tokens` (indices)."""
+        """Returns {name: array} for the arrays of this trace with one entry per token. They have only the entries at
+        the indices `tokens`, in this order. Arrays that the trace lacks are None."""
         rows = {"tokens": self.tokens, "token_sequence": self.token_sequence, "token_phase": self.token_phase}
         columns = {"expert_ids": self.expert_ids, "weights": self.weights, "inputs": self.inputs}
         found = {name: None if array is None else array[tokens] for name, array in rows.items()}
@@ -165,9 +167,9 @@ class Trace:
     def events(self) -> Iterator[Announcement | RoutingEvent]:
         """Yields the announcements and routing events of the recorded run, in order. `pass_` counts from 0.
 
-        Announcements are reconstructed from their passes. If the trace has only some passes of an announcement, these
-        passes count as unannounced (first_token -1). The arrays of an event may be views of the trace, so a caller that
-        keeps them must copy them.
+        Announcements are reconstructed from their passes. If the trace lacks a pass of an announcement, the
+        announcement's later passes count as unannounced (first_token -1). The arrays of an event may be views of the
+        trace, so callers must not change them.
         """
         used = self.used()
         computed = self.computed()
@@ -207,7 +209,7 @@ class Trace:
                 )  # fmt: skip
 
     def used(self) -> list[int]:
-        """Returns the number of experts that a token uses, for each MoE layer."""
+        """Returns the number of experts that a token uses, for each MoE layer; 0 for a layer without any."""
         if self.n_tokens == 0:
             return [0] * len(self.shape.layers)
         return (self.expert_ids >= 0).any(axis=1).sum(axis=1).tolist()
@@ -255,7 +257,7 @@ class Trace:
 
 
 def _ranks(groups: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Returns (n,): for each element, the number of earlier elements in the same group."""
+    """Returns an array (n,): for each element, the number of earlier elements of its group."""
     order = np.argsort(groups, kind="stable")
     firsts = np.flatnonzero(np.concatenate([[True], np.diff(groups[order]) != 0])) if len(groups) else groups
     ranks = np.empty_like(groups)

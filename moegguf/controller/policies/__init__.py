@@ -1,4 +1,4 @@
-"""Eviction policies by name, for all slots or by tier.
+"""Finds eviction policies by name, for all slots or for each tier.
 
 The store computes native policies, whose formulas are in `moegguf/native/policies`. Other policies compute a table of
 scores in Python.
@@ -24,23 +24,24 @@ from moegguf.native.store import NativePolicy, native_policies
 LRU = NativePolicy("lru")
 """Least recently used: the store's default."""
 LOCALITY = NativePolicy("locality", takes_forecast=True)
-"""ExpertFlow's policy: keeps the experts predicted for this pass, and evicts first the experts that were prefetched but
-not used."""
+"""ExpertFlow's policy: evicts the experts predicted for this pass last, and first the experts that were prefetched, but
+that their layer's router did not choose."""
 
 
 @runtime_checkable
 class Policy(Protocol):
     """The interface of a policy in Python, which scores experts.
 
-    Whatever the scores are, the store never evicts pinned experts and keeps a minimum of slots for each layer. Among
-    equal scores it evicts the least recently used expert.
+    Whatever the scores are, the store never evicts pinned experts. It leaves each layer a minimum of slots as long as
+    another layer has an expert that can be evicted. Among equal scores it evicts the least recently used expert.
     """
 
     def scores(self, history: History, forecast: Forecast) -> Float32s | None:
-        """Returns scores (n_layer, n_expert); the expert with the lowest score is evicted first. None keeps the last
-        scores.
+        """Returns scores (n_layer, n_expert); the expert with the lowest score is evicted first. None keeps the scores
+        returned last.
 
-        Called after each routing event. NaN and infinite scores count as 0.
+        Called after each routing event. NaN and infinite scores count as 0. Scores are not used while a prompt is
+        computed.
         """
 
 
@@ -48,8 +49,7 @@ AnyPolicy = Policy | NativePolicy
 
 
 class Lfu:
-    """Scores an expert by the number of routing events that used it since the model was loaded, as MoE-Infinity's
-    published code does."""
+    """Scores an expert by the number of routing events so far that used it, as MoE-Infinity's published code does."""
 
     name: ClassVar[str] = "lfu"
 
@@ -59,8 +59,8 @@ class Lfu:
 
 
 class Static:
-    """Scores an expert by its popularity in recorded routing. Scores never change. `popularity` has the shape (number
-    of layers with experts, n_expert)."""
+    """Scores an expert by its popularity in recorded routing. The scores never change. `popularity` has the shape
+    (number of layers with experts, n_expert)."""
 
     name: ClassVar[str] = "static"
 
@@ -74,10 +74,10 @@ class Static:
 
 
 class Sparsity(NativePolicy):
-    """MoE-Infinity's algorithm 1, which the store computes. It evicts by the forecast of the predictor in use. If the
-    user has chosen no predictor, `predictor` makes the forecast from past requests."""
+    """MoE-Infinity's algorithm 1, which the store computes. It evicts by the forecast of the predictor in use, which is
+    `predictor` unless another predictor is chosen."""
 
-    predictor: EamcPredictor
+    predictor: EamcPredictor  # forecasts from past requests
 
 
 def _sparsity(shape: MoeShape, artifacts: Artifacts) -> AnyPolicy:
@@ -111,13 +111,14 @@ OWN_POLICIES: dict[str, Callable[[MoeShape, Artifacts], AnyPolicy]] = {
 
 
 def policy_names() -> list[str]:
-    """Returns the names of all policies: the store's own, then the policies of this package."""
+    """Returns the names of all policies: the store's own, then the policies of this package. "auto" is not among
+    them."""
     return [*dict.fromkeys([*native_policies(), *OWN_POLICIES])]
 
 
 def make_policy(name: str, shape: MoeShape, artifacts: Artifacts) -> AnyPolicy:
-    """Returns the policy that `name`, a name or "FILE.py:CLASS", refers to. Raises OptionError for an unknown name, a
-    missing popularity file, and a class that cannot be used."""
+    """Returns the policy that `name`, a policy's name or "FILE.py:CLASS", refers to. Raises OptionError for an unknown
+    name (also "auto"), a missing popularity file, and a class that cannot be used."""
     if names_file(name):
         return make_own(name, "policy", Policy, shape)  # type: ignore[type-abstract]
     if make := OWN_POLICIES.get(name):
@@ -129,7 +130,7 @@ def make_policy(name: str, shape: MoeShape, artifacts: Artifacts) -> AnyPolicy:
 
 
 def check_policy(name: str) -> None:
-    """Raises OptionError if `name` is neither a policy's name nor "FILE.py:CLASS" of a policy nor "auto"."""
+    """Raises OptionError unless `name` is "auto", a policy's name, or "FILE.py:CLASS" of a class that is a policy."""
     if names_file(name):
         load_class(name, "policy", Policy)  # type: ignore[type-abstract]
     elif name != AUTO and name not in policy_names():
@@ -137,7 +138,7 @@ def check_policy(name: str) -> None:
 
 
 def parse_policies(text: str) -> Mapping[str, str]:
-    """Parses text such as "vram=next-use,ram=slru" into {tier: policy}. Tiers that the text does not name have no key.
+    """Parses text such as "vram=next-use,ram=slru" into {tier: policy}. Tiers that are not in the text have no key.
     Raises OptionError for an unknown tier or policy, or a tier that occurs twice."""
     found: dict[str, str] = {}
     for part in text.split(","):
@@ -152,13 +153,14 @@ def parse_policies(text: str) -> Mapping[str, str]:
 
 
 def device_policy(text: str, tier: str) -> str:
-    """Returns the policy for the slots from which layers compute; `tier` is the tier of these slots ("vram" or "ram").
-    A text without "=" is the policy's name. Returns "auto" if the text names only other tiers."""
+    """Returns the name of the policy for the slots from which layers compute; `tier` is the tier of these slots ("vram"
+    or "ram"). `text` without "=" is that name. Returns "auto" if `text` has a policy only for the other tier."""
     return parse_policies(text).get(tier, AUTO) if "=" in text else text
 
 
 def ram_policy(text: str) -> str:
-    """Returns the policy for slots in RAM when a device has slots, too. Returns "lru" if the text does not name one.
+    """Returns the name of the policy for slots in RAM when a device has slots, too. Returns "lru" if `text` has no
+    policy for "ram", or "auto".
 
     Raises OptionError for a policy that needs forecasts or scores from Python, because the store does not apply these
     to slots in RAM below a device.

@@ -1,4 +1,4 @@
-"""Makes predictors by name, one for each method of a paper. `base.Predictor` is their interface."""
+"""Makes predictors by name. Most predictors are the method of a paper. `base.Predictor` is their interface."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ Make = Callable[[MoeShape, Artifacts], Predictor]
 
 
 def _learned(name: str, build: Callable[[MoeShape, Weights], Predictor]) -> Make:
-    """Returns a function that makes the predictor from the first usable NAME.safetensors in search order. The function
-    returns NoPrediction if no file is usable, and raises OptionError if there is no file."""
+    """Returns a function that makes the predictor from the first usable NAME.safetensors in search order. If there are
+    files, but none is usable, the function warns and returns NoPrediction. It raises OptionError if there is no
+    file."""
 
     def make(shape: MoeShape, artifacts: Artifacts) -> Predictor:
         try:
@@ -59,15 +60,16 @@ LEARNT_FOR = {
     "popularity": "duoserve",
     "eamc": "moe-infinity",
 }
-"""{name of a predictor's file: the strategy for which `moegguf learn` makes this file}."""
+"""{predictor: the strategy for which `moegguf learn` writes the predictor's file}."""
 PREDICTORS: dict[str, Make] = {**UNTRAINED, **{name: _learned(name, build) for name, build in LEARNED.items()}}
 
 
 def make_predictor(name: str, shape: MoeShape, artifacts: Artifacts) -> Predictor:
-    """Returns the predictor that `name`, a name or "FILE.py:CLASS", refers to.
+    """Returns a new predictor, for a predictor's name or "FILE.py:CLASS".
 
-    Returns `NoPrediction`, after a warning, if all trained files for it are damaged. Raises OptionError for an unknown
-    name, for a predictor without a trained file for this model, and for a class that cannot be used.
+    Returns `NoPrediction`, after a warning, if all trained files for the predictor are damaged or belong to other
+    models. Raises OptionError for an unknown name, for a predictor without any trained file, and for a class that
+    cannot be used.
     """
     check_predictor(name)
     if not names_file(name):
@@ -79,7 +81,7 @@ def make_predictor(name: str, shape: MoeShape, artifacts: Artifacts) -> Predicto
 
 
 def check_predictor(name: str) -> None:
-    """Raises OptionError if `name` is neither a predictor's name nor "FILE.py:CLASS" of a predictor."""
+    """Raises OptionError unless `name` is a predictor's name, or "FILE.py:CLASS" of a subclass of Predictor."""
     if names_file(name):
         load_class(name, "predictor", Predictor)  # type: ignore[type-abstract]
     elif name not in PREDICTORS:
@@ -87,8 +89,9 @@ def check_predictor(name: str) -> None:
 
 
 def prefetch_predictor(artifacts: Artifacts) -> str:
-    """Returns the name of the predictor to prefetch with. This is `mlp` if the model has a trained one, and `skip`
-    otherwise. Returns `skip` also if `skip` was right more often than `mlp` in the test after the training."""
+    """Returns the name of the predictor to prefetch with: `mlp` if there is a file mlp.safetensors for the model, and
+    `skip` otherwise. Also returns `skip` if the facts in that file show that `skip` was right more often than `mlp` in
+    the test after the training run."""
     path = next(artifacts.find("mlp.safetensors"), None)
     if path is None:
         return SKIP

@@ -1,5 +1,5 @@
-"""Base classes of predictors. In a pass with several sequences, the forecast for an expert is the probability that at
-least one sequence uses it: 1 - prod(1 - p)."""
+"""Base classes of predictors. In a pass with several sequences, the store's forecast for an expert is the probability
+that at least one sequence uses the expert: 1 - prod(1 - p)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from moegguf.native.predictor import Array, NativePredictor
 class Predictor(ABC):
     """Predicts the routing of the pass in progress. `NoPrediction` is the simplest implementation.
 
-    One object serves one model, one request after another. One thread calls the methods. For each pass it calls
-    `announce` once, and then for each layer `observe` once and `predict` any number of times. An event's arrays are
-    reused for later events, so a predictor must copy the values that it keeps.
+    One object serves one model and all of its requests. The methods are called by one thread at a time: `announce`
+    before the passes of the announced tokens, and `observe` at each routing event. `predict` may follow each of these
+    calls any number of times. Calls stop while nothing is to be predicted, for example while all experts have slots.
+    A predictor must not change the arrays of an event.
     """
 
     name: ClassVar[str]
@@ -25,7 +26,7 @@ class Predictor(ABC):
 
     def __init__(self, shape: MoeShape, reach: int) -> None:
         self.shape = shape
-        self.reach = reach  # longest distance at which it can predict, counted in layers with experts
+        self.reach = reach  # longest distance at which a layer can be predicted, counted in layers with experts
 
     def announce(self, announcement: Announcement) -> None:  # noqa: B027 (optional)
         """Receives the tokens that are evaluated next. A sequence number that was not seen before is a new request."""
@@ -39,16 +40,17 @@ class Predictor(ABC):
         layer observed last.
 
         Before any routing event of the pass, the first layer with experts has distance 1. Returns None for a layer that
-        is out of reach or that was not trained. The order of the probabilities matters more than their size.
+        cannot be predicted now. The order of the probabilities matters more than their size.
         """
 
     def native(self) -> NativePredictor | None:
-        """Returns this predictor in the form that the store computes. Returns None if the store cannot compute it."""
+        """Returns the name and arrays from which the store computes this predictor. Returns None if the store cannot
+        compute it."""
         return None
 
 
 class NoPrediction(Predictor):
-    """The default predictor, which never predicts."""
+    """A predictor that never predicts."""
 
     name: ClassVar[str] = "none"
 

@@ -1,5 +1,5 @@
-"""Makes predictors that work by counting: popularity, affinity, the last token's experts, the experts used by a token
-id. The store computes the predictions."""
+"""Makes predictors that work by counting: popularity, affinity, the last token's experts, and the experts that a token
+id used. The store computes the predictions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_COUNT = np.iinfo(np.uint16).max
 
 def popularity(shape: MoeShape, weights: Weights) -> StorePredictor:
     """Makes DuoServe-MoE's popularity predictor (section 4.1): for each layer, how often an average token uses each
-    expert. The store computes it as a `token-id` table without tokens, which always gives the average."""
+    expert. The store computes it as a `token-id` table without entries, in which every token id gets the average."""
     found = weights.array("popularity", len(shape.layers), shape.n_expert)
     made = _table(shape, np.zeros(0, np.int32), np.zeros((0, *found.shape), np.uint16), found * shape.n_expert_used)
     made.title = "popularity"
@@ -23,15 +23,15 @@ def popularity(shape: MoeShape, weights: Weights) -> StorePredictor:
 
 
 def affinity(shape: MoeShape, weights: Weights) -> StorePredictor:
-    """Makes DuoServe-MoE's affinity predictor (section 4.1). For one token it predicts the next layer from the mean of
-    the affinity matrix's rows for the experts just chosen."""
+    """Makes DuoServe-MoE's affinity predictor (section 4.1). For a sequence with one token in the pass, it predicts the
+    next layer from the mean of the affinity matrix's rows for the experts just chosen."""
     found = weights.array("affinity", len(shape.layers) - 1, shape.n_expert, shape.n_expert)
     return StorePredictor("affinity", shape, 1, {"affinity": found})
 
 
 def previous_token(shape: MoeShape) -> StorePredictor:
     """Makes the predictor by temporal locality (ExpertFlow, section 5.2: TLP): the experts that the last token used in
-    a layer get probability 1.
+    a layer get probability 1, and all others 0.
 
     It can predict every layer that was observed at least once, even in an earlier request.
     """
@@ -43,9 +43,9 @@ def token_table(shape: MoeShape, weights: Weights) -> StorePredictor:
     often.
 
     The arrays are `tokens` (n_entry,), token ids, and `counts` (n_entry, n_moe_layer, n_expert), how often each token
-    id used each expert. Raises ValueError when they do not fit. A probability is the share of the token id's
-    occurrences that used the expert, after adding one occurrence of an average token. The paper does not define unseen
-    tokens: here they get the layer's popularity.
+    id used each expert. Raises ValueError when they do not fit, and KeyError without `tokens`. A probability is the
+    share of the token id's occurrences that used the expert, after adding one occurrence of an average token. The paper
+    does not define unseen tokens: here they get the layer's popularity.
     """
     tokens = weights.arrays["tokens"]
     below = tokens.min(initial=0) >= 0 and tokens.max(initial=-1) < shape.n_vocab
@@ -61,8 +61,8 @@ def token_table(shape: MoeShape, weights: Weights) -> StorePredictor:
 
 
 def _table(shape: MoeShape, tokens: Array, counts: Array, average: Array) -> StorePredictor:
-    """Makes the `token-id` predictor. `counts` has one entry for each token id in `tokens`. `average` is how often an
-    average token uses each expert."""
+    """Makes the `token-id` predictor. `counts` has one entry for each token id in `tokens`. `average` (n_moe_layer,
+    n_expert) is how often an average token uses each expert."""
     entry_of = np.full(max(1, shape.n_vocab), -1, np.int32)
     entry_of[tokens] = np.arange(len(tokens))
     arrays: dict[str, Array] = {"entry_of": entry_of, "counts": counts, "average": np.asarray(average, np.float32)}

@@ -19,10 +19,10 @@ class EamcPredictor(StorePredictor):
 
     The predictor needs no training. A request's rEAM is added to the collection when the request ends, or when
     `learned` is called. The store finds the `n_matches` nearest rEAMs and adds them without weights, as in the paper,
-    so that rEAMs with more tokens count more. The paper also multiplies by a layer proximity 1 - (i - l) / L. This
-    factor only orders prefetches: see `PrefetchOptions.by_proximity`.
+    so that rEAMs with more tokens count more. The paper also multiplies by a layer proximity 1 - (i - l) / L. Here this
+    factor only changes the order of prefetches, if `PrefetchOptions.by_proximity` is True.
 
-    The collection `eamc` may already have entries. After the call only this object may change it.
+    The collection `eamc` may already have entries. Only this object may change the collection from then on.
     """
 
     def __init__(self, shape: MoeShape, eamc: Eamc | None = None, n_matches: int = N_MATCHES) -> None:
@@ -31,7 +31,7 @@ class EamcPredictor(StorePredictor):
         self.n_matches = min(n_matches, MOST_MATCHES)
 
     def native(self) -> NativePredictor:
-        """Returns the collection as arrays for the store."""
+        """Returns the predictor's name, and the collection as arrays for the store."""
         return NativePredictor(self.name, self.eamc.arrays() | {"n_matches": integers(self.n_matches)})
 
     def learn(self, history: History) -> None:

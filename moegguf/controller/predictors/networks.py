@@ -15,14 +15,16 @@ from moegguf.gguf.routers import Routers
 from moegguf.native.predictor import Array, QuantizedMatrix, integers
 
 SKIP, MLP = "skip", "mlp"
-HIDDEN_SIZES = (2048, 1024, 512, 256, 128, 64)  # sizes of the hidden layers of an ExpertMLP
+# The paper's sizes of ExpertMLP's hidden layers, the default of a training run; a file may have six other sizes
+HIDDEN_SIZES = (2048, 1024, 512, 256, 128, 64)
 
 Pair = tuple[int, int]  # (layer whose input is used, layer that is predicted)
 
 
 def skip(shape: MoeShape, routers: Routers) -> StorePredictor:
-    """Makes the predictor that applies a later layer's router to the input of the current layer's router. It predicts
-    at any distance, but less accurately at longer distances, because inputs of distant layers differ more."""
+    """Makes the predictor that applies a later layer's router to the input of the current layer's router. It can
+    predict all later layers that have a router. It is less accurate at longer distances, because inputs of distant
+    layers differ more."""
     arrays: dict[str, Array] = {
         "n_embd": integers(shape.n_embd), "gating": integers(routers.gating),
         "n_group": integers(routers.n_group), "n_group_used": integers(routers.n_group_used),
@@ -36,19 +38,19 @@ def skip(shape: MoeShape, routers: Routers) -> StorePredictor:
 
 
 def window_pairs(shape: MoeShape, windows: Iterable[int]) -> list[Pair]:
-    """Returns the pairs (source layer, target layer) for predictions at these distances (`windows`), sorted. The first
-    layer with experts is no target, because none precedes it."""
+    """Returns the pairs (source layer, target layer) for predictions at these distances (`windows`), sorted. A target
+    with fewer layers before it than the distance has the first layer with experts as its source. That first layer is
+    not a target."""
     rows = range(1, len(shape.layers))
     return sorted({(shape.layers[max(row - k, 0)], shape.layers[row]) for k in windows for row in rows})
 
 
 def mlp(shape: MoeShape, weights: Weights) -> Predictor:
-    """Makes ProMoE's predictor, which has one network for each pair (source layer, target layer). Layers that are
-    closer to the first layer with experts than a window are predicted from that first layer. Returns NoPrediction for a
-    model with only one layer with experts.
+    """Makes ProMoE's predictor, which has one network for each pair (source layer, target layer) in `window_pairs`.
+    Returns NoPrediction for a model with only one layer with experts.
 
     The arrays are `<source>.<target>.{hidden,out}.{weight,bias}`, with the facts `windows` and `n_hidden`. Raises
-    ValueError when they do not fit. Each prediction computes one network, which takes 0.2 ms for 2 million weights.
+    ValueError when they do not fit, and KeyError without one of the facts. Each prediction computes one network.
     """
     windows, n_hidden = weights.facts["windows"], weights.facts["n_hidden"]
     if not isinstance(n_hidden, int) or not windows or not all(isinstance(k, int) and k > 0 for k in windows):
@@ -69,7 +71,7 @@ def mlp(shape: MoeShape, weights: Weights) -> Predictor:
 
 def _layer(weights: Weights, name: str, n_in: int, n_out: int) -> dict[str, Array]:
     """Returns the matrix and bias of one layer of a network, in the form that the store reads. Raises ValueError if
-    their sizes are not `n_in` and `n_out`."""
+    one is missing, or if their sizes are not `n_in` and `n_out`."""
     matrix, bias = weights.array(f"{name}.weight", n_out, n_in), weights.array(f"{name}.bias", n_out)
     return QuantizedMatrix(matrix, bias).arrays(name)
 
@@ -83,16 +85,16 @@ def state_size(shape: MoeShape) -> int:
 def expert_mlp(shape: MoeShape, weights: Weights) -> StorePredictor:
     """Makes DuoServe-MoE's ExpertMLP (section 4.2).
 
-    In a pass of one token it predicts the next layer, once every earlier layer of the pass was observed. The arrays are
-    `popularity`, `affinity` and `layers.<i>.{weight,bias}` (BatchNorm folded in), with the fact `hidden`. Raises
-    ValueError when they do not fit.
+    For a sequence with one token in the pass, it predicts the next layer, if every earlier layer of the pass was
+    observed. The arrays are `popularity`, `affinity` and `layers.<i>.{weight,bias}` (BatchNorm folded in), with the
+    fact `hidden`. Raises ValueError when they do not fit, and KeyError without `hidden`.
 
     The paper leaves some points open, which are decided here as follows. One network serves all layers: its input is
     padded to one length. The network recognizes the target layer by the length of the unpadded part and the layer's
     popularity. Expert numbers count from 1 and are divided by n_expert, so that 0 occurs only as padding. The vector
     a_{l-1,l} has the rows of the affinity matrix for the experts just chosen, flattened, because the whole matrix would
     be equal for every token. (Section 5: "the inter-layer affinity vector from the previous layer's expert selection".)
-    The paper's seven layers are the six hidden layers, from 2048 to 64, and the output.
+    The paper's seven layers are the six hidden layers of HIDDEN_SIZES and the output layer.
     """
     hidden = weights.facts["hidden"]
     if len(hidden) != len(HIDDEN_SIZES) or not all(isinstance(size, int) and size > 0 for size in hidden):

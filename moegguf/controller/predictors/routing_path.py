@@ -1,15 +1,15 @@
 """ExpertFlow's routing-path predictor (section 3.1): predicts the experts of all layers from token ids, before the
 first layer.
 
-The store computes a small T5. A bidirectional encoder reads the `window` tokens before a chunk. A decoder reads the
-chunk token by token with cross-attention to the encoder. One linear head per layer with experts predicts the experts
-of the token. moegguf/learning/routing_path.py trains the network.
+The store computes a small T5. A bidirectional encoder reads the tokens of a window before a chunk of tokens. A decoder
+reads the chunk token by token with cross-attention to the encoder. One linear head per layer with experts predicts the
+experts of the token. moegguf/learning/routing_path.py trains the network.
 
 The network differs from T5 to reduce the cost of one token. A chunk's encoder states and the decoder's keys and values
 are cached, so that a token costs one decoder step and the encoder runs once per chunk. Positions in window and chunk
-are learned vectors instead of relative biases, as both have fixed lengths. A window that begins before the request is
-filled with a learned token, so that only the causal mask is needed. Most of the network's bytes are embeddings:
-n_vocab * n_embd * 2.
+are learned vectors instead of relative biases, because both have fixed lengths. A window that begins before the request
+is filled with a learned token, so that only the causal mask is needed. Most of the network's weights are usually the
+embeddings, (n_vocab + 1) * n_embd.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def routing_path(shape: MoeShape, weights: Weights) -> StorePredictor:
     expert ids of routing events.
 
     The store predicts tokens that decode, not prompts. The encoder runs at the last layer of the last token of a
-    chunk, so that it is finished before the next announcement. Tokens outside the vocabulary (the caller passed
-    embeddings instead of token ids) clear the predictor's state. A pass with such tokens has no prediction.
+    chunk, so that the next token usually does not wait for it. Token ids outside the vocabulary (the caller passed
+    embeddings instead of token ids) clear the predictor's state. A pass with such ids has no prediction.
 
     The store reads matrices in signed bytes, with the norms' gains folded in. Raises ValueError when an array is
-    missing, not finite, or does not fit the model. The arrays are:
+    missing, not finite, or does not fit the model. The arrays in the file are:
     - embedding (n_vocab + 1, n_embd). Its last row is the padding token.
     - window (window, n_embd) and chunk (chunk, n_embd), the positions.
     - encoder.I and decoder.I with .self and .cross (decoder only). Each has .norm (n_embd,), .q, .k, .v (n_embd,
@@ -65,8 +65,8 @@ def routing_path(shape: MoeShape, weights: Weights) -> StorePredictor:
 
 
 def _attention(weights: Weights, name: str, n_embd: int, memory_gain: Float32s | None = None) -> dict[str, Array]:
-    """Returns the matrices of one attention block for the store. With `memory_gain` the block attends to the encoder's
-    states, else to the tokens themselves."""
+    """Returns the matrices of one attention block for the store. With `memory_gain`, the gain of the encoder's output,
+    the block attends to the encoder's states. With None it attends to the tokens that it reads."""
     found = weights.arrays.get(f"{name}.q")
     _, n_head, n_embd_head = found.shape if found is not None and found.ndim == 3 else (0, 0, 0)
     gain, size = _gain(weights, f"{name}.norm", n_embd), (n_embd, n_head, n_embd_head)
@@ -89,7 +89,7 @@ def _feed_forward(weights: Weights, name: str, n_embd: int) -> dict[str, Array]:
 
 
 def _quantized(name: str, matrices: dict[str, Float32s]) -> dict[str, Array]:
-    """Returns matrices (n_in, n_out), transposed and in signed bytes, in the form that the store reads."""
+    """Returns the matrices, each (n_in, n_out), transposed and in signed bytes: the form that the store reads."""
     found: dict[str, Array] = {}
     for part, matrix in matrices.items():
         found |= QuantizedMatrix(np.ascontiguousarray(matrix.T, np.float32)).arrays(f"{name}.{part}")
