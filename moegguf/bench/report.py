@@ -1,4 +1,4 @@
-"""Writes a short text about one measurement, for posting where people compare machines: `moegguf bench --report`."""
+"""Makes a short text about one measurement, for posts that compare machines: `moegguf bench --report`."""
 
 from __future__ import annotations
 
