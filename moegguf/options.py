@@ -264,7 +264,7 @@ OF_COMMANDS = ("n_ctx", "n_parallel", "kv_tokens", "kv_cache_type", "flash_atten
 OLLAMA_."""
 COMMAND_DEFAULTS: Mapping[str, Any] = {"n_ctx": None, "flash_attn": None, "embedding": None}
 """Keywords of `Llama` that have other defaults in commands. There, the context is chosen for the memory, fused
-attention is used where devices have it, and the file's header decides if texts are pooled. `Llama` has
+attention is used where devices have it, and the file's header decides whether texts are pooled. `Llama` has
 llama-cpp-python's own defaults: 512, False, False."""
 KEYWORDS: Mapping[str, tuple[str, ...]] = {
     "n_parallel": ("n_seq_max",),

@@ -259,7 +259,7 @@ def _checked(parse: Callable[[str], object]) -> Callable[[Option, str], str]:
 
 _PARSERS: dict[Kind, Callable[[Option, str], Any]] = {
     "text": lambda _, text: text,
-    "budget": _checked(lambda text: [parse_expert_cache(part) for part in text.split(",")]),  # one for each device
+    "budget": _checked(lambda text: [parse_expert_cache(part) for part in text.split(",")]),  # one, or one per device
     "size": lambda _, text: parse_size(text),
     "duration": lambda _, text: parse_duration(text),
     "timeout": lambda _, text: parse_duration(text) or math.inf,

@@ -216,14 +216,14 @@ class Sequences:
 class Sample:
     """The results of one repetition."""
 
-    prompt_ns: int  # time of the prompt
-    token_ns: list[int]  # times of the steps of decoding
-    tokens: list[int]  # most probable tokens after the prompt and after each step
-    stats: Stats  # change in the counters
+    prompt_ns: int  # time to evaluate the timed tokens of the prompts
+    token_ns: list[int]  # time of each decoding step; with an engine, the answer's time divided by the number of tokens
+    tokens: list[int]  # most probable tokens after the prompt and after each step, or the engine's answer
+    stats: Stats  # growth of the counters during the repetition
 
     @property
     def total_ns(self) -> int:
-        """The nanoseconds of the prompt and all steps."""
+        """The time of the prompt and of all steps together, in nanoseconds."""
         return self.prompt_ns + sum(self.token_ns)
 
 
@@ -358,7 +358,7 @@ def run(spec: Spec) -> dict[str, Any]:
         patched = f"moegguf-{__version__}+" if spec.system != "stock" else ""
         return {
             **describe_build(library.llama_cpp(), patched),
-            # llama.cpp writes ?B if it does not know the size
+            # llama.cpp's description has ?B instead of a model size that llama.cpp does not know
             "model_type": model.desc().replace("?B", human_number(model.n_params())),
             "model_size": model.size(),
             "model_n_params": model.n_params(),
@@ -379,7 +379,7 @@ def run(spec: Spec) -> dict[str, Any]:
 
 
 def open_result() -> TextIO:
-    """Returns a file that writes to the old stdout, for the result of this process. Stdout then goes to stderr, so that
+    """Returns a file that writes to this process's original stdout, for the result. Stdout then goes to stderr, so that
     output of libraries does not mix with the result. Also makes this process end when its parent ends."""
     die_with_parent()
     out = os.fdopen(os.dup(1), "w")

@@ -56,7 +56,7 @@ class MemoryGroup:
 
     @property
     def peak_bytes(self) -> int:
-        """The peak memory of the group in bytes, with page cache; 0 if the kernel does not report it."""
+        """The peak memory of the group in bytes, including page cache; 0 if the kernel does not report the peak."""
         return int((file_text(self.folder / _PEAK[self.version]).split() or ["0"])[0])
 
     @property

@@ -49,8 +49,8 @@ class Figure(NamedTuple):
 
     # Computes the figure from a repetition's counters and the file's reading speed in bytes/s
     of: Callable[[Stats, float], float]
-    title: str = ""  # title of its column in the table; "": no column
-    factor: float = 1  # multiplies the value in the table
+    title: str = ""  # title of the figure's column in the table; "": no column
+    factor: float = 1  # the table shows the value times this factor
     digits: int = 2  # decimal places in the table
 
 
@@ -200,7 +200,7 @@ def compare(own: Sequence[Outcome], other: Sequence[Outcome], index: int) -> Row
     """Returns the speed and, if both have one, the stall of `own`, each divided by the value of `other` in the same
     round (medians over rounds). Also returns whether both systems chose the same tokens."""
     theirs = _tests(other, index)
-    pairs = [(test, theirs[n]) for n, test in _tests(own, index).items() if n in theirs]  # results of the same round
+    pairs = [(test, theirs[n]) for n, test in _tests(own, index).items() if n in theirs]  # pairs from the same round
     row: Row = {"error": _error(other)}
     if not pairs:
         return row
@@ -422,7 +422,7 @@ def _bound_table(rows: Sequence[Row]) -> list[str]:
 
 
 def _gb_per_s(rows: Sequence[Row], name: str) -> str:
-    """Returns the median of a speed over the rows as text."""
+    """Formats the median of a speed over the rows with three digits and "GB/s"."""
     return f"{median(row[f'{name}_gb_per_s'] for row in rows):.3g} GB/s"
 
 

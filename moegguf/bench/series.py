@@ -39,8 +39,8 @@ DECIDING = [name for name in STRATEGIES if name != OWN]
 VARIANTS: dict[str, dict[str, Any]] = {
     # Variants with one feature off. ProMoE's early preemption consists of two features here. Misses are read before all
     # prefetches (off in "no-demand-first"), and a routing event drops the stale prefetches of its layer (off in
-    # "no-dropping"). Its reordered inference (off in "no-reordering") computes expert by expert, and begins with the
-    # experts that have slots.
+    # "no-dropping"). ProMoE's reordered inference (off in "no-reordering") computes expert by expert, and begins with
+    # the experts that have slots.
     "no-prefetch": {"prefetch": False},
     "no-chunks": {"store": {"chunked": False}},
     "no-demand-first": {"store": {"demand_first": False}},
@@ -189,10 +189,10 @@ class Spec:
 class BenchedSystem:
     """One system with one group of settings."""
 
-    label: str  # name on the command line
+    label: str  # name on the command line, or the strategy of a system with `compared`
     spec: Spec
     note: str = ""  # details of the run, printed below the table
-    compared: bool = False  # True: its rows contain ratios to the systems with False
+    compared: bool = False  # True: the rows of this system contain ratios to each system without `compared`
 
     @property
     def is_llama_cpp(self) -> bool:
@@ -208,7 +208,7 @@ class Outcome:
     round: int
     result: dict[str, Any] = field(default_factory=dict)
     error: str = ""
-    cgroup_peak_bytes: int = 0  # peak memory of the cgroup
+    cgroup_peak_bytes: int = 0  # peak memory of the cgroup; 0 without a memory limit
     page_cache_kept_bytes: int = 0  # bytes of the file that were still in the page cache before the run
 
 

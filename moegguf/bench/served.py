@@ -72,7 +72,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Answer:
-    """A streamed answer and its times, counted from the request."""
+    """A streamed answer and its times, measured from the start of the request."""
 
     first_s: float  # seconds until the first text
     total_s: float  # seconds until the end

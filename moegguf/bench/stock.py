@@ -27,8 +27,8 @@ FLAGS = "-mno-amx-tile -mno-amx-int8"
 
 
 def stock_library(progress: Callable[[str], object]) -> Path:
-    """Returns the folder with the libraries of llama.cpp without patches. Calls `progress` when they have to be built.
-    Raises LibraryError when pip fails."""
+    """Returns the folder with the libraries of llama.cpp without patches. Calls `progress` with a message before the
+    libraries are built. Raises LibraryError when pip fails."""
     own = library.find_library()
     pin = read_pin()
     flags = FLAGS if "amx_tile" in read_processor().flags else ""
@@ -40,7 +40,7 @@ def stock_library(progress: Callable[[str], object]) -> Path:
     if not folder.exists():
         progress(f"building llama.cpp {pin['llama_cpp_commit']} without patches, once; this takes some minutes")
         _build(pin, arguments, folder)
-    for built in own.glob("libmoegguf.*"):  # atomically, because another run may have loaded the old file
+    for built in own.glob("libmoegguf.*"):  # atomic, because a process may have loaded the old file
         write_atomically(folder / built.name, built.read_bytes())
     return folder
 

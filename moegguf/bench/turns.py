@@ -84,7 +84,7 @@ class Side:
         self.result()  # waits for the first result, which comes when the model is loaded
 
     def start(self, turn: Turn) -> None:
-        """Lets the process run, and starts a turn."""
+        """Continues the stopped process, and starts a turn."""
         assert self._process.stdin is not None
         self._process.send_signal(signal.SIGCONT)
         print(json.dumps(asdict(turn)), file=self._process.stdin, flush=True)

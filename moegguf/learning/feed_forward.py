@@ -43,7 +43,7 @@ class FeedForward:
         self.parameters: dict[str, Node] = {}
         self.n_layers = len(sizes) - 1
         self.dropout = dropout
-        self.running: dict[str, Floats] = {}  # running means and variances of the batch norms, by name
+        self.running: dict[str, Floats] = {}  # {name: running mean or variance of a batch norm}
         for i, (n_in, n_out) in enumerate(pairwise(sizes)):
             most = 1 / np.sqrt(n_in)
             for name, size in ((f"layers.{i}.weight", (n_in, n_out)), (f"layers.{i}.bias", (n_out,))):

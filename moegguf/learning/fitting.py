@@ -24,7 +24,7 @@ Report = Callable[[str, float], object]
 
 WARM_SHARE = 0.1  # share of the steps in which the learning rate rises
 MOST_NORM = 1.0  # largest norm of all parameters' gradients together; larger gradients are scaled down
-BETAS = (0.9, 0.999)  # decay of Adam's two averages
+BETAS = (0.9, 0.999)  # decay rates of Adam's two running averages
 EPS = 1e-8
 
 

@@ -220,5 +220,5 @@ class Learning:
 
 
 def _right(result: SimResult) -> float:
-    """Returns the share of the predicted experts that the router chose."""
+    """Returns the share of the predicted experts that the router chose; 0 without predictions."""
     return round(result.counters["forecast_right"] / max(1, result.counters["forecast_picks"]), 4)

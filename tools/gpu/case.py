@@ -20,7 +20,7 @@ class Case:
     system: str  # "llama.cpp" or "moegguf"
     limit_bytes: int | None = None  # device memory that may be used; None: all of it
     hold: bool = True  # true: the process allocates the memory above the limit; false: only sizes follow from the limit
-    more_on_cpu: int = 0  # llama.cpp: layers with experts on the CPU, beyond the estimated number
+    more_on_cpu: int = 0  # llama.cpp: change to the estimated number of layers whose experts are on the CPU
     all_on_cpu: bool = False  # llama.cpp: the experts of every layer are on the CPU
     use_mmap: bool = True
     options: dict[str, Any] | None = None  # moegguf: keyword arguments of Llama

@@ -201,7 +201,8 @@ def predictions(llm: Llama) -> dict[str, float]:
 
 
 def device_of(case: Case) -> str:
-    """Returns ggml's name of the case's device. If the case has a link, adds a simulated device, which is used."""
+    """Returns ggml's name of the case's device. If the case has a link, adds a simulated device and returns its
+    name."""
     return add_link_device(parse_link(case.link)) if case.link else case.device
 
 
