@@ -1,8 +1,9 @@
 """moegguf runs Mixture-of-Experts GGUF models whose experts do not fit in fast memory.
 
 `Llama` is llama-cpp-python's `Llama` with a budget for experts. After `import moegguf`, `import llama_cpp` loads the
-bindings in this package. `Engine` answers many requests at once. `read_layout` and `make_plan` compute the placement
-without loading the model. Every error raised on purpose is a `MoeggufError`.
+bindings in this package. `Engine` answers several requests at once. `read_layout` finds the experts in a model's file,
+and `make_plan` computes a placement; neither loads the model. `MoeggufError` is the base class of all errors in
+`moegguf.errors`.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class BindingsFinder:
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Returns the spec of the bindings, or None for other modules. Raises LibraryError if the native library cannot
-        be loaded."""
+        """Returns the import spec of this package's bindings. Returns None for other modules, or if the bindings are
+        not installed. Raises LibraryError if the native library cannot be loaded."""
         if name != "llama_cpp":
             return None
         found: ModuleSpec | None = importlib.import_module("moegguf.native.library").find_bindings()

@@ -1,7 +1,7 @@
 """Replaces files atomically: a reader sees either the old contents or the new contents, never a part of them.
 
-A temporary file is locked while it is written. So a temporary file without a lock comes from a killed process, and is
-removed.
+A temporary file is locked while it is written. A temporary file without a lock was left by a killed process, and
+`remove_abandoned` removes it.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from pathlib import Path
 
 MODE = 0o644
 OWNER_ONLY = 0o600
-"""The mode of files that contain messages of users and answers of models: only the owner has access."""
+"""Mode of files that contain users' messages or models' answers: only the owner may read and write them."""
 
 
 DESCRIPTOR = re.compile(r"/dev/(stdin|stdout|stderr)|/(?:dev|proc/self)/fd/(\d+)")
-"""Matches the path of an open file descriptor of this process. A shell passes such a path for `>(command)`."""
+"""Matches a path that stands for a file descriptor of this process. A shell passes such a path for `>(command)`."""
 
 
 def can_be_replaced(path: Path) -> bool:
-    """Returns True if a new file can replace `path`: a file, or nothing yet. A pipe, a device, a folder and the path of
-    an open descriptor cannot be replaced."""
+    """Returns True if a new file can replace `path`: `path` is a regular file or does not exist. Pipes, devices,
+    folders and paths that match DESCRIPTOR cannot be replaced."""
     return (path.is_file() or not path.exists()) and not DESCRIPTOR.fullmatch(os.path.abspath(path))
 
 
 def make_private(path: Path) -> None:
-    """Removes the access rights of other users from a file or a folder. Does not follow links. Raises OSError."""
+    """Removes all access rights of the group and of other users from a file or folder. Does nothing to a symbolic link.
+    Raises OSError."""
     mode = path.lstat().st_mode
     if mode & 0o077 and not stat.S_ISLNK(mode):
         path.chmod(mode & 0o700)
 
 
 def write_atomically(path: Path, data: bytes | Iterable[bytes], mode: int = MODE) -> None:
-    """Replaces the file at `path` with `data`, which is one bytes object or several in order, and flushes the file to
-    disk. Also removes temporary files of killed processes.
+    """Writes `data`, which is one bytes object or several in order, to a temporary file, flushes this file to disk, and
+    replaces `path` with it. Also removes temporary files that killed processes left for the same path.
 
     Raises OSError; the old file is then unchanged, and no temporary file remains.
     """
@@ -59,11 +60,11 @@ def write_atomically(path: Path, data: bytes | Iterable[bytes], mode: int = MODE
 
 
 def locked_temporary(folder: Path, prefix: str, suffix: str) -> tuple[int, str]:
-    """Creates a temporary file in `folder` and returns (descriptor, path). The file is locked until the descriptor is
-    closed. Raises OSError."""
+    """Creates a temporary file in `folder` and returns (descriptor, path). On a file system with locks, the file is
+    locked until the descriptor is closed. Raises OSError."""
     while True:
         handle, name = tempfile.mkstemp(prefix=prefix, suffix=suffix, dir=folder)
-        with suppress(OSError):  # a file system without locks: temporary files are then never removed
+        with suppress(OSError):  # `remove_abandoned` removes no file if locks do not work
             fcntl.flock(handle, fcntl.LOCK_EX)
         if os.fstat(handle).st_nlink:
             return handle, name

@@ -1,5 +1,5 @@
-"""Starts and kills child processes of this package. A child runs the same Python with the same module folders as this
-process."""
+"""Makes the commands and environments of child processes that run modules of this package, and kills child processes. A
+child gets this process's module folders."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def child_command(module: str) -> tuple[str, ...]:
 
 
 def child_environment(**more: str) -> dict[str, str]:
-    """Returns the environment variables for a child: this process's variables and `more`. PYTHONPATH has the current
-    folders of `sys.path`."""
+    """Returns the environment variables for a child: this process's variables, with PYTHONPATH set to the entries of
+    `sys.path`. The variables in `more` are added, or replace variables with the same names."""
     path = os.pathsep.join(folder for folder in sys.path if folder and isinstance(folder, str))
     return {**os.environ, "PYTHONPATH": path, **more}
 
 
 def kill_child(child: Process) -> None:
-    """Kills a process, unless it has ended. Does not call `Process.kill`, which may fetch the exit code. asyncio's
-    watcher then misses the code and logs "Unknown child process pid"."""
+    """Kills a process, unless it has ended. Does not call `Process.kill`, because this call may collect the exit code.
+    asyncio's watcher would then miss the code and log "Unknown child process pid"."""
     if child.returncode is None:
         with suppress(ProcessLookupError):
             os.kill(child.pid, signal.SIGKILL)

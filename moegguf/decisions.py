@@ -1,6 +1,7 @@
-"""The log of decisions: with MOEGGUF_LOG=debug, moegguf prints its decisions and their reasons (docs/decisions.md).
+"""Logs decisions of moegguf, such as a chosen placement, if MOEGGUF_LOG is "debug" (docs/decisions.md).
 
-Each decision is a record of Python's logging. Its text has the event and its fields, and so has `record.decision`.
+Each decision is a record of Python's `logging`. The record's message and its attribute `decision` both contain the
+event's name and fields.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ log.setLevel(logging.WARNING)  # does not inherit the level of another logger
 
 
 def start_log(handler: logging.Handler | None = None) -> None:
-    """Prints decisions on stderr from now on, or passes them to `handler`, if MOEGGUF_LOG is "debug". Raises
-    OptionError for an unknown value of this variable."""
+    """Turns the log on if MOEGGUF_LOG is "debug". Decisions then go to `handler`, or without `handler` to the handler
+    that is already set, or else to stderr. Raises OptionError if the variable has an unknown value."""
     if not logs_decisions():
         return
     log.setLevel(logging.DEBUG)
@@ -32,19 +33,19 @@ def is_logged() -> bool:
 
 
 def log_decision(event: str, **fields: object) -> None:
-    """Logs a decision. The values of `fields` must have types that JSON has."""
+    """Logs a decision if the log is on. The values of `fields` must have types that JSON has."""
     if log.isEnabledFor(logging.DEBUG):
         text = " ".join(f"{name}={value}" for name, value in fields.items())
         log.debug("%s %s", event, text, extra={"decision": {"event": event, **fields}})
 
 
 class DecisionHandler(logging.Handler):
-    """A log handler that calls a function with the event and the fields of each decision."""
+    """A log handler that calls `take` with a mapping for each decision: the event's name as "event", and the fields."""
 
     def __init__(self, take: Callable[[Mapping[str, Any]], object]) -> None:
         super().__init__()
         self._take = take
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Passes the decision of a log record to the function."""
+        """Passes the decision of a log record to `take`."""
         self._take(vars(record)["decision"])

@@ -1,8 +1,8 @@
-"""Every error moegguf raises on purpose.
+"""The exceptions of moegguf's public interface.
 
-All errors have the base class `MoeggufError`. Each kind of error has a subclass, which also inherits the builtin error
-that a caller would expect (`ValueError`, `OSError`, ...). A message states the rule, the value that broke it and the
-next step. Only the frontends print messages.
+All exceptions in this module have the base class `MoeggufError`. Most of them also inherit the builtin exception that a
+caller would expect (`ValueError`, `OSError`, ...). A message usually states the rule, the value that broke the rule,
+and the next step.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from collections.abc import Iterable
 
 
 class MoeggufError(Exception):
-    """Base of all errors that moegguf raises on purpose."""
+    """Base class of moegguf's public exceptions."""
 
 
 class ModelNotFoundError(MoeggufError, FileNotFoundError):
-    """There is no model with this name, or no file at this path. `hint` is only the next step, without the reason."""
+    """A model or a file of a model is missing, or the name or path matches several. `hint` is the part of the message
+    with the next step; "" if the message has no separate hint."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -24,11 +25,11 @@ class ModelNotFoundError(MoeggufError, FileNotFoundError):
 
 
 class ModelFormatError(MoeggufError, ValueError):
-    """The GGUF file breaks a rule of the format; the message has the key or tensor, and the offset."""
+    """A GGUF file breaks a rule of the format, or has contents that do not fit its use, for example as a projector."""
 
 
 class BudgetError(MoeggufError, ValueError):
-    """The expert budget cannot be read or is too small; the message lists what is accepted."""
+    """A memory budget cannot be parsed, is too small or too large, or does not fit this model or machine."""
 
 
 class OptionError(MoeggufError, TypeError):
@@ -46,25 +47,27 @@ class OptionError(MoeggufError, TypeError):
 
 
 class TraceError(MoeggufError, ValueError):
-    """A routing trace is damaged, or belongs to another version or model. The message states the difference."""
+    """A routing trace, or another file with routing, is damaged or incomplete, or belongs to another version or
+    model."""
 
 
 class LibraryError(MoeggufError, RuntimeError):
-    """The native library is missing, is built for another processor, or failed to compute. Or `llama_cpp` of another
-    package was imported before moegguf."""
+    """A native library is missing, cannot be built or loaded, or failed to compute. Or another package's `llama_cpp`
+    was imported before moegguf."""
 
 
 class ExpertIOError(MoeggufError, OSError):
-    """Reading a model's file failed during a load, or reading an expert failed even after a retry. In the second case
-    only the request that needed the expert fails."""
+    """Reading a model's file failed, during a load or when an expert was needed. Or the file was written to or replaced
+    while the model was loaded."""
 
 
 class AllocationError(MoeggufError, MemoryError):
-    """Memory could not be allocated, a thread could not be created, or a measuring process failed."""
+    """Memory is not sufficient, a compute thread could not be created, or a process that measures speeds failed."""
 
 
 class ClosedError(MoeggufError, ValueError):
-    """The model was used after close()."""
+    """A model, an engine or an expert store was used after it was closed. Or it was closed before a request was
+    answered."""
 
 
 class ForkError(MoeggufError, RuntimeError):
@@ -72,47 +75,50 @@ class ForkError(MoeggufError, RuntimeError):
 
 
 class GenerationCancelled(MoeggufError):  # noqa: N818 (a requested state, not an error)
-    """Generation was stopped on request, before it was finished."""
+    """Generation or loading was stopped before it was finished. The caller stopped it, or another request began on the
+    same model."""
 
 
 class CallbackError(MoeggufError, RuntimeError):
-    """A callback of the user raised an exception, which is the `__cause__`. Or the callback called the model that waits
-    for it."""
+    """A callback, policy or predictor of the user raised an exception, or used the model that was waiting for it. The
+    exception of a callback is the `__cause__`."""
 
 
 class ModelNameError(MoeggufError, ValueError):
-    """The text is not a valid name of a model."""
+    """A string is not a valid name of a model, or not a valid digest of a file."""
 
 
 class PullError(MoeggufError, OSError):
-    """A download has failed; received bytes are kept and the same call continues from there."""
+    """A request to a model hub failed, or a downloaded model could not be removed. A repeated download continues after
+    the received bytes, unless these bytes were wrong."""
 
 
 class TemplateError(MoeggufError, ValueError):
-    """A chat template cannot be used: it fails, takes too long or writes too much."""
+    """A chat template cannot be used: for example it fails, takes too long, writes too much, or leaves out an image."""
 
 
 class ContextError(MoeggufError, ValueError):
-    """A prompt has more tokens than the context holds."""
+    """A prompt or another input has more tokens than fit in the context, or than the model can read at once."""
 
 
 class SchemaError(MoeggufError, ValueError):
-    """A JSON schema or grammar is invalid or not supported."""
+    """A JSON schema, a grammar or a tool's definition is invalid, too large or not supported."""
 
 
 class CapabilityError(MoeggufError, ValueError):
-    """The model lacks a requested capability, such as calling tools."""
+    """A model, or the way it was loaded, lacks a requested capability, such as calling tools."""
 
 
 class BusyError(MoeggufError, RuntimeError):
-    """A file, a model or the server is in use or about to end; try again later."""
+    """A file, a model or the server is busy, or the server is shutting down; a later attempt may succeed."""
 
 
 QUEUE_IS_FULL = "server busy, please try again.  maximum pending requests exceeded"  # text of Ollama's error
 
 
 class QueueFullError(BusyError):
-    """The queue of requests is full. `retry_after_s` is the number of seconds after which it may have room again."""
+    """The queue of requests is full. `retry_after_s` is the number of seconds after which the queue may have room
+    again."""
 
     def __init__(self, message: str = QUEUE_IS_FULL, retry_after_s: int = 1) -> None:
         super().__init__(message)
@@ -120,7 +126,7 @@ class QueueFullError(BusyError):
 
 
 class WorkerError(MoeggufError, RuntimeError):
-    """A worker process has ended or does not respond. Only requests to this process have failed."""
+    """A worker process could not be started, has ended, made no progress with a load, or sent an invalid message."""
 
 
 class DeviceLostError(WorkerError):
@@ -129,13 +135,14 @@ class DeviceLostError(WorkerError):
 
 
 class BatchFileError(MoeggufError, ValueError):
-    """The file of requests or the answers of a batch cannot be used: the format is wrong, the answers belong to other
-    requests, or another process uses them."""
+    """A batch's file of requests or file of answers cannot be used. For example, it cannot be read, the answers belong
+    to other requests, or another process uses the file."""
 
 
 class StorageError(MoeggufError, OSError):
-    """A file cannot be stored, because the disk is full or the server's limit is reached. Stored files are not lost."""
+    """A file or database cannot be written, for example because the disk is full or a limit is reached. Or a database
+    is damaged, or was written by a newer moegguf."""
 
 
 class UnknownIdError(MoeggufError, LookupError):
-    """No stored file or batch has this id."""
+    """No stored file, batch, response or slot has this id."""

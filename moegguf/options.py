@@ -1,7 +1,7 @@
-"""The table of all options, with their keywords, flags, environment variables and help texts.
+"""A table of options, with their keywords, flags, environment variables and help texts.
 
-Commands take their flags from this table, `settings` reads the environment with it, and `python -m moegguf.options`
-prints it as docs/options.md. The module imports nothing that is slow, because `--help` needs it.
+Commands take the flags of these options from the table, `settings` reads the environment with it, and `python -m
+moegguf.options` prints it as docs/options.md. This module imports nothing that is slow, because `--help` needs it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_THREADS = 512  # ggml's GGML_MAX_N_THREADS
 PLACEMENTS = ("auto", "layers", "slots", "cpu")
 """Ways to place experts on a machine with a GPU: see engine/solver.py."""
 DRAFTS = ("auto", "off", "ngram", "mtp")
-"""Ways to guess the next tokens, which a pass then verifies."""
+"""Values of the option `draft` other than a path: ways to guess the next tokens, which a pass then verifies."""
 KERNELS = ("avx512", "avx2", "upstream")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -33,7 +33,7 @@ LOAD_PARAMETERS = {
     "num_ctx": "n_ctx", "num_batch": "n_batch", "num_thread": "n_threads", "num_gpu": "n_gpu_layers",
     "expert_cache": "expert_cache", "draft": "draft", "mirror": "mirror",
 }  # fmt: skip
-"""{parameter of a Modelfile or a request that changes how a model is loaded: the option}"""
+"""{name of a parameter of a Modelfile or a request that changes how a model is loaded: name of the option}"""
 
 Kind = Literal[
     "text", "budget", "size", "duration", "timeout", "whole", "number", "switch", "off switch", "level",
@@ -45,8 +45,8 @@ Kind = Literal[
 class Option:
     """One option of the table."""
 
-    name: str  # keyword of `Llama`, parameter of a request, or field of `settings.Settings` or `settings.Environment`
-    scope: Literal["load", "request", "server"]  # set at the load of a model, in a request, or for the server
+    name: str  # mostly a keyword of `Llama`, a parameter of a request, or a field of `Settings` or `Environment`
+    scope: Literal["load", "request", "server"]  # concerns loading, a request, or the server
     group: str
     help: str
     flags: tuple[str, ...] = ()  # names of the flag; empty: no command has a flag for the option
@@ -62,7 +62,8 @@ class Option:
 
     @property
     def full_help(self) -> str:
-        """Returns the help text, followed by the environment variable and the default."""
+        """Returns the help text, followed by the environment variable and the description of the default, if there are
+        any."""
         default = ", or ".join(filter(None, (f"MOEGGUF_{self.variable}" if self.variable else "", self.default)))
         return self.help + (f"  [default: {default}]" if default else "")
 
@@ -263,7 +264,7 @@ OF_COMMANDS = ("n_ctx", "n_parallel", "kv_tokens", "kv_cache_type", "flash_atten
 OLLAMA_."""
 COMMAND_DEFAULTS: Mapping[str, Any] = {"n_ctx": None, "flash_attn": None, "embedding": None}
 """Keywords of `Llama` that have other defaults in commands. There, the context is chosen for the memory, fused
-attention is used where devices have it, and the file's header decides if texts are pooled. `Llama` has
+attention is used where devices have it, and the file's header decides whether texts are pooled. `Llama` has
 llama-cpp-python's own defaults: 512, False, False."""
 KEYWORDS: Mapping[str, tuple[str, ...]] = {
     "n_parallel": ("n_seq_max",),

@@ -18,7 +18,7 @@ class Processor:
 
 
 def read_processor(root: Path = Path("/")) -> Processor:
-    """Returns the first processor in /proc/cpuinfo."""
+    """Returns the first processor in /proc/cpuinfo, with the name "unknown CPU" if no name is found."""
     try:
         text = (root / "proc/cpuinfo").read_text(errors="replace")
     except OSError:

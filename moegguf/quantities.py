@@ -1,6 +1,6 @@
-"""Parses and formats sizes in bytes, budgets for experts and durations.
+"""Parses and formats sizes in bytes, budgets for experts, links, durations and times.
 
-Functions whose names begin with `human` format as Ollama does. engine/solver.py applies a budget to a model and a
+Functions whose names begin with `human` imitate Ollama's formats. engine/solver.py applies a budget to a model and a
 machine.
 """
 
@@ -49,8 +49,9 @@ def _shown(value: object) -> str:
 
 
 def parse_size(value: str | int) -> int:
-    """Returns the bytes in "4GiB", "2.5 GB", "512M" (K, M, G and T alone are powers of 1024) or a whole number. Raises
-    ValueError for anything else, and for numbers that are not positive or above 2^60."""
+    """Returns the number of bytes in a size such as "4GiB", "2.5 GB" or "512M", or in a whole number. K, M, G and T
+    alone are powers of 1024. Raises ValueError for anything else, and for sizes that are not positive or above 2^60
+    bytes."""
     n_bytes = -1
     if isinstance(value, int) and not isinstance(value, bool):
         n_bytes = value
@@ -66,14 +67,14 @@ def parse_size(value: str | int) -> int:
 
 
 def parse_store_size(value: str | int) -> int | None:
-    """Returns the bytes in a size for `parse_size`, 0 for "0", and None for "auto". Raises ValueError."""
+    """Returns 0 for "0", None for "auto", and otherwise the number of bytes from `parse_size`. Raises ValueError."""
     if isinstance(value, str) and value.strip().lower() == "auto":
         return None
     return 0 if str(value).strip() == "0" else parse_size(value)
 
 
 def format_bytes(n_bytes: int) -> str:
-    """Formats bytes with a unit and three digits: "0 B", "900 B", "22.3MiB", "7.52GiB"."""
+    """Formats a number of bytes with a unit and about three digits: "0 B", "900 B", "22.3MiB", "7.52GiB"."""
     sign, size = ("-", -n_bytes) if n_bytes < 0 else ("", n_bytes)
     if size < KIB:
         return f"{sign}{size} B"
@@ -84,7 +85,8 @@ def format_bytes(n_bytes: int) -> str:
 
 
 def format_bytes_up(n_bytes: int) -> str:
-    """Formats bytes rounded up to a tenth of a MiB, so that `parse_size` returns at least `n_bytes`: "22.4MiB"."""
+    """Formats a positive number of bytes, rounded up to a tenth of a MiB: "22.4MiB". `parse_size` therefore returns at
+    least `n_bytes` for the text."""
     tenths = -(-n_bytes * 10 // MIB)
     return f"{tenths // 10}.{tenths % 10}MiB"
 
@@ -106,8 +108,8 @@ class ExpertCache:
 def parse_expert_cache(value: str | int | float | ExpertCache, option: str = "expert_cache") -> ExpertCache:
     """Parses a budget for experts. A whole number is in bytes. `option` names the option in errors.
 
-    Raises BudgetError, which lists the accepted forms, for anything else and for numbers that are not positive. A text
-    from "1" to "100" is an error, too, since it probably means percent.
+    Raises BudgetError, which lists the accepted forms, for anything else and for numbers that are not positive. A
+    string from "1" to "100" is an error, too, since it probably means percent.
     """
     hint = ""
     if isinstance(value, ExpertCache):
@@ -199,7 +201,8 @@ _LONG_H = ((24 * 365, "year"), (24 * 30, "month"), (24 * 7, "week"), (24, "day")
 
 
 def human_bytes(n_bytes: float) -> str:
-    """Formats bytes with decimal units, and with one decimal place below ten: "4.7 GB", "17 GB", "274 MB", "12 B"."""
+    """Formats a number of bytes with a decimal unit: "4.7 GB", "17 GB", "274 MB", "12 B". Numbers from ten on lose
+    their decimal places."""
     for unit, name in _SIZES:
         if n_bytes >= unit:
             value = n_bytes / unit
@@ -209,7 +212,7 @@ def human_bytes(n_bytes: float) -> str:
 
 
 def human_duration(seconds: float) -> str:
-    """Formats a rounded duration: "12 seconds", "About an hour", "3 weeks"."""
+    """Formats an approximate duration: "12 seconds", "About an hour", "3 weeks"."""
     if seconds < 1:
         return "Less than a second"
     if seconds < 60:
@@ -224,8 +227,8 @@ def human_duration(seconds: float) -> str:
 
 
 def utc_time(seconds: float) -> datetime:
-    """Converts a file's time (seconds since 1970) to an aware datetime. Times before 1970 or after 9998 are moved into
-    these years, since datetime cannot express every time that a file may have."""
+    """Converts a file's time (seconds since 1970) to a datetime in UTC. Times outside the years 1970 to 9998 are
+    clamped to this range, since datetime cannot express every time that a file may have."""
     return datetime.fromtimestamp(min(max(seconds, 0.0), _LAST_S), UTC)
 
 
@@ -238,7 +241,8 @@ def human_time(when: datetime | None, now: datetime | None = None) -> str:
 
 
 def processor_split(size_bytes: int, vram_bytes: int) -> str:
-    """Returns how a loaded model's bytes are divided between CPU and GPU, as in `ollama ps`: "48%/52% CPU/GPU"."""
+    """Returns how a loaded model's bytes are divided between CPU and GPU, as in `ollama ps`: "48%/52% CPU/GPU". Returns
+    "Unknown" if `vram_bytes` exceeds `size_bytes`."""
     if vram_bytes == 0:
         return "100% CPU"
     if size_bytes == 0 or vram_bytes > size_bytes:

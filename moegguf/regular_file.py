@@ -1,4 +1,5 @@
-"""Opens files that must be regular files. Opening a pipe instead could wait for the pipe's other end for ever."""
+"""Opens files that must be regular files. Opening a named pipe could wait for ever until another process opens the
+pipe."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from pathlib import Path
 
 
 def open_regular(path: Path, *, own: bool = False) -> BufferedReader:
-    """Opens a regular file for reading. With `own`, the file must belong to this user and must not be a link. Raises
-    OSError."""
+    """Opens a regular file for reading. With `own`, the file must belong to this user and must not be a symbolic link.
+    Raises OSError."""
 
     def opener(name: str, flags: int) -> int:
         handle = os.open(name, flags | os.O_NONBLOCK | (os.O_NOFOLLOW if own else 0))

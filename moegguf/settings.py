@@ -1,8 +1,8 @@
 """Reads environment variables: for every command (`Environment`), for loads, and for the server and its clients
 (`Settings`).
 
-Settings are read from MOEGGUF_*, or from OLLAMA_* if MOEGGUF_* is unset. Names, forms and defaults come from Ollama's
-envconfig and Python client.
+A field of `Settings` is read from MOEGGUF_*, or from OLLAMA_* if MOEGGUF_* is unset. Where Ollama has a variable, names
+and forms follow Ollama's envconfig and Python client.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 @dataclass(frozen=True)
 class Environment:
-    """The environment variables of every command that are not load options. The table in `options` describes them."""
+    """Environment variables that apply in the Python API, commands and servers, and set no keyword of `Llama`. The
+    table in `options` describes them."""
 
     hooks: bool = True
     library: Path | None = None
@@ -44,14 +45,14 @@ class Environment:
 
 
 def read_environment(environ: Mapping[str, str] | None = None) -> Environment:
-    """Reads MOEGGUF_* from `environ` (default: this process's environment). An empty variable counts as unset. Raises
-    OptionError or BudgetError, which name the variable, for an invalid value."""
+    """Reads the fields of `Environment` from MOEGGUF_* in `environ` (default: this process's environment). An empty
+    variable counts as unset. Raises OptionError, which names the variable, for an invalid value."""
     return Environment(**_read(_names_of(Environment), ("MOEGGUF_",), environ))
 
 
 def read_load_keywords(*, commands: bool = False, environ: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Returns the keyword arguments of `Llama` that the environment sets: options in OF_EVERY_LOAD, and with `commands`
-    also options in OF_COMMANDS. Raises the errors of `read_environment`."""
+    also options in OF_COMMANDS. Raises OptionError or BudgetError, which name the variable, for an invalid value."""
     found = _read(OF_EVERY_LOAD, ("MOEGGUF_",), environ)
     if commands:
         found |= _read(OF_COMMANDS, ("MOEGGUF_", "OLLAMA_"), environ)
@@ -64,7 +65,8 @@ def logs_decisions() -> bool:
 
 
 def shows_tracebacks() -> bool:
-    """Returns True if MOEGGUF_DEBUG is set and is not 0. Works even if other variables have invalid values."""
+    """Returns True if MOEGGUF_DEBUG is set, and is neither empty nor 0. Works even if other variables have invalid
+    values."""
     return os.environ.get("MOEGGUF_DEBUG", "") not in ("", "0")
 
 
@@ -105,7 +107,7 @@ class Host:
 
     @property
     def is_loopback(self) -> bool:
-        """True if only this machine can reach the address."""
+        """True if the host is "localhost" or a loopback address, which only this machine can reach."""
         try:
             return ipaddress.ip_address(self.host.partition("%")[0]).is_loopback
         except ValueError:
@@ -113,10 +115,10 @@ class Host:
 
 
 def parse_host(text: str | None) -> Host:
-    """Parses an address: "host", ":port", "host:port/path", "http://host", "[::1]:port" or "::1". An empty text is the
-    default address. The default port is 11434 without a scheme, and the scheme's port with one.
+    """Parses an address: "host", ":port", "host:port/path", "http://host", "[::1]:port" or "::1". An empty string or
+    None is the default address. The default port is 11434 without a scheme, and the scheme's port with a scheme.
 
-    Raises OptionError for an unknown scheme, an invalid port, or a user and password.
+    Raises OptionError for anything else, such as an unknown scheme, an invalid port, or a user and password.
     """
     given = (text or "").strip()
     scheme, found, rest = given.partition("://")
@@ -138,8 +140,8 @@ def parse_host(text: str | None) -> Host:
 
 
 def parse_networks(text: str) -> tuple[Network, ...]:
-    """Parses networks or single addresses that are separated by commas: "192.168.1.0/24,fd00::/8". Raises OptionError
-    for anything else."""
+    """Parses networks or single addresses that are separated by commas or line breaks: "192.168.1.0/24,fd00::/8".
+    Raises OptionError for anything else."""
     try:
         return tuple(ipaddress.ip_network(part) for part in _items(text))
     except ValueError as error:
@@ -148,9 +150,9 @@ def parse_networks(text: str) -> tuple[Network, ...]:
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of the server. The table in `options` describes them.
+    """Options of the server and of its clients. The table in `options` describes them.
 
-    A duration of `math.inf` is no limit. None stands for a default that is chosen later.
+    The duration `math.inf` means no limit. None stands for a default that is chosen later.
     """
 
     host: Host = field(default_factory=Host)
@@ -175,11 +177,12 @@ class Settings:
     upload_bytes: int = 200 << 20
     storage_bytes: int = 10 << 30
     editor: str = ""
-    loading: Mapping[str, Any] = field(default_factory=dict)  # load options, which override the environment's
+    loading: Mapping[str, Any] = field(default_factory=dict)  # load options that override the environment's
 
     @property
     def tells_clients_apart(self) -> bool:
-        """True if there are several clients: clients with different keys, or clients with and without a key."""
+        """True if the server can distinguish clients: there are several keys, or a key and trusted networks without
+        one."""
         return len(set(self.api_keys)) + bool(self.trusted) > 1
 
 
@@ -190,7 +193,8 @@ def read_settings(environ: Mapping[str, str] | None = None) -> Settings:
 
 
 def n_parallel() -> int:
-    """Returns the default number of requests that a model answers at once: MOEGGUF_NUM_PARALLEL, or 1."""
+    """Returns the default number of requests that a model answers at once: MOEGGUF_NUM_PARALLEL or OLLAMA_NUM_PARALLEL,
+    or 1 if neither is set."""
     return int(read_load_keywords(commands=True).get("n_seq_max", 1))
 
 
@@ -199,8 +203,8 @@ def _names_of(kind: type[Environment] | type[Settings]) -> list[str]:
 
 
 def _read(names: Iterable[str], prefixes: Sequence[str], environ: Mapping[str, str] | None) -> dict[str, Any]:
-    """Returns {option: value} for the variables that are set. Empty variables count as unset. Quotes around a value are
-    removed."""
+    """Returns {option: value} for the variables that are set. Empty variables count as unset, and so does 0 for an
+    option with `zero_is_default`. Quotes around a value are removed."""
     env = os.environ if environ is None else environ
     found = dict[str, Any]()
     for option in (OPTIONS[name] for name in names):
@@ -213,7 +217,8 @@ def _read(names: Iterable[str], prefixes: Sequence[str], environ: Mapping[str, s
 
 
 def parse_option(name: str, text: str, source: str) -> Any:
-    """Parses the text of an option. Raises OptionError or BudgetError, which name `source`, a flag or a variable."""
+    """Parses the text of an option. Raises OptionError or BudgetError with a message that begins with `source`, the
+    name of a flag or variable."""
     option = OPTIONS[name]
     try:
         return _PARSERS[option.kind](option, text)
@@ -247,14 +252,14 @@ def _choice(option: Option, text: str) -> str:
 
 
 def _checked(parse: Callable[[str], object]) -> Callable[[Option, str], str]:
-    """Returns a parser that checks a text with `parse` and returns the text unchanged. The text is parsed again when
-    the option is used."""
+    """Returns a parser that checks an option's text with `parse` and returns the text unchanged. The text is parsed
+    again when the option is used."""
     return lambda _, text: (parse(text), text)[1]
 
 
 _PARSERS: dict[Kind, Callable[[Option, str], Any]] = {
     "text": lambda _, text: text,
-    "budget": _checked(lambda text: [parse_expert_cache(part) for part in text.split(",")]),  # one for each device
+    "budget": _checked(lambda text: [parse_expert_cache(part) for part in text.split(",")]),  # one, or one per device
     "size": lambda _, text: parse_size(text),
     "duration": lambda _, text: parse_duration(text),
     "timeout": lambda _, text: parse_duration(text) or math.inf,

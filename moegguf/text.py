@@ -1,4 +1,5 @@
-"""Converts between Python's strings and the bytes of files, requests and terminals."""
+"""Converts between Python's strings and the bytes of files, requests and terminals, and hides passwords in
+addresses."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ _CREDENTIALS = re.compile(r"(?s)(?:(?<=://)|\A(?![^/]*://)(?=[^/]*:)).*@")
 
 
 def to_utf8(text: str) -> bytes:
-    """Encodes any string in UTF-8. Bytes in arguments and paths that the locale could not decode are read as UTF-8.
-    Halves of surrogate pairs, which JSON may contain, are joined. Characters that stay invalid become U+FFFD."""
+    """Encodes any string in UTF-8. If all surrogates stand for bytes that Python could not decode (in arguments and
+    paths), these bytes are read as UTF-8. Otherwise surrogate pairs, which JSON may contain, are joined. Characters
+    that stay invalid become U+FFFD."""
     with suppress(UnicodeEncodeError):
         return text.encode()
     with suppress(UnicodeEncodeError):
@@ -25,7 +27,7 @@ def to_utf8(text: str) -> bytes:
 
 
 def without_surrogates(text: str) -> str:
-    """Returns a text without surrogates, which other programs cannot read. `to_utf8` describes the replacements."""
+    """Returns `text` with its surrogates, which other programs cannot read, replaced as in `to_utf8`."""
     return to_utf8(text).decode()
 
 
@@ -35,8 +37,8 @@ def without_password(address: str) -> str:
 
 
 def decode_text(data: bytes, errors: str = "replace") -> str:
-    """Decodes the contents of a file in UTF-8, or in UTF-16 if the data begins with UTF-16's byte order mark. The mark
-    is removed."""
+    """Decodes a file's contents as UTF-16 if they begin with UTF-16's byte order mark, otherwise as UTF-8. A byte order
+    mark is removed."""
     return data.decode(_encoding_of(data), errors)
 
 

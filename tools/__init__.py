@@ -1,1 +1,2 @@
-"""Tools around moegguf: vendoring, patches, model makers. Not part of the installed package."""
+"""Tools for the development of moegguf, such as vendoring, patches and model makers. The installed package does not
+contain these tools."""

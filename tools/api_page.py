@@ -25,7 +25,8 @@ def page() -> Iterator[str]:
 
 
 def _entry(name: str, value: Any) -> Iterator[str]:
-    """Yields the code block of a name: signature and docstring. A class also has the docstring of its `__init__`."""
+    """Yields the code block of a name: signature and docstring. A class that defines `__init__` and is no dataclass
+    also has the docstring of `__init__`."""
     signature = "" if inspect.isclass(value) and issubclass(value, Exception) else _signature(value)
     texts = [inspect.getdoc(value)]
     if inspect.isclass(value) and "__init__" in vars(value) and not hasattr(value, "__dataclass_fields__"):

@@ -1,9 +1,9 @@
-"""Lists what this machine lacks for a build, before anything is downloaded.
+"""Checks for programs and modules that a build needs, before anything is downloaded.
 
-Usage: python tools/check_machine.py            exit status 1 and one sentence per missing thing
+Usage: python tools/check_machine.py            prints a sentence for each missing thing; exit status 1 if any
        python tools/check_machine.py --requirements X  prints the requirements of the build ("build") or of an extra
-       python tools/check_machine.py --chromium        installs Chromium from Debian's packages where root may do so
-Runs on any Python 3, so that an old Python prints a helpful error, too.
+       python tools/check_machine.py --chromium        installs Chromium from Debian's packages if root runs this
+Runs without options on any Python 3, so that an old Python prints a helpful error, too.
 """
 
 import os
@@ -15,7 +15,7 @@ CHROMIUM = ("chromium-headless-shell", "chromium")  # Debian packages, named lik
 
 
 def missing():
-    """Yields one sentence per missing thing."""
+    """Yields a sentence for each program or module that a build needs and this machine lacks."""
     if sys.version_info < (3, 11):
         yield "Python 3.11 or newer is needed, this is %d.%d; try: make PYTHON=python3.12" % sys.version_info[:2]
     try:
@@ -41,7 +41,8 @@ def print_requirements(name):
 
 
 def install_chromium():
-    """Installs Chromium with apt-get if there is no Chromium or Chrome; prints a note if that is not possible."""
+    """Installs Chromium with apt-get if there is no Chromium or Chrome and this process runs as root. Prints a note if
+    there is no Chromium afterwards."""
     if any(map(shutil.which, [*CHROMIUM, "chromium-browser", "google-chrome"])):
         return
     if os.geteuid() == 0 and shutil.which("apt-get"):

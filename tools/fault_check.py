@@ -1,4 +1,4 @@
-"""Puts faults into the native core and the planner by hand, one at a time, and runs the test that has to catch each.
+"""Puts faults into moegguf's code, one at a time, and runs the tests that have to catch each fault.
 
     python tools/fault_check.py                 # all of tools/faults.toml; minutes, as each C++ fault is a build
     python tools/fault_check.py pin engine/     # faults whose name or file has one of these words
@@ -33,7 +33,8 @@ LONGEST_RUN_S = 600
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault that replaces `old` by `new` in `file`, and the arguments of pytest for the tests that must catch it."""
+    """A fault that replaces `old` by `new` in `file`. `tests` are arguments of pytest; at least one of these tests must
+    fail."""
 
     name: str
     file: str
@@ -59,7 +60,8 @@ class Fault:
 
 
 def read_faults() -> list[Fault]:
-    """Returns the faults of tools/faults.toml, in order. A fault without tests has the tests of its group."""
+    """Returns the faults of tools/faults.toml, in order. A fault without `file` or `tests` has the value of its
+    group."""
     groups = tomllib.loads((ROOT / "tools/faults.toml").read_text(encoding="utf-8"))["group"]
     rows = [{"file": group["file"], "tests": group["tests"], **fault} for group in groups for fault in group["fault"]]
     return [Fault(row["name"], row["file"], row["old"], row["new"], tuple(row["tests"])) for row in rows]
@@ -77,7 +79,7 @@ def put_in(fault: Fault) -> Iterator[None]:
 
 
 def build() -> str:
-    """Builds the store's library. Returns the output of a failed build, else ""."""
+    """Builds the store's library and the test equipment. Returns the output of a failed build, else ""."""
     ninja = [str(Path(sys.executable).with_name("ninja")), "-C", str(BUILD), "libmoegguf.so", "libmoegguf-testing.so"]
     found = subprocess.run(ninja, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return found.stdout if found.returncode else ""
@@ -86,7 +88,8 @@ def build() -> str:
 def failing(tests: Sequence[str], is_native: bool) -> str:
     """Runs pytest until the first failure. Returns the failed test or another reason, and "" if all tests pass.
 
-    For a native fault, the tests use the library of `build`, and Hypothesis does not shrink a failing example.
+    For a native fault, the tests use the library of `build`, and Hypothesis does not shrink failing examples of tests
+    in tests/native. Raises RuntimeError if pytest itself fails.
     """
     environment = {**os.environ, "MOEGGUF_LONGEST_TEST_S": str(LONGEST_TEST_S), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
@@ -103,7 +106,7 @@ def failing(tests: Sequence[str], is_native: bool) -> str:
         return "the tests hang"
     if found.returncode == 0:
         return ""
-    if found.returncode in (2, 3, 4, 5):  # pytest itself failed: a usage error, or no such test
+    if found.returncode in (2, 3, 4, 5):  # pytest itself failed, for example because there is no such test
         raise RuntimeError(f"{' '.join(command)}\n{found.stdout}")
     failed = [line.split(" ")[1] for line in found.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     return failed[0] if failed else f"exit status {found.returncode}, or a test that hangs"
@@ -120,7 +123,7 @@ def check(fault: Fault) -> str:
 def check_all(faults: Sequence[Fault], is_native: bool) -> int:
     """Prints which test catches each fault. Returns the number of faults that no test catches.
 
-    Raises SystemExit if a test fails without a fault.
+    Raises SystemExit if the build or a test fails without a fault.
     """
     try:
         why = (is_native and build()) or failing(sorted({test for fault in faults for test in fault.tests}), is_native)

@@ -1,9 +1,9 @@
-"""Makes one measurement in its own process: `python -m moegguf.bench.measure '<spec as JSON>'` prints one line of JSON.
+"""Measures one system in this process: `python -m moegguf.bench.measure '<spec as JSON>'` prints one line of JSON.
 
-The process shares memory, page cache and limits with no other measurement. Load, prompt and generation are timed
-separately, as in llama-bench, without tokenisation and sampling. Between the timed calls the token that greedy sampling
-would choose is recorded, so that the tokens of systems can be compared. With `draft`, a whole greedy answer is timed,
-including drafts and sampling. bench/series.py runs the measurements of several systems.
+Load, prompt and generation are timed separately. Tokenisation and sampling are not timed. After each timed step, the
+most probable next token of each sequence is recorded, so that the tokens of systems can be compared. With `draft`, a
+greedy answer is timed as a whole, including drafts and sampling. The module bench/series.py starts such a process for
+each system.
 """
 
 from __future__ import annotations
@@ -51,9 +51,8 @@ from moegguf.text import decode_text
 
 
 def describe_build(bindings: ModuleType, patched: str = f"moegguf-{__version__}+") -> dict[str, Any]:
-    """Returns build_commit, build_number, cpu_info, gpu_info and backends of the llama.cpp library that `bindings` has
-    loaded. `patched` is the beginning of build_commit and contains the version of the patches; "" for a library without
-    patches."""
+    """Returns llama-bench's fields build_commit, build_number, cpu_info, gpu_info and backends. build_commit is
+    `patched` followed by the version of `bindings`. `patched` is "" for a library without patches."""
     devices = all_devices()
     backends = dict.fromkeys(device.backend for device in devices)
 
@@ -62,7 +61,7 @@ def describe_build(bindings: ModuleType, patched: str = f"moegguf-{__version__}+
 
     return {
         # ggml_commit() is not used: it names the commit of the git repository around the build folder, which may be
-        # any.
+        # unrelated to llama.cpp.
         "build_commit": f"{patched}llama-cpp-python-{bindings.__version__}",
         "build_number": 0,
         "cpu_info": by_kind("CPU", "accelerator") or read_processor().model,
@@ -72,8 +71,8 @@ def describe_build(bindings: ModuleType, patched: str = f"moegguf-{__version__}+
 
 
 def _simulation() -> ModuleType:
-    """Returns the module moegguf.testing.link_device. Raises LibraryError in an installed wheel, which does not contain
-    this module."""
+    """Returns the module moegguf.testing.link_device. Raises LibraryError if the module is missing, as in an installed
+    wheel."""
     try:
         from moegguf.testing import link_device
     except ImportError as error:
@@ -87,8 +86,8 @@ def _simulation() -> ModuleType:
 def load(spec: Spec) -> Llama:
     """Loads the model with the options of `spec`. The environment variable MOEGGUF_HOOKS must already have the value
     for this system: 1 for moegguf, 0 for the others (`environment_of`)."""
-    # If n_gpu_layers is -1, `placement` decides for a model with experts, while plain llama.cpp puts every layer on a
-    # GPU.
+    # A negative n_gpu_layers lets moegguf place a model with experts according to `placement`. In all other cases
+    # llama.cpp puts n_gpu_layers layers on a GPU, or every layer if the number is negative.
     planned = spec.system == "moegguf" and spec.n_gpu_layers < 0 and read_layout(spec.model).is_moe
     gpu_layers: dict[str, Any] = {} if planned else {"n_gpu_layers": spec.n_gpu_layers}
     link = parse_link(spec.simulate_link) if spec.simulate_link else None
@@ -127,7 +126,7 @@ def load(spec: Spec) -> Llama:
 
 
 class Feed:
-    """Makes the tokens of each test and repetition. Every system gets the same tokens."""
+    """Makes the tokens of each test and repetition. Systems with the same model, seed and text get the same tokens."""
 
     def __init__(self, llama: Llama, spec: Spec) -> None:
         self._seed = spec.seed
@@ -144,8 +143,9 @@ class Feed:
                 raise OptionError(f"there is no text in {spec.text!r}.")
 
     def tokens(self, n: int, repetition: int) -> list[int]:
-        """Returns `n` tokens, different ones in each repetition: the next `n` tokens of the text if there is one,
-        otherwise random tokens."""
+        """Returns `n` tokens for the repetition with this number. The tokens are consecutive tokens of the text, which
+        repeats after its end, or random if there is no text. If the model adds a BOS token, this token replaces the
+        first one."""
         if self._text:
             start = repetition * n % len(self._text)
             tokens = [self._text[(start + i) % len(self._text)] for i in range(n)]
@@ -157,7 +157,8 @@ class Feed:
 
 
 def greedy_token(llama: Llama, row: int = -1) -> int:
-    """Returns the token with the largest logit. `row` is the index of the row of logits; -1: the row of sequence 0."""
+    """Returns the token with the largest logit. `row` is the index of the row of logits; -1: the row of the last token
+    of sequence 0."""
     return int(llama.context.logits(row).argmax())
 
 
@@ -215,14 +216,14 @@ class Sequences:
 class Sample:
     """The results of one repetition."""
 
-    prompt_ns: int  # time of the prompt
-    token_ns: list[int]  # times of the steps of decoding
-    tokens: list[int]  # most probable tokens after the prompt and after each step
-    stats: Stats  # change in the counters
+    prompt_ns: int  # time to evaluate the timed tokens of the prompts
+    token_ns: list[int]  # time of each decoding step; with an engine, the answer's time divided by the number of tokens
+    tokens: list[int]  # most probable tokens after the prompt and after each step, or the engine's answer
+    stats: Stats  # growth of the counters during the repetition
 
     @property
     def total_ns(self) -> int:
-        """The nanoseconds of the prompt and all steps."""
+        """The time of the prompt and of all steps together, in nanoseconds."""
         return self.prompt_ns + sum(self.token_ns)
 
 
@@ -237,8 +238,9 @@ def begin(llama: Llama, test: Test, tokens: Sequence[Sequence[int]]) -> Sequence
 def measure(
     sequences: Sequences, test: Test, tokens: Sequence[Sequence[int]], greedy: bool, engine: Engine | None = None
 ) -> Sample:
-    """Runs one repetition after `begin`. `tokens` has the tokens of each sequence. If `engine` is given, it generates
-    the answer, with drafts or without."""
+    """Runs one repetition after `begin`. `tokens` has the tokens of each sequence. An `engine` generates the answer if
+    the context is not empty. Otherwise each step evaluates a token of each sequence: with `greedy` the most probable
+    one, else the one in `tokens`."""
     llama = sequences.llama
     before = llama.stats()
     sample = Sample(0, [], [], before)
@@ -265,8 +267,9 @@ def measure(
 def run_test(
     llama: Llama, spec: Spec, test: Test, feed: Feed, engine: Engine | None = None, bounds: Bounds | None = None
 ) -> dict[str, Any]:
-    """Runs all repetitions of one test. Measures the reading speed of the file before and after each repetition, but
-    never during one. With `bounds`, computes the bound of each repetition after all repetitions have ended."""
+    """Runs all repetitions of one test. If the model has an expert store and `probe_s` is not 0, measures the reading
+    speed of the file before and after each repetition. With `bounds`, computes the bound of each repetition after all
+    repetitions have ended."""
     session = llama.session
     greedy = spec.feed == "greedy"
 
@@ -340,7 +343,7 @@ def run(spec: Spec) -> dict[str, Any]:
         bounds = Bounds(llama, session, spec.simulate_link) if spec.bound and session is not None else None
         with nullcontext() if spec.draft is None else Engine(llama) as engine:
             tests = [run_test(llama, spec, test, feed, engine, bounds) for test in spec.tests]
-        # VmHWM is the peak of this process. ru_maxrss would begin with the peak of the process that started it.
+        # VmHWM is this process's peak memory. ru_maxrss would include the peak of the process that started this one.
         peak_kib = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
         info = session.store.info() if session is not None else {}
         warned = list(plan.warnings) if session is not None else []
@@ -355,7 +358,7 @@ def run(spec: Spec) -> dict[str, Any]:
         patched = f"moegguf-{__version__}+" if spec.system != "stock" else ""
         return {
             **describe_build(library.llama_cpp(), patched),
-            # llama.cpp writes ?B if it does not know the size
+            # llama.cpp's description has ?B instead of a model size that llama.cpp does not know
             "model_type": model.desc().replace("?B", human_number(model.n_params())),
             "model_size": model.size(),
             "model_n_params": model.n_params(),
@@ -376,7 +379,7 @@ def run(spec: Spec) -> dict[str, Any]:
 
 
 def open_result() -> TextIO:
-    """Returns a file that writes to the old stdout, for the result of this process. Stdout then goes to stderr, so that
+    """Returns a file that writes to this process's original stdout, for the result. Stdout then goes to stderr, so that
     output of libraries does not mix with the result. Also makes this process end when its parent ends."""
     die_with_parent()
     out = os.fdopen(os.dup(1), "w")
@@ -386,7 +389,7 @@ def open_result() -> TextIO:
 
 if __name__ == "__main__":
     out = open_result()
-    warnings.simplefilter("ignore")  # warnings are in the result, so they are not printed
+    warnings.simplefilter("ignore")  # the plan's warnings are part of the result
     try:
         found = run(Spec.from_json(sys.argv[1]))
     except MoeggufError as error:

@@ -1,7 +1,7 @@
 """Runs a child process under a memory limit, and drops files from the page cache.
 
-The limit is a new memory cgroup, v1 or v2, inside this process's cgroup or (only v2) in the same parent. The cgroup is
-removed afterwards. The limit counts anonymous memory and the page cache that the child fills.
+The limit is a new memory cgroup, v1 or v2, inside this process's cgroup or inside one of the cgroups above it. The new
+cgroup is removed afterwards. The limit counts anonymous memory and the page cache that the child fills.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class MemoryGroup:
 
     def command(self, arguments: Sequence[str]) -> list[str]:
         """Returns the command `arguments`, preceded by a shell that joins the group before it runs them. The limit
-        therefore counts every byte of the child."""
+        therefore applies to the child from its start."""
         return ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', str(self.folder / "cgroup.procs"), *arguments]
 
     @property
     def peak_bytes(self) -> int:
-        """The peak memory of the group in bytes, with page cache; 0 if the kernel does not report it."""
+        """The peak memory of the group in bytes, including page cache; 0 if the kernel does not report the peak."""
         return int((file_text(self.folder / _PEAK[self.version]).split() or ["0"])[0])
 
     @property
@@ -66,7 +66,7 @@ class MemoryGroup:
         return sum(int(number) for name, number in itertools.pairwise(words) if name == "oom_kill")
 
     def remove(self) -> None:
-        """Removes the group. Tries several times, because the kernel may free the group's last pages only after a
+        """Removes the group. Tries for 5 seconds, because the kernel may free the group's last pages only after a
         while."""
         for _ in range(50):
             try:
@@ -79,7 +79,8 @@ class MemoryGroup:
 
 
 def _limits_memory(version: int, folder: Path) -> bool:
-    """Returns whether a new group in `folder` can limit memory."""
+    """Returns whether a new group in `folder` can limit memory. Turns the memory controller of cgroup v2 on for this if
+    necessary."""
     if version == 1:
         return (folder / "memory.limit_in_bytes").exists()
     control = folder / "cgroup.subtree_control"
@@ -90,7 +91,7 @@ def _limits_memory(version: int, folder: Path) -> bool:
 
 
 def _set_limit(version: int, folder: Path, n_bytes: int) -> bool:
-    """Sets the memory limit, and switches swap off as far as the kernel can. Returns whether the limit was set."""
+    """Sets the memory limit, and switches swap off as far as the kernel allows. Returns whether the limit was set."""
     if not _write(folder / ("memory.max" if version == 2 else "memory.limit_in_bytes"), str(n_bytes)):
         return False
     if version == 2:
@@ -101,8 +102,9 @@ def _set_limit(version: int, folder: Path, n_bytes: int) -> bool:
 
 
 def make_group(limit_bytes: int, root: Path = ROOT) -> MemoryGroup:
-    """Makes a memory cgroup with this limit and no swap. The caller has to call `remove` on it. Also removes groups of
-    processes that no longer exist. Raises LimitError if no group can be made."""
+    """Makes a memory cgroup with this limit and, if the kernel allows, without swap. The caller has to call `remove` on
+    the group. Also removes groups that moegguf made in processes that no longer exist. Raises LimitError if no group
+    can be made."""
     name = f"moegguf-{os.getpid()}-{next(_numbers)}"
     for version, folder in cgroup_levels("memory", root):
         if not (os.access(folder, os.W_OK) and _limits_memory(version, folder)):
@@ -136,7 +138,7 @@ def die_with_parent() -> None:
 @contextlib.contextmanager
 def memory_limit(limit_bytes: int | None, root: Path = ROOT) -> Iterator[MemoryGroup | None]:
     """Provides a group with this limit inside the `with`, and removes the group at the end. Provides None if
-    `limit_bytes` is None. Raises LimitError."""
+    `limit_bytes` is None or 0. Raises LimitError."""
     group = make_group(limit_bytes, root) if limit_bytes else None
     try:
         yield group
@@ -146,10 +148,11 @@ def memory_limit(limit_bytes: int | None, root: Path = ROOT) -> Iterator[MemoryG
 
 
 def drop_page_cache(paths: Sequence[str | os.PathLike[str]]) -> int:
-    """Drops the pages of these files from the page cache. Returns the bytes that stayed because a process maps them.
+    """Drops the pages of these files from the page cache. Returns the number of bytes that stayed, usually because a
+    process maps them.
 
-    Systems without posix_fadvise (macOS, Windows) drop nothing. Returns 0 there, and also if the pages cannot be
-    counted.
+    On systems without posix_fadvise (macOS, Windows), no page is dropped. Returns 0 there, and also if the pages cannot
+    be counted.
     """
     kept = 0
     for path in paths:
@@ -165,7 +168,8 @@ def drop_page_cache(paths: Sequence[str | os.PathLike[str]]) -> int:
 
 
 def cached_bytes(fd: int) -> int:
-    """Returns the bytes of an open file that are in the page cache; 0 if the system does not report it."""
+    """Returns how many bytes of an open file are in the page cache; 0 if the system does not report the number to this
+    user."""
     stat = os.fstat(fd)
     # mincore() reports all pages as cached to a user who could not write the file, so its answer would be wrong.
     if stat.st_size == 0 or (hasattr(os, "geteuid") and os.geteuid() not in (0, stat.st_uid)):

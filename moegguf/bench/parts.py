@@ -21,10 +21,10 @@ from moegguf.testing.link_device import link_device, memory_copy_bytes_per_s
 from moegguf.trace.simulate import layout_of
 
 OPTIONS = StoreOptions(repack=False, fill=False, simulate=True, sweep=False)
-SCORES = "scores"  # not a native policy: Python sets new scores for the routed layer before every routing event
-ALL_SCORES = "scores, all"  # not a native policy: Python sets new scores for all layers before every routing event
+SCORES = "scores"  # not a native policy: `pass_us` sets new scores for the routed layer before each event
+ALL_SCORES = "scores, all"  # not a native policy: `pass_us` sets new scores for all layers before each event
 
-# A matrix of a Qwen3-30B expert in Q4_0 has 884,736 bytes; the next size is all three of its matrices.
+# A matrix of a Qwen3-30B expert in Q4_0 has 884,736 bytes. The next size is the size of the expert's three matrices.
 COPY_BYTES = (1 << 12, 1 << 16, 884_736, 2_654_208, 1 << 24)
 GGML_TYPE_F32 = 0
 
@@ -64,7 +64,7 @@ class Evictions:
         return (after["hook_ns"] - before["hook_ns"]) / 1000 / max(1, after["misses"] - before["misses"])
 
     def replay_s(self, n_lookups: int) -> float:
-        """Returns the seconds of a replay of `n_lookups` lookups in one call."""
+        """Replays about `n_lookups` lookups in one call. Returns the seconds, scaled to exactly `n_lookups`."""
         shape = self.shape
         n = n_lookups // shape.n_expert_used
         il = np.arange(n, dtype=np.int32) % shape.n_layer
@@ -78,8 +78,9 @@ class Evictions:
 def evictions(_: str, *, slots: int, layers: int, experts: int, used: int, events: int) -> Iterator[Row]:
     """Yields a row of times for each policy.
 
-    A row has the microseconds of a miss that gets a free slot, of a miss that evicts an expert, and of their difference
-    (medians over passes). It also has the seconds of a million lookups in one call.
+    A row has the microseconds of a miss that gets a free slot and of a miss that evicts an expert (medians over
+    passes), and their difference. Except for the policy ALL_SCORES, a row also has the seconds of a million lookups in
+    one call.
     """
     if slots > (layers - 1) * experts:
         raise OptionError(f"slots is {slots}, but at most {(layers - 1) * experts} fill up; give fewer.")
@@ -143,8 +144,8 @@ def device_copies(device: str, n_bytes: int, n_at_once: int) -> list[Callable[[]
 
 
 def elapsed_s(copies: Sequence[Callable[[], None]]) -> float:
-    """Calls all functions at the same time, each in its own thread. Returns the seconds until the last one has
-    ended."""
+    """Calls all functions at the same time, the first one in this thread and each other one in its own thread. Returns
+    the seconds until all have ended."""
     threads = [threading.Thread(target=copy) for copy in copies[1:]]
     start_s = time.perf_counter()
     for thread in threads:
@@ -156,9 +157,9 @@ def elapsed_s(copies: Sequence[Callable[[], None]]) -> float:
 
 
 def link_times(_: str, *, link: str, repetitions: int) -> Iterator[Row]:
-    """Yields a row for each number of bytes that is copied over a simulated link, by one copy and by two at the same
-    time. A row also has the time by the formula latency + bytes / bandwidth, and the GB/s at which one thread copies
-    within this machine's memory."""
+    """Measures copies over a simulated link. Yields a row for one copy of each size, then for two copies at the same
+    time. A row also has the time by the formula latency + bytes of all copies / bandwidth, and the GB/s at which one
+    thread copies within this machine's memory."""
     described = parse_link(link)
     device = link_device(described)
     memory = memory_copy_bytes_per_s() / 1e9

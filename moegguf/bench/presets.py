@@ -44,7 +44,7 @@ PRESETS = {
 
 
 def find_preset(name: str) -> Preset:
-    """Returns the preset of this name. Raises OptionError for another name."""
+    """Returns the preset of this name. Raises OptionError for an unknown name."""
     if name not in PRESETS:
         raise OptionError(f"--preset takes {', '.join(PRESETS)}, but not {name!r}.")
     return PRESETS[name]
@@ -72,7 +72,7 @@ def read_settings(name: str, changes: Sequence[str]) -> dict[str, Any]:
 
 
 def run_preset(name: str, model: str, changes: Sequence[str], output: str) -> str:
-    """Runs a preset. Returns the rows as a table or as JSON. Raises MoeggufError."""
+    """Runs a preset. Returns the rows as JSON if `output` is "json", otherwise as a table. Raises MoeggufError."""
     settings = read_settings(name, changes)
     rows = list(find_preset(name).measure(model, **settings))
     return json.dumps(rows, indent=2) + "\n" if output == "json" else as_table(rows)

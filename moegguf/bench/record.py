@@ -1,4 +1,4 @@
-"""Records a trace: runs a model over prompts of several kinds and writes its routing events to a file."""
+"""Records a trace: runs a model over prompts and writes the model's routing events to a file."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Progress = Callable[[str, float], object]
 
 @dataclass(frozen=True)
 class RecordOptions:
-    """Options of a recording. All other options are `Llama`'s.
+    """Options for recording a trace, in addition to the options of `Llama`.
 
     If `Llama` has `draft`, the recorded passes also contain the drafted tokens. A simulation repeats these passes,
     including the drafted tokens that the model rejected.
     """
 
-    n_predict: int = 128  # tokens to generate for prompts that do not set a number
+    n_predict: int = 128  # maximum number of tokens to generate, for prompts that do not set a number
     inputs: bool = False  # records the routers' inputs, too
     temperature: float = 0.8
     seed: int = 0
@@ -46,8 +46,8 @@ def record(
     progress: Progress | None = None,
     **llama: Any,
 ) -> Stats:
-    """Writes the trace `out`. Returns the counters of the run. If the recording is interrupted or fails, no file
-    remains.
+    """Writes the trace `out`. Returns the counters of the run. If the recording is interrupted or fails, no incomplete
+    file remains.
 
     Each prompt is a new request. If a prompt has a completion, the completion's tokens are evaluated one by one
     (teacher forcing) and no text is generated. Text too long for the context is cut, with a warning. flash_attn is None
@@ -85,8 +85,8 @@ def record(
 
 
 def _run(llm: Llama, prompt: Prompt, options: RecordOptions) -> bool:
-    """Runs one request. The answer gets at most half of the context. A completion is evaluated token by token; without
-    a completion the model generates the answer. Returns True if the prompt or the completion was cut."""
+    """Runs one request. At most half of the context is kept free for the answer. A completion is evaluated token by
+    token; without a completion the model generates the answer. Returns True if the prompt or the completion was cut."""
     n_predict = options.n_predict if prompt.n_predict is None else prompt.n_predict
     forced = None
     if prompt.completion is not None:

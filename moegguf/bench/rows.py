@@ -29,8 +29,8 @@ FIELDS = (
     "tensor_buft_overrides", "load_mode", "lazy_mode", "embeddings", "no_op_offload", "no_host", "repack", "fit_target",
     "fit_min_ctx", "n_prompt", "n_gen", "n_depth", "test_time", "avg_ns", "stddev_ns", "avg_ts", "stddev_ts",
 )  # fmt: skip
-# Three groups of fields: fields with the same value in every run of a model, fields that the user's options set, and
-# constant fields, for which moegguf has no option.
+# Three groups of fields. Fields in _OF_MODEL are taken from one run, for all rows. Fields in _AS_GIVEN are options of
+# the user. Fields in _ALWAYS are constant, because moegguf has no option for them.
 _OF_MODEL = (
     "build_commit", "build_number", "cpu_info", "gpu_info", "backends", "model_type", "model_size", "model_n_params",
     "routing",
@@ -47,10 +47,10 @@ class Figure(NamedTuple):
     """Describes one figure about the store, and its column in the table. The value in a row is the median over the
     repetitions of all rounds."""
 
-    # Computes the figure from a repetition's counters and the link's speed in bytes/s
+    # Computes the figure from a repetition's counters and the file's reading speed in bytes/s
     of: Callable[[Stats, float], float]
-    title: str = ""  # title of its column in the table; "": no column
-    factor: float = 1  # multiplies the value in the table
+    title: str = ""  # title of the figure's column in the table; "": no column
+    factor: float = 1  # the table shows the value times this factor
     digits: int = 2  # decimal places in the table
 
 
@@ -80,7 +80,7 @@ OWN_FIELDS = (
     "budget_bytes", "planned_bytes", "error",
 )  # fmt: skip
 
-# GGUF key of a file with random weights: the model whose published reuse of experts they imitate
+# GGUF key in a file with random weights: name of the model whose published reuse of experts the weights imitate
 LOCALITY_KEY = "moegguf.locality"
 
 
@@ -137,8 +137,8 @@ def _of_settings(system: BenchedSystem, test: Test) -> Row:
 
 
 def _of_process(outcomes: Sequence[Outcome], limit_bytes: int | None) -> Row:
-    """Returns the fields about a system's processes: load times (median over all rounds) and memory (maximum over all
-    rounds)."""
+    """Returns the fields about a system's processes, such as load times (median over all rounds) and peak memory
+    (maximum over all rounds)."""
     results = [outcome.result for outcome in outcomes if not outcome.error]
     row: Row = {
         "rounds": len(results),
@@ -197,10 +197,10 @@ def _stall_ms(test: Row) -> float:
 
 
 def compare(own: Sequence[Outcome], other: Sequence[Outcome], index: int) -> Row:
-    """Returns the speed and the stall of `own`, each divided by the value of `other` in the same round (medians over
-    rounds). Also returns whether both systems chose the same tokens."""
+    """Returns the speed and, if both have one, the stall of `own`, each divided by the value of `other` in the same
+    round (medians over rounds). Also returns whether both systems chose the same tokens."""
     theirs = _tests(other, index)
-    pairs = [(test, theirs[n]) for n, test in _tests(own, index).items() if n in theirs]  # results of the same round
+    pairs = [(test, theirs[n]) for n, test in _tests(own, index).items() if n in theirs]  # pairs from the same round
     row: Row = {"error": _error(other)}
     if not pairs:
         return row
@@ -226,7 +226,7 @@ _NAMES = (*FIELDS, *OWN_FIELDS, "against")
 
 
 def _texts(row: Row) -> list[str]:
-    """Returns the row's values as texts in the order of _NAMES, with `against` as "mmap=9.812;resident=0.331"."""
+    """Returns the row's values as strings in the order of _NAMES, with `against` as "mmap=9.812;resident=0.331"."""
     ratios = (
         f"{name}=" + (f"{found['ratio']:.3f}" if "ratio" in found else "") for name, found in row["against"].items()
     )
@@ -262,7 +262,7 @@ def _object(row: Row) -> Row:
 
 
 Column = tuple[str, int, Callable[[Row], str]]
-"""Title, minimum width (negative: left-aligned), and a function that returns the text of a row."""
+"""Title, minimum width (negative: left-aligned), and a function that returns a row's text for this column."""
 
 # Columns that are shown only if some row differs from llama-bench's default. {field: (default, width, title)}
 _UNUSUAL = {
@@ -341,7 +341,7 @@ def _failed(row: Row) -> str:
 
 
 def _process_table(rows: Sequence[Row]) -> list[str]:
-    """Returns a table of load time and memory, with one line for each system."""
+    """Returns a table of load time and memory, with one line for each system and its budget."""
     keys = ("model_filename", "system", "expert_cache", "n_threads", "n_ubatch")
     seen = {tuple(row[key] for key in keys): row for row in reversed(rows) if "load_s" in row}
     mib = 1 / (1 << 20)
@@ -373,7 +373,7 @@ def _ratio_table(rows: Sequence[Row]) -> list[str]:
         ("stall", 8, lambda pair: f"{pair['stall_ratio']:.3f}x" if "stall_ratio" in pair else ""),
         ("same tokens", -11, _same_tokens),
     ]
-    # Plain llama.cpp has no figures about stalls, so the column is dropped
+    # The column is left out without ratios of stalls, for example against plain llama.cpp
     if not any("stall_ratio" in pair for pair in pairs):
         del columns[5]
     return ["", *_table(columns, pairs)] if pairs else []
@@ -388,7 +388,8 @@ def _same_tokens(pair: Row) -> str:
 
 
 def _bound_table(rows: Sequence[Row]) -> list[str]:
-    """Returns a table of 80 columns with speeds, their bounds, and the times from which the bounds follow."""
+    """Returns a table with speeds, their bounds, and the times from which the bounds follow, and lines that explain the
+    columns. The table is narrow, so that it fits a terminal."""
     bounded = [row for row in rows if "bound_by" in row]
     if not bounded:
         return []
@@ -421,7 +422,7 @@ def _bound_table(rows: Sequence[Row]) -> list[str]:
 
 
 def _gb_per_s(rows: Sequence[Row], name: str) -> str:
-    """Returns the median of a speed over the rows as text."""
+    """Formats the median of a speed over the rows with three digits and "GB/s"."""
     return f"{median(row[f'{name}_gb_per_s'] for row in rows):.3g} GB/s"
 
 
@@ -445,7 +446,8 @@ def _notes(rows: Sequence[Row]) -> list[str]:
 
 
 def as_markdown(rows: Sequence[Row]) -> str:
-    """Returns llama-bench's table with the store's figures, then load time and memory, ratios, notes and the build."""
+    """Returns llama-bench's table with the store's figures, then load time and memory, ratios, bounds, notes and the
+    build. Returns "" without rows."""
     if not rows:
         return ""
     build = next((row for row in rows if "build_commit" in row), {"build_commit": "unknown", "build_number": 0})

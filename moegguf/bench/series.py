@@ -1,9 +1,9 @@
 """Runs the systems of a measurement in turns, A B C A B C, and defines the options of a measurement. Each run is a
-separate process under the same memory limit.
+separate process, under the memory limit if there is one.
 
-Before each run the model's pages are dropped from the page cache, unless the options keep them, so that no run profits
-from pages that another run has read. A run that is killed by the limit gives a row with this error, and its system is
-not run again. bench/measure.py makes the measurement of one run.
+Before a run, the model's pages are dropped from the page cache, unless the options keep them, so that no run profits
+from pages that another run has read. After a run that fails, for example because the limit killed it, its system is not
+run again and its rows contain the error. The module bench/measure.py makes the measurement of one run.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ DECIDING = [name for name in STRATEGIES if name != OWN]
 VARIANTS: dict[str, dict[str, Any]] = {
     # Variants with one feature off. ProMoE's early preemption consists of two features here. Misses are read before all
     # prefetches (off in "no-demand-first"), and a routing event drops the stale prefetches of its layer (off in
-    # "no-dropping"). Its reordered inference (off in "no-reordering") computes expert by expert, and begins with the
-    # experts that have slots.
+    # "no-dropping"). ProMoE's reordered inference (off in "no-reordering") computes expert by expert, and begins with
+    # the experts that have slots.
     "no-prefetch": {"prefetch": False},
     "no-chunks": {"store": {"chunked": False}},
     "no-demand-first": {"store": {"demand_first": False}},
@@ -68,7 +68,7 @@ Progress = Callable[[str], object]
 class Test:
     """A test with `n_parallel` sequences that are evaluated together. Each of the three numbers of tokens may be 0."""
 
-    n_prompt: int  # timed tokens of a sequence, which are evaluated in one batch
+    n_prompt: int  # timed tokens of a sequence's prompt, which are evaluated together
     n_gen: int  # timed tokens of a sequence, which are evaluated one by one after the prompt
     n_depth: int = 0  # tokens of a sequence before the timed ones
     n_parallel: int = 1
@@ -189,10 +189,10 @@ class Spec:
 class BenchedSystem:
     """One system with one group of settings."""
 
-    label: str  # name on the command line
+    label: str  # name on the command line, or the strategy of a system with `compared`
     spec: Spec
     note: str = ""  # details of the run, printed below the table
-    compared: bool = False  # True: its rows contain ratios to the systems with False
+    compared: bool = False  # True: the rows of this system contain ratios to each system without `compared`
 
     @property
     def is_llama_cpp(self) -> bool:
@@ -208,7 +208,7 @@ class Outcome:
     round: int
     result: dict[str, Any] = field(default_factory=dict)
     error: str = ""
-    cgroup_peak_bytes: int = 0  # peak memory of the cgroup
+    cgroup_peak_bytes: int = 0  # peak memory of the cgroup; 0 without a memory limit
     page_cache_kept_bytes: int = 0  # bytes of the file that were still in the page cache before the run
 
 
@@ -216,7 +216,7 @@ Runner = Callable[[BenchedSystem], Outcome]
 
 
 def resident_bytes(layout: ExpertLayout, spec: Spec) -> int:
-    """Returns the bytes that llama.cpp needs with every weight in memory, the KV cache and its buffers."""
+    """Returns the planned size in bytes of all weights, one sequence's KV cache and llama.cpp's buffers together."""
     n_ctx = max(test.n_tokens for test in spec.tests)
     beside = Sizes(n_ctx, type_k=ggml_type(spec.type_k), type_v=ggml_type(spec.type_v)).needs(layout, spec.n_ubatch)
     return layout.expert_bytes + beside.total_bytes(0)
@@ -224,7 +224,7 @@ def resident_bytes(layout: ExpertLayout, spec: Spec) -> int:
 
 def compared_system(name: str, base: Spec, layout: ExpertLayout, limit_bytes: int | None) -> BenchedSystem:
     """Returns the system for a name of `--against`. Possible names are "stock", "mmap", "resident" and "moegguf", each
-    also with "-plain" or "-repacked", names of VARIANTS, and names of strategies.
+    also with "-plain" or "-repacked", and the names in VARIANTS and DECIDING.
 
     Repacked weights are a copy in memory. "stock" and "mmap" load with llama.cpp's default, which repacks. If the copy
     does not fit into memory, llama.cpp would be killed. These systems then do not repack, and the weights stay in the

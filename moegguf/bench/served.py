@@ -35,8 +35,8 @@ REPLY_S = 3600
 
 
 class Server:
-    """A running `moegguf serve` on a free port, with one model. This object is also its client, and keeps one
-    connection open."""
+    """A running `moegguf serve` on a free port. This object is also a client that keeps one connection open and uses
+    one model."""
 
     def __init__(self, model: Path, context_store: str, **environment: str) -> None:
         self.model = model.stem
@@ -60,7 +60,7 @@ class Server:
         return self._connection.getresponse()
 
     def kill(self) -> None:
-        """Kills the server and its worker, unless they have ended."""
+        """Kills the server and its child processes, unless the server has ended."""
         if self._process.poll() is not None:
             return
         processes = [psutil.Process(self._process.pid), *psutil.Process(self._process.pid).children(recursive=True)]
@@ -72,7 +72,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Answer:
-    """A streamed answer and its times, counted from the request."""
+    """A streamed answer and its times, measured from the start of the request."""
 
     first_s: float  # seconds until the first text
     total_s: float  # seconds until the end
@@ -102,7 +102,7 @@ def in_process(engine: Engine) -> Iterator[str]:
 
 def drop_in(llm: Llama) -> Iterator[str]:
     """Yields the pieces of an answer from `create_chat_completion`, llama-cpp-python's API."""
-    llm.reset()  # empties the context, as the server does for a request with a seed
+    llm.reset()  # empties the context, so that the whole prompt is computed
     names = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens")
     sampling = {name: getattr(SAMPLING, name) for name in names}
     for chunk in llm.create_chat_completion(QUESTION, stream=True, **sampling):
@@ -118,11 +118,12 @@ def over_http(server: Server) -> Iterator[str]:
 
 
 def overhead(model: str, *, rounds: int) -> Iterator[Row]:
-    """Yields a row for each way to get an answer: in this process, or through a server.
+    """Yields a row for each of three ways to get an answer: from an Engine, from `create_chat_completion`, and over
+    HTTP.
 
-    A row has the medians of the time to the first text and of the total time, and the server's overhead. All answers
-    have the same seed, so the number of different texts should be 1. Each measured answer follows an answer of the same
-    kind that is not measured.
+    A row has the medians of the time to the first text and of the total time. The overhead is the share by which the
+    server's total time exceeds the total time of this way. All answers have the same seed, so the number of different
+    texts should be 1. Each measured answer follows an answer of the same kind that is not measured.
     """
     plain: dict[str, Any] = {"n_ctx": 512, "context_store": 0, "draft": "off"}
     with Engine(model, parallel=1, **plain) as engine, ExitStack() as stack:
@@ -152,7 +153,8 @@ def overhead(model: str, *, rounds: int) -> Iterator[Row]:
 
 
 def complete(server: Server, tokens: Sequence[int]) -> tuple[Row, list[Any]]:
-    """Requests a completion of `tokens`. Returns figures about its first token, and the logprobs of its tokens."""
+    """Requests a completion of `tokens`. Returns figures about the completion's first token, and the logprobs of all
+    its tokens."""
     body = {"prompt": tokens, "max_tokens": ANSWER_TOKENS, "temperature": 0, "logprobs": 5, "stream": True}
     start_s = time.perf_counter()
     first_s = 0.0
@@ -179,8 +181,8 @@ def resume(model: str, *, tokens: int, folder: str) -> Iterator[Row]:
 
     In the first case the prompt is computed. Then its context is reused from memory, after the model was unloaded, and
     after server and worker were killed. The last case is another question with the same beginning. If `folder` has the
-    contexts of an earlier call, the prompt is not computed in the first case either. Raises MoeggufError if an answer
-    has other logprobs than the first answer.
+    contexts of an earlier call, the prompt is not computed in the first case either. Raises MoeggufError if another
+    answer to this prompt has other logprobs than the first answer.
     """
     n_vocab = read_layout(model).n_vocab
     prompt = np.random.default_rng(0).integers(1000, n_vocab - 1000, tokens).tolist()

@@ -2,7 +2,7 @@
 the result is kept.
 
 libmoegguf is copied into the folder of these libraries, so that moegguf's own program can load and measure them. The
-program sets MOEGGUF_HOOKS=0, so that llama.cpp computes without libmoegguf.
+program runs with MOEGGUF_HOOKS=0, so that llama.cpp computes without libmoegguf.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from moegguf.native import library
 from moegguf.processor import read_processor
 from moegguf.settings import cache_folder
 
-# The first matrix product with AMX ends in a segmentation fault in this release (llama.cpp pull request 26954).
+# The pinned release ends with a segmentation fault in its first matrix product with AMX (llama.cpp pull request 26954).
 FLAGS = "-mno-amx-tile -mno-amx-int8"
 
 
 def stock_library(progress: Callable[[str], object]) -> Path:
-    """Returns the folder with the libraries of llama.cpp without patches. Calls `progress` when they have to be built.
-    Raises LibraryError when pip fails."""
+    """Returns the folder with the libraries of llama.cpp without patches. Calls `progress` with a message before the
+    libraries are built. Raises LibraryError when pip fails."""
     own = library.find_library()
     pin = read_pin()
     flags = FLAGS if "amx_tile" in read_processor().flags else ""
     own_flags = [f'-DCMAKE_{language}_FLAGS="{flags}"' for language in ("C", "CXX") if flags]
-    # The user's CMAKE_ARGS come before the own flags
+    # The flags above come after the user's CMAKE_ARGS
     arguments = " ".join([os.environ.get("CMAKE_ARGS", ""), *own_flags]).strip()
     key = hashlib.sha256(repr((pin, arguments, sorted(read_processor().flags))).encode()).hexdigest()[:16]
     folder = cache_folder() / "stock" / f"{pin['version']}-{key}"
     if not folder.exists():
         progress(f"building llama.cpp {pin['llama_cpp_commit']} without patches, once; this takes some minutes")
         _build(pin, arguments, folder)
-    for built in own.glob("libmoegguf.*"):  # atomically, because another run may have loaded the old file
+    for built in own.glob("libmoegguf.*"):  # atomic, because a process may have loaded the old file
         write_atomically(folder / built.name, built.read_bytes())
     return folder
 

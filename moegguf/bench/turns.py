@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 Figures = dict[str, float]
 Row = dict[str, Any]
 
-# Tokens of room in the context for a turn; a turn that fills it goes back to where its decoding began
+# Number of tokens in the context for a turn. When the context is full, it is cut back to where decoding began.
 CONTEXT_TOKENS = 1024
 PROMPT_TOKENS = 256  # length of a turn's prompt in `beside_load`, in tokens
 
@@ -84,14 +84,14 @@ class Side:
         self.result()  # waits for the first result, which comes when the model is loaded
 
     def start(self, turn: Turn) -> None:
-        """Lets the process run, and starts a turn."""
+        """Continues the stopped process, and starts a turn."""
         assert self._process.stdin is not None
         self._process.send_signal(signal.SIGCONT)
         print(json.dumps(asdict(turn)), file=self._process.stdin, flush=True)
 
     def result(self) -> Figures:
-        """Waits for the end of the turn and stops the process. Returns the turn's figures. Raises MoeggufError if it
-        failed."""
+        """Waits for the end of the turn and stops the process. Returns the turn's figures. Raises MoeggufError if the
+        turn failed or the process has ended."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         figures: dict[str, Any] = json.loads(line) if line else {"error": "a process with a loaded model has ended."}
@@ -107,8 +107,8 @@ class Side:
 
 
 def take_turn(llama: Llama, tokens: Sequence[int], turn: Turn) -> Figures:
-    """Computes a turn. Returns the seconds of the prompt, the seconds of decoding, the number of decoded tokens, and
-    the mean number of threads."""
+    """Computes a turn. Returns the seconds of the prompt, the seconds of decoding, and the number of decoded tokens.
+    For a turn with `seconds`, also returns the mean number of threads, otherwise 0."""
     if not 0 < turn.n_depth <= llama.n_tokens or not llama.context.truncate(turn.n_depth):
         llama.reset()
         if turn.n_depth:
@@ -160,7 +160,7 @@ def against_stock(model: str, *, prompt: int, tokens: int, depth: int, rounds: i
     (median and quartiles).
 
     The speed is of prompts if `prompt` is above 0, otherwise of decoding. Every expert is in memory. `kernels` is a
-    list of values of MOEGGUF_KERNELS; moegguf also runs with each of them.
+    list of values of MOEGGUF_KERNELS, separated by commas; moegguf also runs with each of them.
     """
     test = Test(prompt, CONTEXT_TOKENS, depth)
     own = Spec(model, (test,), expert_cache="100%", n_threads=os.cpu_count() or 1)
@@ -209,8 +209,8 @@ def beside_load(
     model: str, *, expert_cache: str, seconds: float, rounds: int, loads: str, systems: str
 ) -> Iterator[Row]:
     """Yields a row for each system under each load, with median speeds. "share" is the decoding speed divided by the
-    decoding speed in the first row. `systems` lists numbers of threads, "auto" (the number follows the load) and
-    "llama.cpp" (all processors)."""
+    decoding speed in the first row. `systems` is a list with commas: numbers of moegguf's threads, "auto" (the number
+    follows the load) and "llama.cpp" (one thread for each processor)."""
     names = loads.split(",")
     known = systems.split(",")
     if not set(names) <= LOADS.keys():

@@ -27,8 +27,8 @@ def multi_hot(expert_ids: npt.NDArray[np.integer], n_expert: int) -> npt.NDArray
 
 
 def choices(trace: Trace, row: int) -> Float32s:
-    """Returns (n_tokens, n_expert): 1 if a token's router chose the expert, else 0. `row` is the layer's position
-    among the layers with experts. A token for which the layer was not computed has only zeros."""
+    """Returns (n_tokens, n_expert): 1 if the layer's router chose the expert for the token, else 0. `row` is the
+    layer's position among the layers with experts. A token for which the layer was not computed has only zeros."""
     return multi_hot(trace.expert_ids[row], trace.shape.n_expert).astype(np.float32)
 
 
@@ -43,7 +43,7 @@ def count_affinity(trace: Trace, popularity: Float32s) -> Float32s:
     """Returns DuoServe-MoE's affinity A (n_moe_layer - 1, n_expert, n_expert) (equation 3). Row e of layer l has the
     shares of the experts of layer l + 1 in the choices of tokens that used expert e in layer l.
 
-    Each row sums to 1. The row of an expert that was never chosen is the popularity of the next layer.
+    Each row sums to 1. If there are no such choices, row e of layer l is the popularity of layer l + 1.
     """
     hot = [choices(trace, row) for row in range(len(trace.shape.layers))]
     pairs = [here.T @ after for here, after in pairwise(hot)]
@@ -59,8 +59,8 @@ def _shares(counts: Float32s, default: Float32s) -> Float32s:
 
 def count_tokens(trace: Trace, most_tokens: int = MOST_TOKENS) -> Weights:
     """Returns ProMoE's token table (section 4.2): `tokens` (n_entry,), and `counts` (n_entry, n_moe_layer, n_expert),
-    how often each token id used each expert. Tokens whose id is unknown are left out. If there are more than
-    `most_tokens` token ids, only the smallest ones are kept."""
+    how often each token id used each expert, at most MAX_COUNT. Tokens whose id is unknown are left out. If there are
+    more than `most_tokens` token ids, only the smallest ones are kept."""
     known = (trace.tokens >= 0) & (trace.tokens < trace.shape.n_vocab)
     tokens = np.unique(trace.tokens[known])[:most_tokens]
     kept = np.isin(trace.tokens, tokens)
@@ -78,12 +78,12 @@ COUNTED: dict[str, Callable[[Trace], Weights]] = {
     "popularity": lambda trace: Weights({"popularity": count_popularity(trace)}),
     "affinity": lambda trace: Weights({"affinity": count_affinity(trace, count_popularity(trace))}),
 }
-"""{predictor: its arrays, counted over all passes of a trace}"""
+"""{predictor: function that counts the predictor's arrays over all passes of a trace}"""
 
 
 def collect(trace: Trace, eamc: Eamc) -> None:
-    """Adds the answers of the trace's requests to MoE-Infinity's collection. Skips requests that the collection
-    already has."""
+    """Adds each request's counts of decoded tokens to MoE-Infinity's collection. Skips a request if the collection
+    already has an entry with equal counts."""
     rows = list(trace.shape.layers)
     answers = trace.decode()
     for sequence in answers.sequences():

@@ -1,8 +1,8 @@
 """Trains DuoServe-MoE's ExpertMLP (section 4.2): one network for all layers, with binary cross-entropy, BatchNorm, ReLU
-and dropout 0.1.
+and dropout.
 
 Popularity and affinity are counted on the same trace first. After training, BatchNorm is folded into the matrices. The
-network's input for a sample is computed when a batch needs it, because the inputs of all samples would not fit in
+network's input for a sample is computed when a batch needs the sample, because the inputs of all samples may not fit in
 memory.
 """
 
@@ -25,16 +25,16 @@ from moegguf.trace.trace import Trace
 
 @dataclass(frozen=True)
 class Options(Schedule):
-    """Options of a training.
+    """Options for training an ExpertMLP.
 
-    The paper trained 15 to 20 epochs for Mixtral 8x7B and 40 to 45 for 8x22B (section 6.4). Here all epochs are run,
-    because the learning rate falls until the last one. The result is the state after the epoch with the best validation
-    accuracy.
+    The paper trained 15 to 20 epochs for Mixtral 8x7B and 40 to 45 for 8x22B (section 6.4). By default all epochs are
+    run here, because the learning rate falls until the last epoch. The result is the state after the epoch with the
+    best validation accuracy.
     """
 
     epochs: int = 45
     patience: int = 0
-    hidden: tuple[int, ...] = HIDDEN_SIZES  # sizes of hidden layers: the paper's, or smaller ones for a small model
+    hidden: tuple[int, ...] = HIDDEN_SIZES  # sizes of the hidden layers; default: the paper's sizes
     dropout: float = 0.1
     most_samples: int = 0  # maximum number of samples in an epoch; 0: no limit
 
@@ -61,7 +61,7 @@ def train(trace: Trace, options: Options | None = None, report: Report = no_repo
 
 def _samples(trace: Trace, popularity: Float32s, affinity: Float32s, seed: int) -> Samples:
     """Returns one sample for each pair of a token and a layer, if this layer and all earlier ones were computed for the
-    token. There are no samples for the first layer."""
+    token. There are no samples for the first layer with experts."""
     ids = trace.expert_ids
     computed = np.cumprod(ids.min(axis=2) >= 0, axis=0).astype(np.bool_)
     rows, tokens = np.nonzero(computed[1:])

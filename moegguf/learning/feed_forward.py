@@ -25,7 +25,7 @@ Loss = Callable[[Node, Floats], Batch]
 class Samples:
     """Samples for training and validation. Each sample has a number, from 0 to n - 1."""
 
-    validation: npt.NDArray[np.bool_]  # (n,) True: the sample is not used for training, only for deciding when to stop
+    validation: npt.NDArray[np.bool_]  # (n,) True: the sample only measures the accuracy after each epoch
     # Function of m sample numbers; returns inputs (m, n_in) and choices (m, n_expert), 0 or 1
     read: Callable[[Indices], tuple[Floats, Floats]]
 
@@ -33,8 +33,8 @@ class Samples:
 class FeedForward:
     """A network of dense layers. `sizes` lists the widths, from the input to the logits.
 
-    `dropout` is the share of hidden values that a training step sets to 0. If `norms` is True, a batch norm follows
-    each hidden layer.
+    `dropout` is the probability that a training step sets a hidden value to 0. If `norms` is True, a batch norm follows
+    each hidden layer's matrix.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class FeedForward:
         self.parameters: dict[str, Node] = {}
         self.n_layers = len(sizes) - 1
         self.dropout = dropout
-        self.running: dict[str, Floats] = {}  # running means and variances of the batch norms, by name
+        self.running: dict[str, Floats] = {}  # {name: running mean or variance of a batch norm}
         for i, (n_in, n_out) in enumerate(pairwise(sizes)):
             most = 1 / np.sqrt(n_in)
             for name, size in ((f"layers.{i}.weight", (n_in, n_out)), (f"layers.{i}.bias", (n_out,))):
@@ -95,13 +95,13 @@ class FeedForward:
 
 def dropped(shape: tuple[int, ...], share: float, rng: np.random.Generator) -> Floats:
     """Returns random factors for dropout: 0 for about `share` of the values, and 1 / (1 - share) for the others, so
-    that the mean stays the same."""
+    that the expected value stays the same."""
     return (rng.random(shape, np.float32) >= share) / np.float32(1 - share)
 
 
 class FeedForwardTrainee(Trainee):
-    """A feed-forward network with the samples that it is fitted to. Each epoch uses `most` samples, which are drawn
-    anew; 0: all samples."""
+    """A feed-forward network with the samples that it is fitted to. Each epoch draws up to `most` training samples at
+    random. If `most` is 0, an epoch uses all of them."""
 
     def __init__(
         self, network: FeedForward, samples: Samples, loss: Loss, batch: int, most: int, rng: np.random.Generator
@@ -131,7 +131,7 @@ class FeedForwardTrainee(Trainee):
             yield self._loss(self.network.training_logits(inputs, self._rng), chosen)
 
     def validate(self) -> float:
-        """Returns the accuracy on the validation samples; 0 if there are none."""
+        """Returns the accuracy on up to MOST_VALIDATION validation samples; 0 if there are none."""
         matrices = self.network.matrices()
         right = total = 0
         for start in range(0, len(self._validation), VALIDATION_BATCH):

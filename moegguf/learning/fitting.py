@@ -1,7 +1,6 @@
-"""Fits a network to choices of experts: AdamW, batches in random order, and an end when the validation accuracy no
-longer rises.
+"""Fits a network to choices of experts with AdamW. Training can end early if the validation accuracy stops rising.
 
-This module knows networks and samples, not traces.
+This module knows nothing about traces.
 """
 
 from __future__ import annotations
@@ -20,11 +19,12 @@ Choices = Floats | npt.NDArray[np.bool_]
 """1 or True for the experts that a router chose."""
 
 Report = Callable[[str, float], object]
-"""Receives a description of the current step of a training, and the finished share of the training (0 to 1)."""
+"""Receives a description of the step that was just finished or begun, and the finished share of the training (0 to
+1)."""
 
 WARM_SHARE = 0.1  # share of the steps in which the learning rate rises
 MOST_NORM = 1.0  # largest norm of all parameters' gradients together; larger gradients are scaled down
-BETAS = (0.9, 0.999)  # decay of Adam's two averages
+BETAS = (0.9, 0.999)  # decay rates of Adam's two running averages
 EPS = 1e-8
 
 
@@ -34,7 +34,7 @@ def no_report(step: str, share: float) -> None:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The length of a training and its learning rate. The rate rises at first and then falls until the last epoch
+    """The length of a training run and its learning rate. The rate rises at first and then falls until the last epoch
     (`rate_at`)."""
 
     epochs: int = 12
@@ -61,7 +61,7 @@ class Trainee(ABC):
     @property
     @abstractmethod
     def n_batches(self) -> int:
-        """An upper bound of the number of batches in an epoch."""
+        """An upper bound on the number of batches in an epoch."""
 
     @abstractmethod
     def batches(self, rng: np.random.Generator) -> Iterator[Batch]:
@@ -70,29 +70,28 @@ class Trainee(ABC):
 
     @abstractmethod
     def validate(self) -> float:
-        """Returns the accuracy on the validation requests. These are not used for training, only for deciding when to
-        stop."""
+        """Returns the accuracy on validation samples, which are not used for training."""
 
     def state(self) -> dict[str, Floats]:
-        """Returns a copy of all values that a training changes."""
+        """Returns a copy of all values that training changes."""
         return {name: node.value.copy() for name, node in self.parameters.items()}
 
     def restore(self, state: dict[str, Floats]) -> None:
-        """Sets all values that a training changes to a state that `state()` returned."""
+        """Sets all values that training changes to a state that `state()` returned."""
         for name, node in self.parameters.items():
             node.value = state[name]
 
 
 @dataclass
 class Fitted:
-    """The losses and accuracies of a training, epoch by epoch."""
+    """The losses and accuracies of a training run, epoch by epoch."""
 
     losses: list[float] = field(default_factory=list)  # mean loss of each epoch
     accuracies: list[float] = field(default_factory=list)  # validation accuracy after each epoch
 
     @property
     def best(self) -> float:
-        """The best validation accuracy over all epochs."""
+        """The best validation accuracy over all epochs; 0 before the first epoch."""
         return max(self.accuracies, default=0.0)
 
     @property
@@ -102,7 +101,7 @@ class Fitted:
 
 
 class AdamW:
-    """The optimizer AdamW (Adam with decoupled weight decay) for these parameters."""
+    """The optimizer AdamW (Adam with decoupled weight decay) for `parameters`."""
 
     def __init__(self, parameters: Iterable[Node], weight_decay: float) -> None:
         self._parameters = list(parameters)
@@ -112,8 +111,8 @@ class AdamW:
         self._n_steps = 0
 
     def step(self, rate: float) -> None:
-        """Moves each parameter against its gradient at the learning rate `rate`, and clears the gradient. Large
-        gradients are clipped."""
+        """Moves each parameter that has a gradient by one step at the learning rate `rate`, and clears the gradient.
+        Gradients are first scaled down if their joint norm exceeds MOST_NORM."""
         self._n_steps += 1
         first, second = BETAS
         rise = rate / (1 - first**self._n_steps)
@@ -131,7 +130,8 @@ class AdamW:
             node.grad = None
 
     def _clipping(self) -> np.float32:
-        """Returns the factor for all gradients that limits their joint norm to MOST_NORM; 1 if it is not larger."""
+        """Returns the factor for all gradients that limits their joint norm to MOST_NORM; 1 if the norm is at most
+        MOST_NORM."""
         squares = sum(float(np.vdot(node.grad, node.grad)) for node in self._parameters if node.grad is not None)
         return np.float32(min(1.0, MOST_NORM / max(squares**0.5, EPS)))
 
@@ -145,7 +145,8 @@ def rate_at(share: float) -> float:
 
 
 def fit(trainee: Trainee, schedule: Schedule, report: Report = no_report) -> Fitted:
-    """Trains the network in place. Leaves it in the state of the epoch with the best validation accuracy."""
+    """Trains the network in place. Leaves the network in the state of the first epoch with the best validation
+    accuracy, or without validation samples in the state of the last epoch."""
     rng = np.random.default_rng(schedule.seed)
     optimizer = AdamW(trainee.parameters.values(), schedule.weight_decay)
     n_steps = schedule.epochs * trainee.n_batches
@@ -162,7 +163,7 @@ def fit(trainee: Trainee, schedule: Schedule, report: Report = no_report) -> Fit
             losses.append(batch.loss)
         fitted.losses.append(float(np.mean(losses)))
         found = trainee.validate()
-        if found > fitted.best or found == 0:  # 0: usually no validation samples; then the last epoch counts
+        if found > fitted.best or found == 0:  # 0 usually means no validation samples; the last epoch then counts
             best = trainee.state()
             best_epoch = epoch
         fitted.accuracies.append(found)
@@ -177,8 +178,8 @@ def n_right(scores: Floats, chosen: Choices) -> tuple[int, int]:
     """Returns (number of predicted experts that were chosen, number of chosen experts). Their ratio is ProMoE's
     ACCURACY (section 4.1).
 
-    The k experts with the highest scores of a sample count as predicted, where k is the number of experts that a token
-    uses. `scores` and `chosen` are (n, n_expert).
+    The k experts with the highest scores of a sample count as predicted, where k is the largest number of experts
+    chosen in any of the samples. `scores` and `chosen` are (n, n_expert).
     """
     total = int(chosen.sum())
     if total == 0:
@@ -189,7 +190,8 @@ def n_right(scores: Floats, chosen: Choices) -> tuple[int, int]:
 
 
 def cross_entropy(logits: Node, chosen: Floats) -> Batch:
-    """Returns the cross-entropy of a softmax, as mean over samples. The target gives each chosen expert an equal share.
+    """Returns the cross-entropy of a softmax, averaged over samples. The target gives each chosen expert an equal
+    share.
 
     On two pairs of layers of a small model (one seed), this loss gave a higher accuracy than two other losses. It was 1
     to 2 points above KL on the router's probabilities, and 2 to 4 points above binary cross-entropy.
@@ -201,7 +203,7 @@ def cross_entropy(logits: Node, chosen: Floats) -> Batch:
 
 
 def binary_cross_entropy(logits: Node, chosen: Choices, known: npt.NDArray[np.bool_] | None = None) -> Batch:
-    """Returns the binary cross-entropy of one sigmoid for each expert, as mean over experts and samples. If `known` is
+    """Returns the binary cross-entropy of one sigmoid for each expert, averaged over experts and samples. If `known` is
     given, only samples for which `known` is True count."""
     x = logits.value
     decay = np.exp(-np.abs(x))

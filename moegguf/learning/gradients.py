@@ -1,7 +1,8 @@
 """Reverse-mode differentiation of the operations in the predictors' networks.
 
-A node holds a value, and the function that computes the gradients of the node's inputs from the gradient of this value.
-tests/pure/test_gradients.py compares each operation with finite differences.
+A node holds a value. A node that was computed from others also holds the function that computes the gradients of these
+inputs from the gradient of the value. The tests in tests/pure/test_gradients.py compare each operation with finite
+differences.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ class Node:
         self.inputs = inputs  # nodes from which the value was computed
         self.back = back  # computes the gradients of the inputs from the gradient of the value
         self.learns: bool = learns or any(node.learns for node in inputs)  # needs a gradient
-        self.grad: Floats | None = None  # sum of the gradients from all uses of the node; None before `backward`
+        self.grad: Floats | None = None  # sum of the gradients from all uses of the node; None: not computed
 
 
 def backward(last: Node, gradient: Floats) -> None:
-    """Computes the gradient of every node from which `last` was computed, and adds it to the node's `grad`. `gradient`
-    is the gradient of `last` itself."""
+    """Computes the gradient of each node that learns and from which `last` was computed, and adds the gradient to the
+    node's `grad`. `gradient` is the gradient of `last` itself."""
     last.grad = gradient
     for node in reversed(_in_order(last)):
         if node.back is None or node.grad is None:
@@ -42,8 +43,8 @@ def backward(last: Node, gradient: Floats) -> None:
 
 
 def _in_order(last: Node) -> list[Node]:
-    """Returns the nodes from which `last` was computed, each after its inputs. Nodes that need no gradient are left
-    out."""
+    """Returns `last` and the nodes from which `last` was computed, each after its inputs. Nodes that do not learn are
+    left out."""
     order: list[Node] = []
     seen: set[int] = set()
 
@@ -76,8 +77,8 @@ def times(a: Node, b: Node) -> Node:
 
 
 def _summed(gradient: Floats, node: Node) -> Floats:
-    """Returns the gradient of a node whose value was repeated along the first axes of an operand: the sum over these
-    axes."""
+    """Returns the gradient of an operand. If the operand's value was repeated along first axes, the gradient is the sum
+    over these axes."""
     shape = node.value.shape
     return gradient if gradient.shape == shape else gradient.reshape(-1, *shape).sum(axis=0)
 
@@ -122,7 +123,7 @@ def softmax(x: Node) -> Node:
 
 
 def shares_of(x: Floats) -> Floats:
-    """Returns the softmax of plain numbers: e^x, scaled so that the last axis sums to 1."""
+    """Returns the softmax of an array: e^x, scaled so that the last axis sums to 1."""
     powers = np.exp(x - x.max(axis=-1, keepdims=True))
     return powers / powers.sum(axis=-1, keepdims=True)
 

@@ -1,8 +1,9 @@
-"""Learns the arrays that strategies need from one trace of a model, and saves them beside the model.
+"""Learns the arrays that strategies need from one trace of a model, and saves them beside the model or in the user's
+folder.
 
-Some requests are left out of the training. The simulator replays them to judge what was learned, and gives two figures
-for a strategy. One is the share of the predicted experts that the router chose. The other is the hit rate. Each figure
-is saved together with a figure for comparison, from a method without training.
+Some requests are left out of the training. The simulator replays these requests with a strategy to measure two figures:
+the share of the predicted experts that the router chose, and the hit rate. The first is saved together with the share
+of a predictor by popularity, the second with the hit rate of LRU alone.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from moegguf.trace.simulate import SimOptions, SimResult, Simulation, slots_of
 from moegguf.trace.trace import Trace
 
 LEARNERS = tuple(dict.fromkeys(LEARNT_FOR.values()))
-"""The strategies that can be learned."""
+"""Names of the strategies for which arrays can be learned."""
 
 TRAINERS: dict[str, ModuleType] = {MLP: mlp, "expert-mlp": expert_mlp, "routing-path": routing_path}
 """{predictor: the module that trains it}. Each module has a function `train` and a class `Options`, whose fields are
@@ -47,7 +48,7 @@ BRIEF: dict[str, Any] = {
     ),
     "routing-path": routing_path.Options(epochs=24, patience=3),
 }  # fmt: skip
-"""{predictor: training options}, with which a few thousand tokens are learned in minutes on two processors."""
+"""{predictor: training options with which a few thousand tokens are learned in minutes on two processors}"""
 
 EAMC = "eamc"
 LEAST_REQUESTS = 4
@@ -55,8 +56,8 @@ HELD_OUT_SHARE = 0.2
 JUDGED_SHARE = 0.25  # share of all experts that have slots when strategies are judged
 LAYER_US = 1000.0  # computing time of a layer in the simulation, in microseconds
 LAYER_EXPERTS = 2  # number of experts that the simulated link copies while a layer computes
-TRACE_BYTES = 1 << 30  # maximum bytes of a trace to learn from
-INPUT_BYTES = 768 << 20  # maximum bytes of the router inputs in a trace; a training needs twice as many bytes of memory
+TRACE_BYTES = 1 << 30  # maximum size of a given trace to learn from, in bytes
+INPUT_BYTES = 768 << 20  # size limit for the router inputs in a recorded trace; training needs twice this memory
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,10 @@ class Learnt:
 
     strategy: str
     files: tuple[Path, ...]  # the files that were saved
-    tokens: int  # tokens that were trained on
-    requests: int  # requests that were trained on
+    tokens: int  # number of tokens in the requests for training and validation
+    requests: int  # number of requests for training and validation
     seconds: float
-    validation: float | None  # accuracy on the requests that decided when training stopped; None: nothing was trained
+    validation: float | None  # accuracy on the validation requests; None: the predictor was only counted
     right: float  # share of the strategy's predicted experts that the router chose
     popularity: float  # `right` of a predictor that always predicts the most used experts
     hits: float  # hit rate with the strategy
@@ -77,8 +78,8 @@ class Learnt:
 
 
 def most_tokens(n_layer: int, n_embd: int, strategies: Iterable[str], wanted: int) -> int:
-    """Returns the number of tokens of a trace to learn from: `wanted`, or fewer if the router inputs of so large a
-    trace would exceed INPUT_BYTES. Only some strategies need router inputs."""
+    """Returns the number of tokens to record for learning: `wanted`, or fewer if a strategy needs the routers' inputs
+    and these would exceed INPUT_BYTES."""
     if not needs_inputs(strategies):
         return wanted
     return max(1, min(wanted, INPUT_BYTES // (2 * n_layer * n_embd)))
@@ -91,7 +92,7 @@ def needs_inputs(strategies: Iterable[str]) -> bool:
 
 def check_strategies(names: Sequence[str]) -> list[str]:
     """Returns the names without duplicates, or all of LEARNERS if there are none. Raises OptionError for a strategy
-    that needs no learning."""
+    that is unknown or needs nothing learned."""
     for name in names:
         if find_strategy(name).name not in LEARNERS:
             raise OptionError(f"the strategy {name!r} needs nothing learned; these do: {', '.join(LEARNERS)}.")
@@ -102,7 +103,7 @@ class Learning:
     """The requests of a trace, split into requests to learn from and requests that judge what was learned.
 
     `options` replaces training options in BRIEF, predictor by predictor. Raises OptionError for a trace of another
-    model, and for a trace with too few requests or without answers.
+    model, with too few requests, or without decoded tokens in the judging requests.
     """
 
     def __init__(
@@ -188,9 +189,9 @@ class Learning:
         return facts | (self._beside_skip(learned[own]) if own == MLP else {})
 
     def _beside_skip(self, learned: Weights) -> dict[str, float]:
-        """Returns two shares of right predictions: one with the trained networks (mlp) and one with the model's own
-        routers (skip), each used by the default strategy. `prefetch_predictor` chooses the better of the two for this
-        strategy."""
+        """Returns the shares of right predictions of the trained networks ("mlp_right") and of the model's own routers
+        ("skip_right"), each with LRU and prefetching. `prefetch_predictor` compares these shares later. Returns {} if
+        the routers cannot be read."""
         default = Strategy("", "", "lru", prefetch=PrefetchOptions(watchdog=False))
         shape = self.training.shape
         try:
@@ -219,5 +220,5 @@ class Learning:
 
 
 def _right(result: SimResult) -> float:
-    """Returns the share of the predicted experts that the router chose."""
+    """Returns the share of the predicted experts that the router chose; 0 without predictions."""
     return round(result.counters["forecast_right"] / max(1, result.counters["forecast_picks"]), 4)

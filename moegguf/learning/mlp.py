@@ -1,7 +1,7 @@
 """Trains ProMoE's two-layer MLPs (section 4.3), one for each pair of layers that the windows need.
 
-For training, inputs are scaled to mean 0 and standard deviation 1. Afterwards this scaling is folded into the first
-matrix.
+For training, each input is shifted to mean 0 and scaled to a standard deviation of at most 1 (`LEAST_SPREAD`).
+Afterwards shift and scaling are folded into the first layer.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from moegguf.learning.gradients import Floats
 from moegguf.learning.splitting import validation_tokens
 from moegguf.trace.trace import Trace
 
-# Least standard deviation of an input, relative to the mean over inputs; smaller ones would lead to weights too large
-# for signed bytes
+# Smallest divisor that scales an input, relative to the mean of the inputs' standard deviations. Smaller divisors would
+# lead to weights too large for signed bytes.
 LEAST_SPREAD = 0.3
 
 
 @dataclass(frozen=True)
 class Options(Schedule):
-    """Options of a training."""
+    """Options for training the MLPs."""
 
     lr: float = 3e-3
     windows: tuple[int, ...] = (1, 2, 4, 8)  # distances between the two layers of a pair
@@ -65,8 +65,8 @@ def train(trace: Trace, options: Options | None = None, report: Report = no_repo
 
 
 def _mean_curve(courses: Sequence[Fitted]) -> list[float]:
-    """Returns the validation accuracy after each epoch, as mean over the networks. A network that stopped earlier keeps
-    its last accuracy."""
+    """Returns the validation accuracy after each epoch, averaged over the networks. A network that stopped early counts
+    with its last accuracy."""
     longest = max((course.epochs for course in courses), default=0)
     rows = [[*course.accuracies, *course.accuracies[-1:] * (longest - course.epochs)] for course in courses]
     return [round(float(mean), 4) for mean in np.mean(rows, axis=0)] if longest else []
@@ -75,7 +75,7 @@ def _mean_curve(courses: Sequence[Fitted]) -> list[float]:
 def train_pair(
     inputs: Floats, chosen: Floats, validation: npt.NDArray[np.bool_], options: Options, report: Report = no_report
 ) -> tuple[dict[str, Floats], Fitted]:
-    """Trains one MLP. Returns its arrays, and the losses and accuracies of the training."""
+    """Trains one MLP. Returns the MLP's arrays, and the losses and accuracies of its epochs."""
     mean = inputs.mean(axis=0)
     spread = inputs.std(axis=0)
     spread = np.maximum(spread, LEAST_SPREAD * spread.mean() + np.finfo(np.float32).tiny)

@@ -1,15 +1,15 @@
 """Trains ExpertFlow's routing-path predictor (section 3.1.2) from a trace. The network is the differentiable form of
-moegguf/controller/predictors/routing_path.py: from the same arrays it computes the same results.
+moegguf/controller/predictors/routing_path.py: from the same arrays, both compute the same results except for rounding.
 
-A sample is a chunk of a request and the window of tokens before it. In every epoch the chunks of a request begin at
-other positions.
+A sample is a chunk of a request and the window of tokens before the chunk. Each epoch cuts the requests into chunks at
+a new random offset.
 
 Training departs from the paper in three ways. A batch of 16 is 16 chunks, not 16 requests. Adam's weight decay is
-decoupled (AdamW), because coupled decay of 0.01 wipes out the embeddings of rare tokens. At the start the network
-already predicts the experts that each token id uses on average (`Samples.first_guess`), because 33,000 tokens are too
-few to learn this quickly.
+decoupled (AdamW), because coupled decay of 0.01 wipes out the embeddings of rare tokens. Before the first step the
+network already predicts the experts that each token id uses on average (`Samples.first_guess`), because 33,000 tokens
+are too few to learn this quickly.
 
-Only tokens in the trace get an embedding in training. The embedding of every other token is zero.
+Only padding and token ids in the samples get an embedding in training. The embedding of every other token id is zero.
 """
 
 from __future__ import annotations
@@ -49,14 +49,15 @@ BLOCK_GAIN = 0.1
 POSITION_GAIN = 0.2
 MIN_SHARE = 1e-3  # shares are limited to the range from MIN_SHARE to 1 - MIN_SHARE before a logit is computed
 PRIOR_TOKENS = 1.0  # popularity counts as much as this number of tokens in a token id's statistics
-N_POWER = 4  # iterations to find the largest singular vectors
+N_POWER = 4  # power iterations for the largest singular values
 MASKED = np.float32(-1e9)  # attention score of positions that a token must not attend to
 VALIDATION_SHARE = 0.1
 
 
 @dataclass(frozen=True)
 class Options(Schedule):
-    """Sizes of the network and options of its training. lr, weight_decay and batch are the paper's (section 5.2)."""
+    """Sizes of the network and options of its training. The defaults of lr, weight_decay and batch are the paper's
+    (section 5.2)."""
 
     epochs: int = 8
     batch: int = 16
@@ -230,14 +231,15 @@ class Samples:
         return np.concatenate(parts)
 
     def popularity(self, places: Integers) -> Floats:
-        """Returns (n_moe_layer, n_expert): the share of the tokens at `places` that used each expert."""
+        """Returns (n_moe_layer, n_expert): the share of the tokens at `places` that used each expert. In each layer,
+        only tokens for which the layer was computed count."""
         return self.paths[places].sum(axis=0) / np.maximum(self.known[places].sum(axis=0), 1)[:, np.newaxis]
 
     def first_guess(self, places: Integers, n_embd: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
         """Returns an embedding (n_seen, n_embd) and heads (n_embd, n_moe_layer, n_expert), from which the training
         starts.
 
-        Their product approximates a figure for each token id and expert: the log-odds that the token id uses the
+        Their product approximates a figure for each token id, layer and expert: the log-odds that the token id uses the
         expert, minus the log-odds of an average token. Only tokens at the positions `places` count.
         """
         size = self.paths.shape[1:]
@@ -269,8 +271,8 @@ class Samples:
 
 
 class PathTrainee(Trainee):
-    """The network with the chunks of a trace. The requests in `validation` are not used for training, only for deciding
-    when to stop."""
+    """The network with the chunks of a trace. The requests in `validation` are not used for training, but measure the
+    accuracy after each epoch."""
 
     def __init__(self, samples: Samples, validation: list[int], options: Options, rng: np.random.Generator) -> None:
         self._training = [sequence for sequence in samples.sequences if sequence not in validation]
@@ -284,7 +286,7 @@ class PathTrainee(Trainee):
 
     @property
     def n_batches(self) -> int:
-        """An upper bound of the number of batches in an epoch."""
+        """An upper bound on the number of batches in an epoch."""
         samples = self._samples
         lengths = (samples.ends - samples.starts)[np.isin(samples.sequences, self._training)]
         return int((-(-lengths // samples.chunk) + 1).sum()) // self._batch + 1
@@ -318,8 +320,8 @@ class PathTrainee(Trainee):
 
 
 def train(trace: Trace, options: Options | None = None, report: Report = no_report) -> Weights:
-    """Trains the network. Returns its arrays by name. They depend only on the trace, the options and the number of
-    threads."""
+    """Trains the network. Returns the network's arrays, which depend only on the trace, the options and the number of
+    threads, and facts about the training."""
     options = options or Options()
     samples = Samples(trace, options.window, options.chunk)
     validation = held_out(trace.select(samples.sequences), VALIDATION_SHARE, options.seed)

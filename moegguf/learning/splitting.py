@@ -10,9 +10,9 @@ from moegguf.trace.trace import Trace
 
 
 def held_out(trace: Trace, share: float, seed: int) -> list[int]:
-    """Returns the requests to leave out of a training: `share` of the requests of each kind of text. At least one
-    request is left out of each kind that has several. If every kind has only one request, all requests count as one
-    kind."""
+    """Returns the requests to leave out of training: about `share` of the requests with each label. For a label with
+    several requests, at least one request is left out and at least one stays. If every label has only one request, all
+    requests count as if they had one label."""
     rng = np.random.default_rng(seed)
     kinds: dict[str, list[int]] = {}
     for sequence in trace.sequences():
@@ -28,6 +28,5 @@ def held_out(trace: Trace, share: float, seed: int) -> list[int]:
 
 
 def validation_tokens(trace: Trace, seed: int, share: float = 0.1) -> npt.NDArray[np.bool_]:
-    """Returns (n_tokens,): True for tokens of the validation requests. These requests are not used for training, only
-    for deciding when to stop."""
+    """Returns (n_tokens,): True for tokens of the validation requests, which are not used for training."""
     return np.isin(trace.sequence_of, held_out(trace, share, seed))

@@ -1,4 +1,5 @@
-"""Code for tests and measurements on GPUs: builds with a GPU backend, folders to copy to another machine, steps.
+"""Code for tests and measurements on GPUs: builds with a GPU backend, folders to copy to another machine, and the steps
+of trials.
 
-`tools/vulkan_tests.py`, `tools/gpu_trial.py` and `tools/gpu/short_run.sh` are the commands.
+The main commands are `tools/vulkan_tests.py`, `tools/gpu_trial.py` and `tools/gpu/short_run.sh`.
 """

@@ -1,7 +1,8 @@
 """Compares the logits of several sequences between moegguf with slots for some experts and plain llama.cpp.
 
-`python -m tools.gpu.batches '<case as JSON>'` computes the same passes twice, in two processes. Sequences join, leave
-and draft. For each number of sequences, the program prints as JSON whether all logits are equal to the bit.
+`python -m tools.gpu.batches '<case as JSON>'` computes the same passes twice, in two processes. Sequences join one
+after another, one is replaced, and some passes have several tokens of each sequence. For each number of sequences, the
+program prints as JSON whether both systems' logits are equal to the bit.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ from tools.gpu.measure import device_of
 N_SEQUENCES = (3, 9)
 N_PASSES = 48
 N_PROMPT, LONGER = 20, 7  # tokens of the first sequence's prompt; each next prompt is this much longer
-N_GUESSED = 4  # tokens per sequence in every third pass, as after an accepted draft
+N_GUESSED = 4  # tokens per sequence in every third pass, as if drafted tokens were verified
 
 
 def schedule(n_sequences: int, random: np.random.Generator, n_vocab: int) -> Iterator[list[SequenceTokens]]:
-    """Yields the tokens of each pass. A sequence joins in every second pass. Halfway, a new one replaces the first."""
+    """Yields the tokens of each pass. In every second pass a sequence joins, until all have joined. Halfway, a new
+    sequence replaces the first."""
     length = [0] * n_sequences
     for n in range(N_PASSES):
         chunks = list[SequenceTokens]()
@@ -64,7 +66,8 @@ def digests(llm: Llama, n_sequences: int) -> list[str]:
 
 
 def compute(case: Case) -> dict[str, Any]:
-    """Loads the model and computes the passes for each number of sequences. Returns the digests by number.
+    """Loads the model and computes the passes for each number of sequences. Returns {number of sequences: digests},
+    with "n_ubatch" and, for moegguf, "evictions".
 
     The caller has set MOEGGUF_HOOKS for the system. Raises the errors of `Llama`.
     """

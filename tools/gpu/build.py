@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CARRIED = ROOT / "build/cuda-carried/bin"  # the build to copy to a machine with a card
-VULKAN_HEADERS = Path(__file__).parent / "vulkan_headers"  # used if Vulkan's headers are older than ggml's
+VULKAN_HEADERS = Path(__file__).parent / "vulkan_headers"  # adds what ggml needs to older headers of Vulkan
 VULKAN_FLAGS = ("-DGGML_VULKAN=ON", f"-DVulkan_INCLUDE_DIR={VULKAN_HEADERS}")
 
 
@@ -81,7 +81,8 @@ def cuda_version() -> int:
 
 
 def _cublas_wheels() -> Iterator[Path]:
-    """Yields the folders of cublas wheels from PyPI, but nothing if nvcc's own toolkit has cublas."""
+    """Yields the folders of cublas wheels from PyPI that fit nvcc's version. Yields nothing if nvcc's own toolkit has
+    cublas."""
     toolkit = nvcc().resolve().parents[1]
     if any(next(toolkit.glob(f"{folder}/libcublas.so"), None) for folder in ("lib*", "targets/*/lib")):
         return

@@ -1,4 +1,4 @@
-// calls.cpp: counts and times the calls of CUDA's runtime that a token makes. It is loaded with LD_PRELOAD, and
+// calls.cpp: counts and times the calls of four functions of CUDA's runtime. The library is loaded with LD_PRELOAD, and
 // tools/gpu/measure.py reads the sums.
 #include <cuda_runtime.h>
 
@@ -62,8 +62,8 @@ EXPORTED cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event,
     return counted(event_waits, call, stream, event, flags);
 }
 
-// The sums since the start of the process, in the order of CALLS in measure.py: the number of calls and their
-// nanoseconds.
+// Writes two sums for each function, in the order of CALLS in measure.py: the number of calls since the start of the
+// process, and their total time in nanoseconds.
 EXPORTED void moegguf_calls(uint64_t * sums) {
     for (const Sum * sum : {&graph_launches, &async_copies, &synchronisations, &event_waits}) {
         *sums++ = sum->n;

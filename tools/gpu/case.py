@@ -1,4 +1,5 @@
-"""The parameters of one measurement, which are passed as JSON to the process that measures (tools/gpu/measure.py)."""
+"""The parameters of one measurement, which are passed as JSON to the process that measures (tools/gpu/measure.py or
+tools/gpu/batches.py)."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-N_FIRST = 64  # tokens after the prompt that are timed separately, because slots are cold
+N_FIRST = 64  # number of first tokens of an answer, timed separately because many slots lack their experts
 
 
 @dataclass(frozen=True)
@@ -18,12 +19,12 @@ class Case:
     device: str
     system: str  # "llama.cpp" or "moegguf"
     limit_bytes: int | None = None  # device memory that may be used; None: all of it
-    hold: bool = True  # true: the process allocates the memory above the limit; false: the limit only sizes the cache
-    more_on_cpu: int = 0  # llama.cpp: layers with experts on the CPU, beyond the estimated number
+    hold: bool = True  # true: the process allocates the memory above the limit; false: only sizes follow from the limit
+    more_on_cpu: int = 0  # llama.cpp: change to the estimated number of layers whose experts are on the CPU
     all_on_cpu: bool = False  # llama.cpp: the experts of every layer are on the CPU
     use_mmap: bool = True
     options: dict[str, Any] | None = None  # moegguf: keyword arguments of Llama
-    link: str = ""  # link speed of a simulated device ("8GB/s") that is used instead of `device`
+    link: str = ""  # link speed ("8GB/s") of a simulated device that is used instead of `device`; "": none
     n_prompt: int = 512
     n_prompts: int = 3  # number of timed prompts, after a first cold one
     n_decode: int = 192

@@ -1,8 +1,8 @@
 """Runs one measurement: `python -m tools.gpu.measure '<case as JSON>'` prints a JSON object for each part.
 
 moegguf and plain llama.cpp use the same build and the same calls: load, prompts, then greedy decoding token by token.
-The store's pending work ends before each timed part. To imitate a smaller card, the process first allocates the rest of
-the device's memory.
+The store's pending work ends before each timed part. If the case has `hold` and a limit, the process first allocates
+the device's memory above the limit, to imitate a smaller card.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CALLS = ("graph launches", "copies", "synchronisations", "event waits")  # count
 
 
 class _Override(c.Structure):
-    """struct llama_model_tensor_buft_override."""
+    """The C struct llama_model_tensor_buft_override."""
 
     _fields_ = [("pattern", c.c_char_p), ("buft", c.c_void_p)]
 
@@ -61,7 +61,8 @@ class Upstream(Llama):
 
 
 class Held:
-    """Allocates device memory until only `keep_free_bytes` are free, and keeps it until the process ends."""
+    """Allocates device memory until at most `keep_free_bytes` are free. The memory stays allocated until the process
+    ends."""
 
     def __init__(self, device: Device, keep_free_bytes: int) -> None:
         ggml = library.ggml()
@@ -82,14 +83,15 @@ class Held:
 
 
 def expert_room_bytes(case: Case, layout: ExpertLayout) -> int:
-    """Returns the bytes of the memory limit that remain for experts after dense weights, KV cache and buffers."""
+    """Returns the bytes of the memory limit that remain for experts after dense weights, KV cache and, with `hold`,
+    buffers."""
     assert case.limit_bytes is not None
     spare = SPARE_BYTES if case.hold else 0
     return max(0, case.limit_bytes - layout.dense_bytes - kv_bytes(layout, case.n_ctx) - spare)
 
 
 def n_cpu_moe(case: Case, layout: ExpertLayout) -> int:
-    """Returns the value for -ncmoe: llama.cpp computes the experts of this many first layers on the CPU.
+    """Returns the value for -ncmoe: the number of first layers whose experts llama.cpp computes on the CPU.
 
     Layers without experts are counted, too.
     """
@@ -167,7 +169,8 @@ def counts(llm: Llama) -> Counts:
 
 
 def figures(before: Counts, after: Counts, n_tokens: int) -> dict[str, dict[str, float | None]]:
-    """Returns the growth of each counter between two readings, per token, and the hit rate of each place."""
+    """Returns the growth of each counter between two readings, per token, and the hit rate of each place with
+    lookups."""
     found = dict[str, dict[str, float | None]]()
     for place, now in after.items():
         grown = {name: value - before[place][name] for name, value in now.items()}
@@ -198,12 +201,14 @@ def predictions(llm: Llama) -> dict[str, float]:
 
 
 def device_of(case: Case) -> str:
-    """Returns ggml's name of the case's device. If the case has a link, adds a simulated device, which is used."""
+    """Returns ggml's name of the case's device. If the case has a link, adds a simulated device and returns its
+    name."""
     return add_link_device(parse_link(case.link)) if case.link else case.device
 
 
 def run(case: Case) -> Iterator[dict[str, Any]]:
-    """Measures the case and yields each part of the result as soon as it is known. Raises the errors of `load`."""
+    """Measures the case and yields each part of the result as soon as it is known. Raises the errors of `load`, and
+    MemoryError."""
     case = replace(case, device=device_of(case))
     device = find_gpus(case.device)[0]
     if case.hold and case.limit_bytes is not None:

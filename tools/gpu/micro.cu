@@ -49,7 +49,7 @@ double now_us() {
     return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// Returns the median of up to n runs. Fewer runs are made when they take longer than a second together.
+// Returns the median time of up to n runs in microseconds. After at least 3 runs, no run begins once a second is over.
 double median_us(int n, const std::function<void()> & run) {
     for (int i = 0; i < 3; i++) { run(); } // memory is allocated, kernels are loaded, graphs are captured
     std::vector<double> times;
@@ -104,7 +104,7 @@ void copies() {
     }
 }
 
-// The smallest kernels that a node of a graph can be.
+// Kernels with one thread each, as the smallest nodes of a graph.
 
 __global__ void add_one(float * x) { *x += 1; }
 
@@ -158,7 +158,7 @@ void stops(const std::string & when, cudaStream_t stream) {
     }
 }
 
-// Measures how long waits for the device take while another stream copies experts all the time.
+// Measures how long waits for the device take while another stream copies to the device all the time.
 void stops_behind_copies(cudaStream_t stream) {
     constexpr size_t piece = 16 << 20;
     const Pinned from(piece);
@@ -231,7 +231,7 @@ void nodes(cudaStream_t stream) {
     }
 }
 
-// Measures how long it takes to wake another thread and to be woken by it.
+// Measures the time to wake another thread and to be woken by that thread.
 void hand_off() {
     std::mutex mutex;
     std::condition_variable changed;
@@ -277,7 +277,7 @@ struct Experts {
 
     size_t bytes() const { return ggml_row_size(type, ne0) * ne1; }
 
-    // Returns random weights of four different experts, which are repeated for all experts.
+    // Returns random weights of four experts. Callers repeat these weights for all n experts.
     std::vector<uint8_t> weights() const {
         constexpr int n_different = 4;
         std::mt19937 random(0);
@@ -346,7 +346,7 @@ class Products {
     ggml_tensor * last_ = nullptr;
 };
 
-// Device memory for experts. All bytes that belong to no expert are zero.
+// Memory of the backend for experts. All bytes that `write` has not written are zero.
 struct Pool {
     Pool(ggml_backend_t backend, size_t n_bytes)
         : buffer(ggml_backend_alloc_buffer(backend, n_bytes + 4096)) {
@@ -370,8 +370,8 @@ std::vector<int32_t> in_turn(int n, int n_experts, int first) {
     return ids;
 }
 
-// Measures products whose experts lie in device memory or in pinned host memory. Each run reads every expert once, so
-// that no cache holds them.
+// Measures products whose experts lie in device memory or in pinned host memory. Each run reads every expert, so that
+// caches of the card cannot hold all of them.
 void mapped(ggml_backend_t backend, const Experts & experts, int n_used) {
     const size_t expert_bytes = experts.bytes(), total = expert_bytes * experts.n;
     const std::vector<uint8_t> weights = experts.weights();

@@ -1,7 +1,7 @@
 """Makes a folder for a GPU machine without a network: for the whole trial, or for the short run with a built library.
 
-The trial's folder has archives of the patched sources and of wheels. Its machine needs a compiler, cmake, ninja and
-Python 3.12. `gpu_trial.py` in the folder is a copy of `start.py`. It unpacks the archives, and starts
+The trial's folder has an archive of the patched sources, and wheels. The GPU machine needs a compiler, cmake, ninja and
+Python 3.12. `gpu_trial.py` in the folder is a copy of `start.py`, which unpacks the sources and wheels, and starts
 `tools/gpu_trial.py` of the sources.
 
 python -m tools.gpu.pack FOLDER        # the folder of the short run, with the library of `make check-cuda`
@@ -49,7 +49,7 @@ PRODUCT = (
     "xxhash",
 )
 BESIDE = ("markupsafe", "pyyaml", "tqdm", "pytest", "iniconfig", "packaging", "pluggy", "pygments")
-# Compiled packages depend on the version of Python, so the short run uses the machine's own.
+# Compiled packages depend on the version of Python, so the short run uses the packages that the GPU machine has.
 COMPILED = ("markupsafe", "numpy", "psutil", "pyyaml", "safetensors", "xxhash")
 PYTHON = "3.12"
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (28, 27, 17, 12, 5)] + [
@@ -98,7 +98,7 @@ def sources() -> Iterator[tuple[str, Path]]:
 
 
 def stripped_library(library: Path, folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yields (path in the archive, file) for a build's libraries and programs, without their symbol tables.
+    """Yields (path in the archive, file) for the files of a build. Libraries and programs have no symbol tables.
 
     The stripped copies are written to `folder`. libgomp is added.
 

@@ -35,7 +35,7 @@ class Plugin:
     summary: str
     requirements: Sequence[str] = ()
     rpaths: Sequence[str] = ()  # folders below site-packages that hold the requirements' libraries
-    from_elsewhere: Sequence[str] = ()  # libraries that the wheel does not contain: requirements' and drivers'
+    from_elsewhere: Sequence[str] = ()  # libraries of requirements and drivers, which are not in the wheel
 
     @property
     def library(self) -> str:

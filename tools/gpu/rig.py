@@ -40,10 +40,10 @@ class Rig:
     """The models of a trial, and values for the fields of its cases (`tools.gpu.case.Case`)."""
 
     models: tuple[Model, ...]
-    hold: bool  # true: the process allocates the memory above the limit; false: the limit only sizes the cache
+    hold: bool  # true: the process allocates the memory above the limit; false: only sizes follow from the limit
     sizes: dict[str, int]
     upstream: tuple[dict[str, Any], ...]  # fields of each -ncmoe variant; the table shows the fastest
-    ours: dict[str, dict[str, Any]]  # options of each moegguf variant, by its name in the table
+    ours: dict[str, dict[str, Any]]  # {name of a moegguf variant in the table: its options}
 
     def cases(self, model: Model, folder: Path, device: str, n_threads: int) -> Iterator[tuple[str, Case]]:
         """Yields (name, case) of every measurement of a model; a name is limit/system/variant."""

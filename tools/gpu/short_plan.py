@@ -1,8 +1,8 @@
 """The plan of the short run on a card: the steps in order, their times, their processes, and predicted figures.
 
-Each step has a share of the time. A step must end when the shares of this step and all earlier steps are used up. The
-parts of a step run in turn: each part once, then each part again. The predictions were written down before any run, for
-cards with PCIe 5.0 x16 and fast memory (H100, H200). Some figures have no prediction.
+Each step has a share of the time. A step must end when the shares of this step and all earlier steps are used up. A
+step runs each of its parts once in each turn. The predictions were written down before any run, for cards with PCIe 5.0
+x16 and fast memory (H100, H200). Some figures have no prediction.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tools.gpu.rig import GB
 
 TOTAL_S = 545.0  # time of all steps; the call itself takes some seconds more
 ANSWER, PROMPT, EQUAL = "answer, t/s", "prompt, t/s", "bits are equal"
-SAME = "tokens as of llama.cpp, resident"  # number of first tokens that equal the tokens of llama.cpp
-STOP = "a stop, us"  # microseconds that a layer adds because it waits for experts, without the time to copy them
+SAME = "tokens as of llama.cpp, resident"  # figure: number of first tokens that equal llama.cpp's tokens
+STOP = "a stop, us"  # figure: us that a layer adds because it waits for experts, without the time to copy them
 
 # Remedies: experimental changes that a library may have behind a switch, and the bit of each. `moegguf_switches`
 # returns the bits of all remedies in the library. The variable MOEGGUF_SWITCHES has the bits of those that are on.
@@ -46,7 +46,7 @@ class Part:
     needs_card: bool = False  # the part is skipped on a simulated device
     counts_calls: bool = False  # calls of CUDA's runtime are counted, which takes a little time
     model: str = ""  # name of the model, whose file must be complete before the part begins
-    n_layer: int = 0  # number of layers in which a token may wait for experts
+    n_layer: int = 0  # number of layers in which a token may wait for experts; 0: not given
     limit_s: float = 40.0
 
 
@@ -69,11 +69,11 @@ class Setting:
     link: str  # link speed of a simulated device; empty: the device is a real card
     models: Mapping[str, tuple[str, str, int]]  # {name: (preset, quantisation, layers)}; 0 layers: as in the preset
     card_bytes: int  # memory of the imitated smaller card
-    holds: bool  # true: the process allocates the card's other memory; false: the limit only sizes the cache
+    holds: bool  # true: the process allocates the card's other memory; false: only sizes follow from the limit
     sizes: Mapping[str, Any]
-    n_slots: int  # slots of a large pool; on a real card, offsets in this pool need more than 32 bits
-    n_experts: int  # number of experts in measured products
-    n_columns: int  # columns of an expert's matrix in measured products
+    n_slots: int  # slots of a large pool; on a real card, byte offsets of F16 slots need more than 32 bits
+    n_experts: int  # experts in products: of step S1's small pools, and of step M2 if simulated
+    n_columns: int  # columns of an expert's matrix in the products of step S1
 
     @property
     def is_simulated(self) -> bool:

@@ -28,7 +28,7 @@ from tools.gpu.short_plan import CARD, REHEARSAL, TOTAL_S, Part, Setting, Step, 
 from tools.gpu.short_table import figures_of, table, turns_differ
 from tools.gpu.steps import Outcome, State
 
-LOG_BYTES = 4000  # last bytes of a process's log, which are searched for an error
+LOG_BYTES = 4000  # number of bytes at the end of a process's log that are searched for an error
 LEAST_S = 2.0  # a part begins only if at least this time is left
 NO_CARD = 3  # exit status of tools/gpu/micro.cu on a machine without a card
 NO_MEMORY = re.compile(r"out of memory|failed to allocate|unable to allocate", re.IGNORECASE)
@@ -106,7 +106,8 @@ class Runner:
                 self._writers[name] = self._begin(command, None)
 
     def learn(self, facts: Outcome) -> str:
-        """Reads the outcome of the part "the machine". Returns an error text if the device is missing, else ""."""
+        """Sets `switches` from the outcome of the part "the machine". Returns an error text if the part failed or the
+        device is missing, else ""."""
         if facts["status"] != "done":
             return str(facts.get("error", facts["status"]))
         self.switches = facts["values"]["switches"]
@@ -243,7 +244,7 @@ def run(
     say: Callable[[str], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Runs every call without an outcome, as long as its step has time left."""
+    """Runs every call without an outcome, as long as its step has time left. Ends early if the device is missing."""
     begin = clock()
     for step, end_s in ends(plan, total_s):
         say(f"{clock() - begin:5.0f} s  {step.name}: {step.question}")
