@@ -32,12 +32,12 @@ LONGEST_TEST_S = 1800  # time limit of one test, including the compilation of ke
 
 
 def software_drivers() -> Iterator[Path]:
-    """Yields the JSON files that describe Mesa's software Vulkan driver."""
+    """Yields the paths of the JSON files in DRIVERS that describe Mesa's software Vulkan driver."""
     yield from sorted(DRIVERS.glob("lvp_icd*.json"))
 
 
 def missing() -> Iterator[str]:
-    """Yields the things that a build or a run needs and this machine lacks."""
+    """Yields the names of things that a build or a run needs and this machine lacks."""
     if not list(software_drivers()):
         yield "Mesa's software Vulkan"
     if not shutil.which("glslc"):
