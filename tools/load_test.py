@@ -52,7 +52,7 @@ The number counts the whole answer. Objects without this count have None.
 
 @dataclass(frozen=True)
 class Question:
-    """A question with a fixed seed, so that the answer is always the same. `dialect` is a key of DIALECTS."""
+    """A question with a fixed seed, so that its answers can be compared. `dialect` is a key of DIALECTS."""
 
     text: str
     seed: int

@@ -28,7 +28,7 @@ OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0 halt_on_error=1 abort_on_error=1",
     "UBSAN_OPTIONS": "print_stacktrace=1 halt_on_error=1",
 }
-LONGEST_TEST_S = "1200"  # seconds; ten times the limit without a sanitizer
+LONGEST_TEST_S = "1200"  # default time limit of a test in seconds: ten times the limit without a sanitizer
 NATIVE_ROOM = ["tests/native", "--deselect", "tests/native/test_other_devices.py::test_rpc_slots_hold_the_files_bytes"]
 
 

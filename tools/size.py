@@ -67,7 +67,7 @@ _COMMENT_OR_STRING = re.compile(
 
 @dataclass
 class Size:
-    """The size of a package."""
+    """The size of a file or a package."""
 
     tokens: int = 0  # tokens of Python
     lines: int = 0  # lines of Python that hold these tokens

@@ -34,7 +34,7 @@ STEPS = (
     (SHELL, "moegguf run demo --expert-cache 90%"),
     (CHAT, "What does moegguf do?"),
     (CHAT, "Who are you?"),
-    (CHAT, "/regen"),  # the experts of the previous answer are still in memory
+    (CHAT, "/regen"),  # makes the last answer again, whose experts are still in memory
     (CHAT, "/experts"),
     (CHAT, "/bye"),
 )

@@ -180,7 +180,7 @@ class ModelOf(c.Structure):
 
 
 class Quantiser:
-    """Calls the quantisation rules of the pinned llama.cpp, which its library exports for its own tests."""
+    """Calls the quantisation rules of the pinned llama.cpp: functions that libllama exports for llama.cpp's tests."""
 
     def __init__(self) -> None:
         self._llama = library.llama_cpp()

@@ -51,7 +51,7 @@ def missing() -> Iterator[str]:
 
 
 def test(driver: Path, devices: str, arguments: list[str]) -> int:
-    """Runs the GPU tests with the driver's devices numbered `devices`. Returns the exit status of pytest."""
+    """Runs the GPU tests with the driver's devices of these numbers ("0,0"). Returns the exit status of pytest."""
     backend = vulkan(driver, devices)
     environment = os.environ | backend.environment | {"MOEGGUF_LIBRARY": str(library_of(backend))}
     environment["MOEGGUF_LONGEST_TEST_S"] = str(LONGEST_TEST_S)

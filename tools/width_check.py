@@ -39,7 +39,7 @@ N_TYPES = 43
 N_SEQUENCES = 4
 N_CELLS = 512
 N_STATES = 3  # number of sequences with recurrent states
-N_BACK = 3  # number of states that some operations return, after each of the last N_BACK tokens
+N_BACK = 3  # some operations return N_BACK states: one after each of the last N_BACK tokens
 
 # Operations that move or repeat values, and compute nothing.
 MOVES = {
@@ -156,7 +156,7 @@ class StateCase:
 
 
 class Ggml:
-    """ggml's CPU backend by ctypes. Shapes are numpy's: the reverse of ggml's."""
+    """ggml's CPU backend, called through ctypes. Shapes are numpy's: the reverse of ggml's."""
 
     def __init__(self, n_threads: int = 2) -> None:
         folder = library.find_library()

@@ -33,7 +33,7 @@ class Claim:
     paper: str
     text: str
     judged: str | tuple[Condition, ...]  # UNTESTED, OPEN, or conditions: (question, bound or question for the bound)
-    figure: str  # text with questions in braces, which `figures` answers
+    figure: str  # text; `text_of` replaces questions in braces with their answers
     confidence: str = "medium"
     only_on: str | None = None  # the claim is judged only on this model, which resembles the paper's; None: on each
 
@@ -61,7 +61,7 @@ class Claim:
 
     @property
     def steps(self) -> set[str]:
-        """The names of the steps whose recorded figures decide the claim."""
+        """The names of the steps whose recorded figures decide the claim or stand in its text."""
         asked = () if isinstance(self.judged, str) else self.judged
         found = steps_of(self.figure)
         return found.union(*(steps_of(text) for condition in asked for text in condition if isinstance(text, str)))
@@ -86,7 +86,7 @@ LOW = "low"
 # This text states a difference from the papers' baselines. It stands in each row that the difference concerns.
 SAME_SLOTS = "each baseline has the strategy's slots, where the papers' have one layer's experts or none"
 
-SHARES = (0.125, 0.25, 0.375, 0.5, 0.75)  # shares of experts in ProMoE's sweep
+SHARES = (0.125, 0.25, 0.375, 0.5, 0.75)  # shares of the experts in memory, for ProMoE's sweep of cache sizes
 
 CLAIMS = (
     *_claims(

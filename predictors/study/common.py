@@ -16,7 +16,7 @@ from moegguf.trace.simulate import SimOptions
 from predictors.study.controls import ORACLE, FreshGate, Oracle
 from predictors.study.token_scheduler import RoutingPaths, make_paths
 
-DEFAULT_TOKENS = 2500  # enough for a precision of about one percent, within a minute or two
+DEFAULT_TOKENS = 2500  # enough tokens for a precision of about one percent, within a minute or two
 
 PredictorNames = Annotated[
     list[str], typer.Option("--predictor", metavar="NAMES", help="Predictors, separated by commas, or all.")

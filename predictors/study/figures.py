@@ -28,7 +28,7 @@ from predictors.study.intervals import (
 RESULTS = Path(__file__).parents[1] / "results"
 FIGURE = re.compile(r"\{([^}]+)\}")
 NONE = "–"
-WITHIN, RUN = 1.02, 3  # recovered: the mean over RUN requests is at most this factor
+WITHIN, RUN = 1.02, 3  # a system has recovered if the mean slowdown of RUN requests is at most WITHIN
 
 
 class NotCountedError(KeyError):

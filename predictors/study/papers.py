@@ -182,7 +182,7 @@ def beside(system: System, other: System) -> System:
 
 @dataclass(frozen=True)
 class Workload:
-    """A trace with its model's artifacts. Its first requests only warm a cache; the later ones are counted."""
+    """A trace with its model's artifacts. The trace's first requests only warm a cache; later ones are counted."""
 
     study: Study
     # Numbers of the counted requests. A group of requests that decode together has the number of its first request.

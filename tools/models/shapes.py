@@ -101,7 +101,7 @@ class Shape:
 
     @property
     def n_ff_shared(self) -> int:
-        """Returns the width of the shared expert: n_ff_exp * n_expert_shared, or `n_ff_shexp` if that is 0."""
+        """Returns the width of the shared expert: n_ff_exp * n_expert_shared, or n_ff_shexp if this product is 0."""
         return self.n_ff_exp * self.n_expert_shared or self.n_ff_shexp
 
     @property
@@ -585,7 +585,7 @@ PRESETS: dict[str, Shape] = {
         n_embd=128,
         n_head=4,
         n_head_kv=1,
-        n_embd_head=128,  # not the indexer's width: llama.cpp would divide by zero in a cache without layers
+        n_embd_head=128,  # differs from indexer_head_size, or llama.cpp would divide by zero in a cache without layers
         n_expert=16,
         n_expert_used=4,
         n_ff_exp=64,

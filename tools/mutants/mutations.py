@@ -19,7 +19,7 @@ TEXTS = [b"", b"none", b"no_vocab", b"llama", b"gpt2", b"bert", b"t5", b"rwkv", 
          b"kimi-k2", b"jina-v2-en", b"linear", b"yarn", b"longrope", b"chat", b"\0", b"\xff", b"x" * 5000]  # fmt: skip
 ARCHS = [b"qwen2moe", b"qwen3moe", b"llama", b"deepseek2", b"qwen3next", b"gpt-oss", b"llama4", b"glm4moe", b"bert",
          b"t5", b"rwkv7", b"mamba", b"clip", b"llada-moe", b"olmoe", b"phimoe", b"dbrx", b"grok", b"jamba"]  # fmt: skip
-# Keys of other GGUF files. Adding such a key reaches code that the file's own keys do not reach.
+# Keys that GGUF files may have, without the prefix. Adding a key reaches code that a file's own keys do not reach.
 KEYS = """
 context_length embedding_length embedding_length_out block_count leading_dense_block_count feed_forward_length
 expert_feed_forward_length expert_shared_feed_forward_length expert_chunk_feed_forward_length use_parallel_residual
