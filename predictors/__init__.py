@@ -1,4 +1,5 @@
-"""The laboratory. Its code made the predictors and the demo model, and tests the claims of the papers.
+"""The laboratory. Its code trains predictors, tests the demo model, and tests the claims of the papers.
 
-It imports `moegguf`, and `moegguf` does not import anything from it. Only the weights in `demo/` belong to the package.
+The laboratory imports `moegguf`, and `moegguf` imports nothing from the laboratory. Of these files, moegguf's source
+distribution contains only the weights in `demo/`.
 """

@@ -56,7 +56,7 @@ NO_MEMORY = re.compile(r".*(?:out of memory|failed to allocate|unable to allocat
 
 @dataclass(frozen=True)
 class Trial:
-    """The folder, the device and the build of a trial."""
+    """A trial: its folder, its models and measurements (`rig`), the device, and the build of the library."""
 
     work: Path
     rig: Rig
@@ -65,7 +65,7 @@ class Trial:
     library: Path | None  # folder of an existing build; None: the trial builds one
 
     def steps(self) -> Iterator[Step]:
-        """Yields all steps of the trial, in order."""
+        """Yields the steps of the trial, in order. A given `library` is not built."""
         yield Step("facts", self._facts, SHORT_S)
         if self.library is None:
             yield Step("build", self._build, SHORT_S)
@@ -132,7 +132,7 @@ class Trial:
         return {}
 
     def _result(self, name: str, arguments: list[str], left_s: float, environment: dict[str, str]) -> Outcome:
-        """Runs Python and returns the result that it prints, or a REFUSED outcome if memory did not suffice.
+        """Runs Python and returns the outcome that it prints as JSON, or a REFUSED outcome if memory ran out.
 
         Raises StepError for any other failure.
         """
@@ -149,7 +149,10 @@ class Trial:
     def _python(
         self, name: str, arguments: list[str], timeout_s: float, environment: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Runs Python with these arguments in the source folder. Its stderr is saved below log/."""
+        """Runs Python with these arguments in the source folder, and kills the process after `timeout_s` seconds.
+
+        The process's stderr is also saved in a file in log/.
+        """
         own = of_processes(self.library or library_of(self.backend), self.work / "home")
         log = self.work / "log" / (re.sub(r"[^\w.-]+", "_", name) + ".txt")
         log.parent.mkdir(exist_ok=True)
@@ -169,7 +172,10 @@ class Trial:
 
 
 def backend_named(name: str) -> Backend:
-    """Returns the build for software Vulkan, or for CUDA and the first card. Raises SystemExit if that is missing."""
+    """Returns the backend to build: Vulkan with a software driver if `name` is "software", else CUDA for this card.
+
+    Raises SystemExit if the driver, the card or CUDA's compiler is missing.
+    """
     if name == "software":
         driver = next(software_drivers(), None)
         if driver is None:

@@ -37,22 +37,22 @@ QUESTIONS = (
     "What is a hit?", "Could you explain what a slot is?", "Does it change the output?", "What is the capital of Rome?",
 )  # fmt: skip
 TIMEOUT_S = 600.0  # HTTP timeout, which must cover the time in the server's queue
-MEMORY_SAMPLES = 20  # memory readings during a timed run
-WORKER_ENDED = "worker process has ended"  # part of the error text if a worker dies during an answer
+MEMORY_SAMPLES = 20  # memory readings during a run without --requests; fewer if the run takes less than 10 s
+WORKER_ENDED = "worker process has ended"  # part of the server's error text if a worker dies during an answer
 MOST_GROWTH_MB = 16  # default limit of memory growth in the second half of a run
 
 
 Json = dict[str, Any]
 Part = tuple[str, str, int | None]
-"""The text, the reason why the answer ended ("" while it goes on), and the number of its tokens.
+"""The contents of one object of a stream: text, finish reason ("" before the answer's end), number of tokens.
 
-The number is None in all objects but the last one with figures.
+The number counts the whole answer. Objects without this count have None.
 """
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question with a fixed seed, so that the answer is always the same. `dialect` is a key of DIALECTS."""
+    """A question with a fixed seed, so that its answers can be compared. `dialect` is a key of DIALECTS."""
 
     text: str
     seed: int
@@ -123,7 +123,7 @@ DIALECTS: Mapping[str, Dialect] = {
 
 @dataclass
 class Answer:
-    """One answer. `at_s` holds the arrival time of each part, in seconds after the request."""
+    """One answer. `at_s` holds the arrival time of each part that has text, in seconds after the request was sent."""
 
     text: str = ""
     finish_reason: str = ""
@@ -138,7 +138,7 @@ class Answer:
 
 @dataclass
 class Outcome:
-    """The counts and measurements of a run. Memory is in bytes, for the server and for all its workers together."""
+    """The counts and measurements of a run. Each memory sample has two sizes: the server's, and its workers' sum."""
 
     clients: int
     seconds: float = 0.0
@@ -148,8 +148,8 @@ class Outcome:
     busy: int = 0
     busy_without_retry_after: int = 0
     cancelled: int = 0  # answers that the client cancelled
-    lost: int = 0  # answers that ended with their worker's process
-    kills: int = 0  # number of workers that the caller has killed
+    lost: int = 0  # requests that failed because their worker's process ended
+    kills: int = 0  # number of workers that the caller of this module killed during the run
     resets: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     n_tokens: int = 0
@@ -160,7 +160,7 @@ class Outcome:
 
     @property
     def growth_bytes(self) -> int:
-        """Returns the growth of memory from the middle of the run to its end; 0 with fewer than three samples."""
+        """Returns the growth in bytes from the middle memory sample to the last; 0 with fewer than three samples."""
         sizes = [sum(each.values()) for each in self.memory_bytes]
         return sizes[-1] - sizes[len(sizes) // 2] if len(sizes) > 2 else 0
 
@@ -168,7 +168,8 @@ class Outcome:
     def passed(self) -> bool:
         """True if there were answers and no faults, and memory grew by at most `most_growth_mb`.
 
-        A lost answer is a fault unless the caller has killed workers. A cancelled answer is no fault.
+        A lost answer is a fault unless the caller has killed workers. Cancelled answers are not faults. A busy server
+        is a fault only if its reply has no Retry-After.
         """
         faults = self.wrong or self.resets or self.errors or self.busy_without_retry_after
         faults = faults or (self.lost and not self.kills)
@@ -196,7 +197,7 @@ def percentiles_ms(times_s: Sequence[float]) -> dict[str, float]:
 
 
 class BusyServer(Exception):  # noqa: N818 (a state of the server, not a fault)
-    """The server answered with status 429 or 503, with or without Retry-After."""
+    """The server replied with status 429 or 503, with or without a Retry-After header."""
 
     def __init__(self, has_retry_after: bool) -> None:
         super().__init__()
@@ -206,9 +207,10 @@ class BusyServer(Exception):  # noqa: N818 (a state of the server, not a fault)
 async def request_answer(
     client: httpx.AsyncClient, model: str, question: Question, most_parts: int | None = None
 ) -> Answer:
-    """Requests one streamed answer. Disconnects after `most_parts` + 1 parts, and returns the answer so far.
+    """Requests one streamed answer and returns it.
 
-    Raises BusyServer, RuntimeError for any other error of the server, and httpx's errors.
+    `most_parts`: disconnects after `most_parts` + 1 parts with text, and returns the answer so far; None: reads the
+    whole answer. Raises BusyServer, RuntimeError for any other error that the server reports, and httpx's errors.
     """
     answer = Answer()
     start = time.perf_counter()
@@ -239,9 +241,9 @@ async def request_answer(
 
 
 class Run:
-    """A run of N concurrent clients, limited by time or by the number of requests.
+    """A run of N concurrent clients, limited by time and optionally by the number of requests.
 
-    `cancels` is the share of requests in which the client disconnects after a few parts of the answer.
+    `cancels` is the share of requests in which the client disconnects after one to four parts of the answer.
     """
 
     def __init__(
@@ -256,7 +258,10 @@ class Run:
         self.expected: dict[Question, tuple[str, str, int]] = {}
 
     async def record_expected(self) -> None:
-        """Records the answer to each question, sent by a single client twice. Raises RuntimeError if the two differ."""
+        """Sends each question twice from a single client, and records the answer as expected.
+
+        Raises RuntimeError if the two answers differ, and the errors of `request_answer`.
+        """
         for question in self.questions:
             first, second = [(await request_answer(self.client, self.model, question)).content for _ in range(2)]
             if first != second:
@@ -264,7 +269,7 @@ class Run:
             self.expected[question] = first
 
     async def run_clients(self, seconds: float, requests: int | None = None) -> Outcome:
-        """Runs all clients at once, until `seconds` have passed or `requests` requests were sent."""
+        """Runs all clients at once. None sends a new request after `seconds`, or after `requests` requests in all."""
         start = time.perf_counter()
         self._end_s = start + seconds
         self._n_left = requests
@@ -291,7 +296,7 @@ class Run:
         except BusyServer as busy:
             outcome.busy += 1
             outcome.busy_without_retry_after += not busy.has_retry_after
-        except httpx.HTTPError:  # the connection was refused, reset or cut off
+        except httpx.HTTPError:  # the connection was refused, reset, cut off or timed out
             outcome.resets += 1
         except RuntimeError as error:
             if WORKER_ENDED in str(error):
@@ -313,7 +318,7 @@ class Run:
 
 
 def processes_of(port: int) -> list[psutil.Process]:
-    """Returns the process that listens on a local port, then its child processes; [] if no local process listens."""
+    """Returns a process that listens on a local port, then all its descendants; [] if no such process is found."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in process.net_connections()):
@@ -322,7 +327,7 @@ def processes_of(port: int) -> list[psutil.Process]:
 
 
 def memory_of(processes: Sequence[psutil.Process]) -> dict[str, int]:
-    """Returns the resident bytes of the server (the first process) and of all workers together."""
+    """Returns the resident bytes of the server (the first process), and of its workers (all others) together."""
     sizes = [0, 0]
     for number, process in enumerate(processes):
         with suppress(psutil.Error):
@@ -331,14 +336,14 @@ def memory_of(processes: Sequence[psutil.Process]) -> dict[str, int]:
 
 
 async def watch_memory(run: Run, port: int, every_s: float) -> None:
-    """Records the server's memory every `every_s` seconds, until cancelled or until no local process listens."""
+    """Records the memory of server and workers every `every_s` seconds, until cancelled or no process listens."""
     while processes := processes_of(port):
         run.outcome.memory_bytes.append(memory_of(processes))
         await asyncio.sleep(every_s)
 
 
 def questions_of(dialects: Sequence[str], first_seed: int, max_tokens: int) -> list[Question]:
-    """Returns each of QUESTIONS in each dialect. The first question has seed `first_seed`, the next one 1 more."""
+    """Returns each of QUESTIONS in each dialect. The first has seed `first_seed`, each further one a seed 1 higher."""
     numbered = list(enumerate(QUESTIONS, first_seed))
     return [Question(text, seed, max_tokens, dialect) for seed, text in numbered for dialect in dialects]
 

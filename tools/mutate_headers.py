@@ -42,7 +42,7 @@ GOOD = ("ok", "typed")
 
 
 def use(path: Path, text_model: Path | None) -> None:
-    """Loads and uses the mutant: as a projector of `text_model`, or, if that is None, as a text model."""
+    """Loads and uses the mutant: as a projector of `text_model`, or as a text model if `text_model` is None."""
     if text_model is None:
         use_model(path)
     else:
@@ -50,7 +50,7 @@ def use(path: Path, text_model: Path | None) -> None:
 
 
 def use_projector(path: Path, text_model: Path) -> None:
-    """Loads the projector and generates a short answer about each of IMAGE_SIZES. Raises the error of an answer."""
+    """Loads the projector and generates a short answer about an image of each size. Raises the error of an answer."""
     with Engine(text_model, parallel=1, mmproj=path, n_ctx=2048, n_threads=1, expert_cache="100%") as engine:
         for width, height in IMAGE_SIZES:
             message = {"role": "user", "content": with_images("what is it?", [png(width, height)])}
@@ -61,7 +61,7 @@ def use_projector(path: Path, text_model: Path) -> None:
 
 
 def png(width: int, height: int) -> bytes:
-    """Returns a grey PNG image of this size, as the bytes of a file."""
+    """Returns the bytes of a greyscale PNG file whose image has this size in pixels."""
     header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
     rows = b"".join(b"\0" + bytes((x * y) % 256 for x in range(width)) for y in range(height))
     chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
@@ -71,7 +71,7 @@ def png(width: int, height: int) -> bytes:
 
 
 def use_model(path: Path) -> None:
-    """Loads the model, tokenizes and detokenizes texts, reads a prompt and generates six tokens."""
+    """Loads the model, tokenizes and detokenizes TEXTS, reads a prompt and generates up to six tokens."""
     with Llama(path, n_ctx=256, n_threads=1, expert_cache="100%", verbose=False) as llm:
         for text in TEXTS:
             tokens = llm.vocabulary.tokens(text.decode(errors="replace"))
@@ -81,7 +81,7 @@ def use_model(path: Path) -> None:
 
 
 def _child(path: Path, text_model: Path | None, out: Path, trial: bool) -> None:
-    """Uses the mutant in a forked process, writes the class and details of the result to `out`, and exits."""
+    """Uses the mutant, writes the class and details of the result to `out`, and exits. Runs in a forked process."""
     os.environ["MOEGGUF_TRIAL_LOAD"] = "1" if trial else "0"
     log = os.open(out.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
@@ -102,7 +102,8 @@ def _child(path: Path, text_model: Path | None, out: Path, trial: bool) -> None:
 def run(path: Path, text_model: Path | None, folder: Path, limit_s: float, trial: bool) -> tuple[str, str]:
     """Uses one mutant in a child process. Returns (class, details) of the result.
 
-    The class is ok, typed (an error of moegguf), bare (another error), hang, or the name of the signal.
+    The class is ok, typed (an error of moegguf), bare (another error), hang, or the name of the signal that ended the
+    process.
     """
     out = folder / "result.json"
     out.unlink(missing_ok=True)

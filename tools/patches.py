@@ -37,7 +37,7 @@ def added_lines(patch: Path) -> int:
 
 
 def problems_of_headers() -> Iterator[str]:
-    """Yields an error text for each patch that is not listed, is missing or has an incomplete header.
+    """Yields an error text for each fault in patches/series, in a patch's header or in patches/README.md.
 
     One more error text is yielded if the patches add too many lines.
     """

@@ -1,9 +1,9 @@
 """Compares moegguf's kernels with llama.cpp's by the processor time of one product of experts, in turns.
 
-Three processes with one thread each stay loaded. The first one uses llama.cpp's kernels of the same build
-(MOEGGUF_KERNELS=upstream), the second one the fastest of moegguf's kernels, and the third one moegguf's kernels for
-processors without AVX-512. A layer has 128 experts of 768 x 2048, and a token uses 8 of them. A prompt has 512 tokens.
-Each token of decoding uses other experts than the last one, so that weights come from memory.
+Three processes with one thread each run at the same time. The first one uses llama.cpp's kernels of the same build
+(MOEGGUF_KERNELS=upstream), the second one moegguf's fastest kernels for this processor, and the third one moegguf's
+kernels for processors without AVX-512. A layer has 128 experts of 768 x 2048, and a token uses 8 of them. A prompt has
+512 tokens. Each token of decoding uses other random experts, so that most weights come from memory, not from a cache.
 
 Usage: python tools/product_turns.py [TYPE ...] [--rounds N] [--interleaved]
 Prints for each type the ratio of times of prompts and of decoding: the median, and in brackets the least and the
@@ -34,7 +34,7 @@ TYPES = ("q8_0", "q5_0", "q5_1", "q4_1", "q2_K", "q3_K", "q4_0", "q4_K", "q5_K",
 
 
 def turns(ggml: Ggml, ggml_type: int, is_interleaved: bool, n_tokens: int, n_passes: int) -> Iterator[float]:
-    """Yields the processor seconds per pass, averaged over a turn of `n_passes`, once for each turn without end."""
+    """Runs an endless series of turns. Yields the processor seconds per pass, averaged over a turn's `n_passes`."""
     random = np.random.default_rng(1)
     one = ggml.quantized(ggml_type, random.standard_normal((N_OUT, N_IN)))
     graph = ggml.graph(ggml.interleaved if is_interleaved else None)
@@ -54,7 +54,7 @@ def turns(ggml: Ggml, ggml_type: int, is_interleaved: bool, n_tokens: int, n_pas
 
 
 def work(name: str, is_interleaved: bool) -> None:
-    """Reads a key of PASSES from each line of stdin, runs one turn, and prints the processor seconds per pass."""
+    """Runs one turn for each line of stdin, a key of PASSES. Prints the turn's mean processor seconds per pass."""
     silence()
     ggml = Ggml(1)
     started = {
@@ -76,7 +76,7 @@ class Worker:
         )  # fmt: skip
 
     def turn(self, kind: str) -> float:
-        """Runs one turn in the process. Returns the processor seconds per pass."""
+        """Runs one turn of this kind in the process. Returns the mean processor seconds per pass."""
         assert self._process.stdin
         assert self._process.stdout
         self._process.stdin.write(f"{kind}\n")
@@ -94,7 +94,7 @@ def compare(name: str, n_rounds: int, is_interleaved: bool) -> str:
     cells = [name]
     for kind in PASSES:
         for worker in workers.values():
-            worker.turn(kind)  # first turn, not counted: it reads the weights
+            worker.turn(kind)  # the first turn is not counted, because it also loads weights into memory
         times = [{kernels: worker.turn(kind) for kernels, worker in workers.items()} for _ in range(n_rounds)]
         for kernels in ("AVX-512", "AVX2"):
             ratios = [seconds["llama.cpp"] / seconds[kernels] for seconds in times]

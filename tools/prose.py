@@ -29,7 +29,7 @@ MOST_FIELDS = 4
 # Packages that must follow the rules. `make lint` checks them.
 IN_ORDER = ("moegguf", "predictors", "recipes", "tests", "tools")
 
-# Sentences that break a rule for a reason, each "FILE: first words". There are at most MOST_EXCEPTIONS.
+# Texts that break a rule for a reason: "FILE: " and the text's first 40 characters. MOST_EXCEPTIONS are allowed.
 EXCEPTIONS: frozenset[str] = frozenset()
 MOST_EXCEPTIONS = 20
 
@@ -92,7 +92,10 @@ class Finding:
 
 
 def python_texts(path: str, source: str) -> Iterator[Text]:
-    """Yields the docstrings and comments of a Python file. Comments on successive lines are one text."""
+    """Yields the docstrings and comments of a Python file.
+
+    Comments on successive lines are one text if no code stands before them.
+    """
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             continue
@@ -124,7 +127,10 @@ def _python_comments(path: str, source: str) -> Iterator[Text]:
 
 
 def native_texts(path: str, source: str) -> Iterator[Text]:
-    """Yields the comments of a C++ or JavaScript file. Comments on successive lines are one text."""
+    """Yields the comments of a C++ or JavaScript file.
+
+    Comments on successive lines are one text if no code stands before them.
+    """
     code = _NATIVE_STRING.sub(lambda match: '"' + "_" * (len(match[0]) - 2) + '"', source)
     for match in _NATIVE_COMMENT.finditer(code):
         lines = [line.strip().strip("/*").rstrip() for line in match[0].splitlines()]
@@ -168,7 +174,7 @@ def rules_broken(text: Text) -> Iterator[str]:
 
 
 def files_in(place: Path) -> Iterator[Path]:
-    """Yields the files in a folder that may have sentences, or the file itself."""
+    """Yields the Python, C++, CUDA and JavaScript files in a folder, or `place` itself if it is a file."""
     if place.is_file():
         yield place
         return

@@ -29,7 +29,7 @@ FIRST_TOKEN_S = 60.0
 INSTALL_S = 1800.0
 MOST_BYTES = {"wheel": 40 << 20, "plugin": 1 << 30, "sdist": 24 << 20}
 QUESTION = "What does moegguf do?"
-# The licences of moegguf, of libgomp (which auditwheel adds), llama.cpp, its bindings, and the page's libraries.
+# The licences of moegguf, of libgomp (which auditwheel adds), llama.cpp, its bindings, and the web page's libraries.
 LICENCES = (
     r"moegguf-[^/]+\.dist-info/licenses/LICENSE",
     r"moegguf-[^/]+\.dist-info/licenses/licenses/GCC-runtime-exception\.txt",
@@ -66,11 +66,11 @@ PORTABLE = re.compile(r"-py3-none-manylinux[\w.]*_(x86_64|aarch64)\.whl$")
 
 
 class ReleaseError(Exception):
-    """An error of a file that must not be published. The text is the reason."""
+    """A file of a release must not be published. The error's message is the reason."""
 
 
 def check_names(names: Iterable[str], needed: Sequence[str], unwanted: re.Pattern[str] | None = None) -> None:
-    """Raises ReleaseError if a needed file is missing, or if an unwanted file is there."""
+    """Raises ReleaseError if no name matches one of the `needed` patterns, or if a name matches `unwanted`."""
     found = list(names)
     missing = [pattern for pattern in needed if not any(re.fullmatch(pattern, name) for name in found)]
     if missing:
@@ -80,19 +80,19 @@ def check_names(names: Iterable[str], needed: Sequence[str], unwanted: re.Patter
 
 
 def check_size(path: Path, kind: str) -> None:
-    """Raises ReleaseError for a file that is larger than its kind may be."""
+    """Raises ReleaseError if the file is larger than the limit for its kind in MOST_BYTES."""
     if path.stat().st_size > MOST_BYTES[kind]:
         raise ReleaseError(f"it may have {MOST_BYTES[kind] >> 20} MiB, but has {path.stat().st_size >> 20}")
 
 
 def check_version(path: Path, version: str) -> None:
-    """Raises ReleaseError for a file of another version."""
+    """Raises ReleaseError unless the file's name has the form of a release file's name with this version."""
     if re.match(rf"moegguf(?:_[a-z0-9]+)?-{re.escape(version)}(?:-py3-|\.tar\.gz$)", path.name) is None:
         raise ReleaseError(f"its version must be {version}")
 
 
 def check_wheel(path: Path) -> None:
-    """Checks the contents of a wheel, of moegguf or of a plug-in. Raises ReleaseError."""
+    """Checks the name, size and contents of a wheel of moegguf or of a plug-in. Raises ReleaseError."""
     is_plugin = path.name.startswith("moegguf_")
     if PORTABLE.search(path.name) is None:
         raise ReleaseError(
@@ -106,7 +106,7 @@ def check_wheel(path: Path) -> None:
 
 
 def check_source(path: Path) -> None:
-    """Checks the contents of a source distribution. Raises ReleaseError."""
+    """Checks the size and the file names of a source distribution. Raises ReleaseError."""
     check_size(path, "sdist")
     with tarfile.open(path) as archive:
         names = [member.name.partition("/")[2] for member in archive.getmembers()]
@@ -116,19 +116,22 @@ def check_source(path: Path) -> None:
 
 
 def is_for_this_machine(path: Path) -> bool:
-    """Returns whether a wheel of moegguf can be installed here."""
+    """Returns True if a file is moegguf's own wheel, not a plug-in's, for this machine's processor architecture."""
     return path.name.startswith("moegguf-") and path.name.endswith(f"_{platform.machine()}.whl")
 
 
 def environment_in(folder: Path) -> Path:
-    """Makes an empty environment in a folder, and returns its pip."""
+    """Makes a new virtual environment in a folder. Returns the path of the environment's pip."""
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
     return folder / "venv/bin/pip"
 
 
 def run_installed(path: Path) -> float:
-    """Installs a wheel into an empty environment, and has the demo answer there with an empty home. Returns the seconds
-    from the end of the installation to the first token. Raises ReleaseError, subprocess.CalledProcessError."""
+    """Installs a wheel into a new environment, and runs the demo and `moegguf doctor` there.
+
+    Returns the seconds from the end of the installation to the demo's first output. Raises ReleaseError if the demo
+    fails or its output is late, and subprocess.CalledProcessError.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         pip = environment_in(folder)
@@ -153,8 +156,10 @@ def run_installed(path: Path) -> float:
 
 
 def build_source(path: Path) -> None:
-    """Builds a wheel from a source distribution, in an environment of its own and outside of this folder. Raises
-    subprocess.CalledProcessError."""
+    """Builds a wheel from a source distribution in a temporary environment, and checks the wheel's file names.
+
+    Raises ReleaseError, subprocess.CalledProcessError.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         pip = str(environment_in(folder))
@@ -166,12 +171,12 @@ def build_source(path: Path) -> None:
 
 
 def sums_of(paths: Iterable[Path]) -> str:
-    """Returns the SHA-256 of files in the form that `sha256sum --check` reads."""
+    """Returns lines with the SHA-256 and the name of each file, as `sha256sum --check` reads them."""
     return "".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in sorted(paths))
 
 
 def check(path: Path, version: str, from_source: bool) -> str:
-    """Checks one file of a release. Returns a short text about the build or the run of the file.
+    """Checks one file of a release. Returns words for the report: "built" or the time to the first token, for example.
 
     Raises ReleaseError, subprocess.CalledProcessError.
     """

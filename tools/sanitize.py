@@ -28,12 +28,12 @@ OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0 halt_on_error=1 abort_on_error=1",
     "UBSAN_OPTIONS": "print_stacktrace=1 halt_on_error=1",
 }
-LONGEST_TEST_S = "1200"  # seconds; ten times the limit without a sanitizer
+LONGEST_TEST_S = "1200"  # default time limit of a test in seconds: ten times the limit without a sanitizer
 NATIVE_ROOM = ["tests/native", "--deselect", "tests/native/test_other_devices.py::test_rpc_slots_hold_the_files_bytes"]
 
 
 def build(sanitizer: str) -> Path:
-    """Builds the store with the sanitizer. Returns the folder with the instrumented libraries."""
+    """Builds ggml, the store and its test equipment with the sanitizer. Returns the folder with these libraries."""
     folder = ROOT / "build" / FOLDER[sanitizer]
     configure = [
         "cmake", "-S", str(ROOT / "moegguf/native"), "-B", str(folder), "-G", "Ninja",
@@ -48,7 +48,8 @@ def build(sanitizer: str) -> Path:
 def preload(sanitizer: str) -> str:
     """Returns the value of LD_PRELOAD: the paths of the sanitizer's runtime and the C++ library.
 
-    The runtime must be loaded before Python allocates, and it looks up the C++ library's exceptions when it starts.
+    The runtime must be loaded before Python allocates memory. When the runtime starts, it looks up functions of the C++
+    library for exceptions, so this library must be loaded, too.
     """
     names = [f"lib{FOLDER[sanitizer]}.so", "libstdc++.so"]
     compiler = os.environ.get("CXX", "c++")
@@ -87,7 +88,7 @@ def run(sanitizer: str, library: Path, arguments: list[str]) -> tuple[int, list[
 
 
 def main() -> int:
-    """Runs the command line. Returns the first exit status of a run that is not 0: pytest's, or 66 for a race."""
+    """Runs the command line. Returns the first run's exit status that is not 0, or 0 if all runs passed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sanitizer", choices=FOLDER)
     parser.add_argument("--runs", type=int, default=1, metavar="N", help="run the tests N times")

@@ -1,10 +1,10 @@
 """Counts the code of each package and fails where one is over its limit: `make lint` runs this.
 
-Python is counted in code tokens, without comments, docstrings, imports and blank lines. C++ and JavaScript are counted
-in lines of code, without comments and blank lines. Comments and white space are free, so a sentence that explains
-something costs nothing. recipes/ is not counted, because each of its programs made one model. No other package imports
-them. A limit is 5 % above the size at which it was set. A commit that raises a limit says the reason. A package above
-TOKENS_PER_LINE is reported, because a long line often holds two thoughts.
+Python is counted in code tokens, without comments, docstrings and imports. C++, CUDA and JavaScript are counted in
+lines of code, without comments and blank lines. Comments and white space are free, so a sentence that explains
+something costs nothing. The folder recipes/ is not counted, because each of its programs made one model, and no other
+package imports them. A limit is set 5 % above the package's size at that time. The commit that raises a limit says why.
+A package with more than TOKENS_PER_LINE tokens per line is marked, because a long line often holds two thoughts.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ _COMMENT_OR_STRING = re.compile(
 
 @dataclass
 class Size:
-    """The size of a package."""
+    """The size of a file or a package."""
 
     tokens: int = 0  # tokens of Python
     lines: int = 0  # lines of Python that hold these tokens
-    native_lines: int = 0  # lines of C++ and JavaScript
+    native_lines: int = 0  # lines of C++, CUDA and JavaScript
 
     def add(self, other: Size) -> None:
         """Adds another size."""
@@ -81,7 +81,7 @@ class Size:
 
 
 def _free_lines(source: str) -> set[int]:
-    """Returns the numbers of the lines that docstrings and imports occupy."""
+    """Returns the numbers of the lines that docstrings, other string statements and imports occupy."""
     free = set[int]()
     for node in ast.walk(ast.parse(source)):
         match node:
@@ -103,7 +103,7 @@ def python_size(source: str) -> Size:
 
 
 def native_size(source: str) -> Size:
-    """Returns the number of lines of C++ or JavaScript that hold more than comments and blanks."""
+    """Returns the number of lines of C++, CUDA or JavaScript that hold more than comments and white space."""
 
     def without_comment(match: re.Match[str]) -> str:
         return " " + "\n" * match[0].count("\n") if match[0].startswith("/") else match[0]
@@ -119,7 +119,7 @@ def package_of(path: str) -> str:
 
 
 def _listed_files() -> Iterator[str]:
-    """Yields the paths of the files that git tracks and that exist."""
+    """Yields the paths of the existing files in PLACES that git tracks, without those in VENDORED."""
     listed = subprocess.run(["git", "ls-files", "-z", *PLACES], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     for path in listed.stdout.split("\0"):
         if path and not path.startswith(VENDORED) and (ROOT / path).exists():
@@ -138,7 +138,7 @@ def count() -> dict[str, Size]:
 
 
 def faults(sizes: Mapping[str, Size], tokens: Mapping[str, int], native: Mapping[str, int]) -> list[str]:
-    """Returns one sentence for each package that is larger than its limit.
+    """Returns one sentence for each limit that a package exceeds: `tokens` of Python, or `native` lines.
 
     A package without a limit has the limit 0.
     """
@@ -153,7 +153,7 @@ def faults(sizes: Mapping[str, Size], tokens: Mapping[str, int], native: Mapping
 
 
 def main() -> int:
-    """Prints the table and returns the exit status."""
+    """Prints the table of sizes. Returns 1 if a package exceeds a limit, else 0."""
     sizes = count()
     print(f"{'':<20} {'tokens':>8} {'limit':>8} {'a line':>7} {'native':>7} {'limit':>7}")
     for name, size in sorted(sizes.items()):

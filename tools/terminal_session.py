@@ -1,7 +1,8 @@
-"""Records a session in a terminal as a picture, with the packages of the extra "test":
-`python -m tools.terminal_session docs/session.svg`.
+"""Records a session in a terminal as an SVG picture. Needs the packages of the extra "test".
 
-The program types STEPS in a shell in a temporary folder, and draws the screen of the terminal as SVG.
+    python -m tools.terminal_session docs/session.svg
+
+The program types STEPS in a shell in a temporary folder, and draws the terminal's last screen.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ COLUMNS = 96
 LINES = 36
 TIMEOUT_S = 120
 SETTLED_S = 2
-NOBODY = "127.0.0.1:1"  # an address without a server
+NOBODY = "127.0.0.1:1"  # an address where no server listens
 SHELL = "$ "
 CHAT = ">>> "
 STEPS = (
     (SHELL, "moegguf run demo --expert-cache 90%"),
     (CHAT, "What does moegguf do?"),
     (CHAT, "Who are you?"),
-    (CHAT, "/regen"),  # the experts of the previous answer are still in memory
+    (CHAT, "/regen"),  # makes the last answer again, whose experts are still in memory
     (CHAT, "/experts"),
     (CHAT, "/bye"),
 )
@@ -74,7 +75,7 @@ def record() -> pyte.Screen:
 
 
 def drawn(screen: pyte.Screen) -> str:
-    """Returns the screen as SVG, without the empty lines at its end."""
+    """Returns the screen as SVG, without the lines at its end that are empty or hold only the shell's prompt."""
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), legacy_windows=False)
     last = max(row for row, line in enumerate(screen.display) if line.strip() not in ("", SHELL.strip()))
     for row in range(last + 1):

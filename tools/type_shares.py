@@ -1,8 +1,8 @@
 """Prints which share of the bytes of widely used Mixture-of-Experts GGUFs each type of tensors has.
 
 Usage: python -m tools.type_shares [--files]
-A file with a public header is counted from its header. Any other file is computed from the published shape of its
-model, by the quantiser of the pinned llama.cpp. The quantiser also replaces a type whose blocks do not divide a row.
+The types of a file's experts come from a published header or log, or from the quantiser of the pinned llama.cpp. The
+quantiser computes them for the published shape of the model, and replaces a type whose blocks do not divide a row.
 `--files` prints a line for each file with its source in place of the table of types.
 """
 
@@ -29,12 +29,12 @@ FTYPES = {
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a model, from its card. Latent attention counts as plain attention with these heads."""
+    """The shape of a model, from its model card. Latent attention counts as plain attention with these heads."""
 
     arch: str
     n_embd: int
     n_layer: int
-    n_dense: int  # number of first layers, which have no experts
+    n_dense: int  # number of leading layers, which have no experts
     n_head: int
     n_head_kv: int
     d_head: int
@@ -92,7 +92,8 @@ SHAPES = {
     ),
 }
 
-# A published header: {type: number of tensors} for gate, up and down, and the type of most other tensors.
+# A published header: {type: number of tensors} for the experts' gate, up and down matrices, and one type that stands
+# for all other tensors.
 Header = tuple[dict[str, int], dict[str, int], dict[str, int], str]
 
 
@@ -170,7 +171,7 @@ FILES = (
 
 
 class ModelOf(c.Structure):
-    """struct llama_quant_model_desc."""
+    """The C struct llama_quant_model_desc."""
 
     _fields_ = [("architecture", c.c_char_p)] + [
         (name, c.c_uint32)
@@ -179,7 +180,7 @@ class ModelOf(c.Structure):
 
 
 class Quantiser:
-    """Calls the quantisation rules of the pinned llama.cpp, which its library exports for its own tests."""
+    """Calls the quantisation rules of the pinned llama.cpp: functions that libllama exports for llama.cpp's tests."""
 
     def __init__(self) -> None:
         self._llama = library.llama_cpp()
@@ -217,7 +218,7 @@ class Quantiser:
 
 
 def count(quantiser: Quantiser, file: File) -> Counter[str]:
-    """Returns the bytes of a file's matrices by type."""
+    """Returns {name of a type: size in bytes of all matrices of the file that have this type}."""
     shape = SHAPES[file.shape]
     names = quantiser.ggml.types
     if isinstance(file.made, str):
@@ -232,7 +233,7 @@ def count(quantiser: Quantiser, file: File) -> Counter[str]:
 
 
 def listed(shape: Shape, header: Header) -> Iterator[str]:
-    """Yields the type of each tensor, in the order of `shape.tensors`, from a published header."""
+    """Yields the name of each tensor's type from a published header, in the order of `shape.tensors`."""
     *of_experts, rest = header
     left = {
         matrix: Counter(counts).elements() for matrix, counts in zip(("gate", "up", "down"), of_experts, strict=True)

@@ -23,7 +23,7 @@ PLACES = (  # (file, regular expression of the text before the version)
 
 
 def version_of(tag: str) -> str:
-    """Returns the version of a tag. Raises ValueError for a tag that is not v1.2.3 or v1.2.3rc1."""
+    """Returns the version in a tag. Raises ValueError unless the tag has a form like v1.2.3, v1.2.3a1 or v1.2.3rc1."""
     found = TAG.fullmatch(tag.removeprefix("refs/tags/"))
     if found is None:
         raise ValueError(f"the tag of a release is v1.2.3, or v1.2.3rc1, but is {tag!r}; use another tag")
@@ -31,7 +31,7 @@ def version_of(tag: str) -> str:
 
 
 def read_version(root: Path = ROOT) -> str:
-    """Returns the version. Raises ValueError if two places have different versions."""
+    """Returns the version in PLACES. Raises ValueError if two places have different versions, or none has one."""
     found = {
         (name, version)
         for name, before in PLACES
@@ -45,7 +45,7 @@ def read_version(root: Path = ROOT) -> str:
 
 
 def write_version(version: str, root: Path = ROOT) -> None:
-    """Writes the version into all places."""
+    """Writes the version into all PLACES."""
     for name, before in PLACES:
         path = root / name
         path.write_text(re.sub(rf'({before})[^"]+"', rf'\g<1>{version}"', path.read_text(), flags=re.MULTILINE))

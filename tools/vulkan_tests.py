@@ -32,12 +32,12 @@ LONGEST_TEST_S = 1800  # time limit of one test, including the compilation of ke
 
 
 def software_drivers() -> Iterator[Path]:
-    """Yields the JSON files that describe Mesa's software Vulkan driver."""
+    """Yields the paths of the JSON files in DRIVERS that describe Mesa's software Vulkan driver."""
     yield from sorted(DRIVERS.glob("lvp_icd*.json"))
 
 
 def missing() -> Iterator[str]:
-    """Yields the things that a build or a run needs and this machine lacks."""
+    """Yields the names of things that a build or a run needs and this machine lacks."""
     if not list(software_drivers()):
         yield "Mesa's software Vulkan"
     if not shutil.which("glslc"):
@@ -51,7 +51,7 @@ def missing() -> Iterator[str]:
 
 
 def test(driver: Path, devices: str, arguments: list[str]) -> int:
-    """Runs the GPU tests with the driver's devices numbered `devices`. Returns the exit status of pytest."""
+    """Runs the GPU tests with the driver's devices of these numbers ("0,0"). Returns the exit status of pytest."""
     backend = vulkan(driver, devices)
     environment = os.environ | backend.environment | {"MOEGGUF_LIBRARY": str(library_of(backend))}
     environment["MOEGGUF_LONGEST_TEST_S"] = str(LONGEST_TEST_S)

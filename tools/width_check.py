@@ -1,6 +1,6 @@
 """Lists the operations whose results change their bits with the number of rows that the CPU computes together.
 
-ggml computes each operation of the supported architectures' graphs for 1, 2, 3, 4, 7, 8, 16, 33, 64 and 512 rows
+ggml computes the operations of the supported architectures' graphs for 1, 2, 3, 4, 7, 8, 16, 33, 64 and 512 rows
 (tokens). The program compares the bits of every row with the bits of the row computed alone. Products use every
 quantisation that ggml can make, as plain weights and, where the processor has a layout for them, as interleaved
 weights. Attention reads a cache of several sequences. The cells of other sequences must not change a bit either: this
@@ -39,14 +39,14 @@ N_TYPES = 43
 N_SEQUENCES = 4
 N_CELLS = 512
 N_STATES = 3  # number of sequences with recurrent states
-N_BACK = 3  # number of states that some operations return, after each of the last N_BACK tokens
+N_BACK = 3  # some operations return N_BACK states: one after each of the last N_BACK tokens
 
 # Operations that move or repeat values, and compute nothing.
 MOVES = {
     "ARANGE", "CONCAT", "CONT", "CPY", "FILL", "GET_ROWS", "NONE", "PAD", "PERMUTE", "REPEAT", "RESHAPE", "SET_ROWS",
     "TRANSPOSE", "VIEW",
 }  # fmt: skip
-# The name of a case that checks an operation, by ggml's name of the operation.
+# {ggml's name of an operation: name of a case that checks the operation}
 CHECKED_BY = {
     "ABS": "abs", "ADD": "add", "ADD_ID": "add", "ARGSORT": "argsort", "CLAMP": "clamp",
     "DIV": "div", "DSV4_HC_COMB": "mix of streams", "DSV4_HC_POST": "streams from one",
@@ -70,14 +70,17 @@ Compute = Callable[[Sequence[int]], Array]  # a function from row numbers to the
 
 
 class InitParams(c.Structure):
-    """struct ggml_init_params."""
+    """The C struct ggml_init_params."""
 
     _fields_ = [("mem_size", c.c_size_t), ("mem_buffer", c.c_void_p), ("no_alloc", c.c_bool)]
 
 
 @dataclass(frozen=True)
 class Case:
-    """An operation, and the function that computes some of its rows."""
+    """A named operation. compute(rows) computes it for these rows only.
+
+    A row computed alone can thus be compared with the row computed among others.
+    """
 
     name: str
     compute: Compute
@@ -95,7 +98,8 @@ class Case:
 
 
 # Computes tokens `begin` to `end` - 1 of n sequences: (states [n, ...] before `begin`, sequences, begin, end). Returns
-# the outputs [n, n_tokens, ...] and the states [n_back, n, ...] after each of the last n_back tokens, the last first.
+# the outputs [n, n_tokens, ...] and the states [n_back, n, ...] after each of the last n_back tokens, the most recent
+# token first.
 Advance = Callable[[Array, Sequence[int], int, int], tuple[Array, Array]]
 
 
@@ -110,8 +114,8 @@ class StateCase:
     def changed(self, widths: Sequence[int] = WIDTHS) -> dict[int, list[int]]:
         """Returns {width: tokens whose output or state changes}. Omits the widths that change no token.
 
-        A token changes if its bits in passes of this width, with all sequences together, differ from its bits when its
-        sequence is computed alone.
+        A token changes if its bits in passes of this width, with all sequences together, differ from the bits when each
+        sequence is computed alone, token by token.
         """
         n_tokens = max(widths)
         alone = [self._alone(sequence, n_tokens) for sequence in range(N_STATES)]
@@ -152,7 +156,7 @@ class StateCase:
 
 
 class Ggml:
-    """ggml's CPU backend by ctypes. Shapes are numpy's: the reverse of ggml's."""
+    """ggml's CPU backend, called through ctypes. Shapes are numpy's: the reverse of ggml's."""
 
     def __init__(self, n_threads: int = 2) -> None:
         folder = library.find_library()
@@ -196,7 +200,7 @@ class Ggml:
         return str(self._base.ggml_op_desc(c.c_void_p(node)).decode())
 
     def row_bytes(self, ggml_type: int, n: int) -> int:
-        """Returns the number of bytes of n values of this type."""
+        """Returns the size in bytes of n values of this type."""
         self._base.ggml_row_size.restype = c.c_size_t
         return int(self._base.ggml_row_size(ggml_type, c.c_int64(n)))
 
@@ -231,19 +235,19 @@ class Graph:
         self._allocated: list[c.c_void_p] = []
 
     def input(self, ggml_type: int, shape: Sequence[int], values: bytes, is_weight: bool = False) -> c.c_void_p:
-        """Adds an input tensor [shape] with these bytes, and returns it."""
+        """Adds an input tensor [shape] and returns it. `prepare` writes the bytes `values` into the tensor."""
         dims = (c.c_int64 * len(shape))(*reversed(shape))
         tensor = Ggml._pointer(self._base.ggml_new_tensor, self._contexts[is_weight], ggml_type, len(shape), dims)
         self._values.append((tensor, values))
         return tensor
 
     def array(self, values: Array) -> c.c_void_p:
-        """Returns a tensor with the values and shape of a float32, float16 or int32 array."""
+        """Adds an input tensor with the values and shape of a float32, float16 or int32 array, and returns it."""
         kinds = {np.dtype(np.float32): F32, np.dtype(np.float16): F16, np.dtype(np.int32): I32}
         return self.input(kinds[values.dtype], values.shape, np.ascontiguousarray(values).tobytes())
 
     def op(self, name: str, *arguments: Any) -> c.c_void_p:
-        """Returns the node that ggml_<name> makes. A number that is no tensor must be a ctypes value."""
+        """Returns the node that ggml_<name> makes. Numbers other than C ints must be ctypes values."""
         return Ggml._pointer(getattr(self._base, f"ggml_{name}"), self._contexts[0], *arguments)
 
     def change(self, name: str, *arguments: Any) -> None:
@@ -263,14 +267,14 @@ class Graph:
             self._allocated = [Ggml._pointer(allocate, context, buffer_type) for context, buffer_type in pairs]
 
     def set(self, tensor: c.c_void_p, values: Array) -> None:
-        """Replaces the values of an input in plain memory, once that is allocated."""
+        """Replaces the values of an input, whose memory `prepare` must have allocated."""
         data = np.ascontiguousarray(values)
         self._base.ggml_backend_tensor_set(
             tensor, data.ctypes.data_as(c.c_void_p), c.c_size_t(0), c.c_size_t(data.nbytes)
         )
 
     def prepare(self, node: c.c_void_p) -> Callable[[], None]:
-        """Returns a function that computes the node. Sets the values of the inputs once, before."""
+        """Allocates all tensors, sets the values of the inputs, and returns a function that computes the node."""
         self._base.ggml_new_graph.restype = c.c_void_p
         graph = c.c_void_p(self._base.ggml_new_graph(self._contexts[0]))
         self._base.ggml_build_forward_expand(graph, node)
@@ -300,7 +304,10 @@ class Graph:
 
 
 def product(ggml: Ggml, ggml_type: int, x: Array, n_out: int, buffer_type: c.c_void_p | None) -> Compute | None:
-    """Returns MUL_MAT of rows of x [n, n_in] and random weights [n_out, n_in]; None if the CPU does not support it."""
+    """Returns a function that computes MUL_MAT of rows of x [n, n_in] and random weights [n_out, n_in].
+
+    Returns None if the CPU does not support the operation.
+    """
     values = np.random.default_rng(1).standard_normal((n_out, x.shape[1]))
     weights = ggml.quantized(ggml_type, values)
 
@@ -319,7 +326,7 @@ def product(ggml: Ggml, ggml_type: int, x: Array, n_out: int, buffer_type: c.c_v
 
 
 def expert_product(ggml: Ggml, ggml_type: int, x: Array, n_out: int, buffer_type: c.c_void_p | None) -> Compute | None:
-    """Returns MUL_MAT_ID of rows of x [n, n_in], each with two of eight random experts [n_out, n_in].
+    """Returns a function that computes MUL_MAT_ID of rows of x [n, n_in] with two of eight experts [n_out, n_in] each.
 
     Every second row uses expert 7. Returns None if the CPU does not support the operation.
     """
@@ -348,7 +355,10 @@ def expert_product(ggml: Ggml, ggml_type: int, x: Array, n_out: int, buffer_type
 
 
 def products(ggml: Ggml, n_in: int, n_out: int, n_rows: int, left_out: Collection[str]) -> Iterator[Case]:
-    """Yields MUL_MAT and MUL_MAT_ID with every type of weights but `left_out`, plain and interleaved."""
+    """Yields cases of MUL_MAT and MUL_MAT_ID with plain and interleaved weights of each type.
+
+    Omits the types in `left_out`, and types and layouts that the CPU does not support.
+    """
     x = np.random.default_rng(0).standard_normal((n_rows, n_in)).astype(np.float32)
     skipped = {"f64", "i8", "i16", "i32", "i64", "q8_1", "q8_K", *left_out}
     for name, ggml_type in ggml.types.items():
@@ -362,9 +372,9 @@ def products(ggml: Ggml, n_in: int, n_out: int, n_rows: int, left_out: Collectio
 
 
 def attention(ggml: Ggml, is_flash: bool, n_rows: int) -> Compute:
-    """Returns attention of query rows [n, n_head, d]. A row belongs to a sequence and sees only cells of this sequence.
+    """Returns a function that computes attention of query rows [n, n_head, d].
 
-    It sees the cells up to its own position.
+    A row belongs to one of N_SEQUENCES sequences and sees the cells of this sequence, up to the row's position.
     """
     rng = np.random.default_rng(3)
     d, n_head, n_head_kv = 64, 4, 2
@@ -403,7 +413,10 @@ def simple(
     shape: Sequence[int],
     dtype: type = np.float32,
 ) -> Compute:
-    """Returns a function that applies the operation of `build` to rows of each input [n, ...]: [n, shape]."""
+    """Returns a function that applies the operation of `build` to rows of each input [n, ...].
+
+    The function returns an array [number of rows, *shape].
+    """
 
     def compute(rows: Sequence[int]) -> Array:
         graph = ggml.graph()
@@ -435,7 +448,7 @@ def weighted_sum(graph: Graph, experts: c.c_void_p, weights: c.c_void_p) -> c.c_
 
 
 def others(ggml: Ggml, n: int, n_rows: int) -> Iterator[Case]:
-    """Yields cases of attention, norms, rope, softmax, top-k, gates and weighted sums."""
+    """Yields cases of attention, norms, rope, softmax, top-k, gates, weighted sums and element-wise operations."""
     for is_flash in (True, False):
         yield Case(f"{'flash' if is_flash else 'plain'} attention", attention(ggml, is_flash, n_rows))
     rng = np.random.default_rng(4)
@@ -522,9 +535,9 @@ def outputs_and_states(
 
 
 def states_of_delta_nets(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
-    """Yields cases of the gated delta net: one has a gate for each head, the other a gate for each channel.
+    """Yields cases of the gated delta net, with a gate for each head or, as in Kimi's delta attention, each channel.
 
-    Kimi's delta attention has a gate for each channel.
+    Both kinds have a case that returns only the last state, and a case that also returns earlier states.
     """
     rng = np.random.default_rng(6)
     n_head, n_key_head, d = 4, 2, 64
@@ -555,7 +568,7 @@ def advance_delta_net(
 
 
 def states_of_scans(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
-    """Yields the scan of Mamba 2, whose states decay head by head, and the scan of Mamba 1, value by value."""
+    """Yields cases of two scans: Mamba 2's with a decay for each head, and Mamba 1's with one for each state value."""
     rng = np.random.default_rng(7)
 
     def tokens(*shape: int) -> Array:
@@ -589,7 +602,7 @@ def advance_scan(
 
 
 def states_of_convolutions(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
-    """Yields the convolution before recurrent states, over four tokens, and LFM2's convolution, over three tokens."""
+    """Yields cases of the convolution before recurrent states, over four tokens, and of LFM2's, over three tokens."""
     rng = np.random.default_rng(8)
     n = 192
     x = rng.standard_normal((N_STATES, n_tokens, n)).astype(np.float32)
@@ -673,9 +686,9 @@ def operations_of(model: Path, n_tokens: Sequence[int] = (1, 64)) -> set[str]:
 
 
 def print_operations(model: Path) -> int:
-    """Prints each operation of a model's graph and the name of the case that checks it.
+    """Prints each operation of a model's graph, except MOVES, and the name of a case that checks the operation.
 
-    Returns the number of operations that no case checks.
+    Returns the number of printed operations that no case checks.
     """
     names = sorted(operations_of(model) - MOVES)
     for name in names:
@@ -686,7 +699,10 @@ def print_operations(model: Path) -> int:
 def cases(
     n_in: int = 512, n_out: int = 192, n_rows: int = max(WIDTHS), n_threads: int = 2, left_out: Collection[str] = ()
 ) -> Iterator[Case | StateCase]:
-    """Yields all operations with n_rows rows. Weights are [n_out, n_in]. left_out: types of weights to leave out."""
+    """Yields the cases of all operations, with n_rows rows or tokens. Weights of products are [n_out, n_in].
+
+    left_out: types of weights to leave out.
+    """
     ggml = Ggml(n_threads)
     yield from products(ggml, n_in, n_out, n_rows, left_out)
     yield from others(ggml, n_in, n_rows)

@@ -43,7 +43,7 @@ class Case:
 
 
 def long_talk(known: Mapping[str, str], n_words: int, seed: int) -> list[Message]:
-    """Returns questions with their answers, about `n_words` words in all. Each answer occurs only once."""
+    """Returns questions with their answers, a little more than `n_words` words in all. Each answer occurs only once."""
     firsts = list({answer: question for question, answer in reversed(list(known.items()))}.values())
     random.Random(seed).shuffle(firsts)
     talk: list[Message] = []
@@ -54,7 +54,7 @@ def long_talk(known: Mapping[str, str], n_words: int, seed: int) -> list[Message
 
 
 def starter_cases() -> Iterator[Case]:
-    """Yields each starter in each situation, such as after a greeting."""
+    """Yields each starter in each situation, such as after a greeting. No starter follows itself."""
     known = questions.answers()
     starters = questions.starters()
     pages = ("LICENSE", "CODE_OF_CONDUCT.md", "SECURITY.md")  # other pages of the documentation change more often
@@ -83,15 +83,17 @@ def taught_cases() -> Iterator[Case]:
 
 
 def heldout_cases() -> Iterator[Case]:
-    """Yields the held-out questions: wordings that are not taught, and questions that the model cannot know."""
+    """Yields the held-out questions: taught questions in other words, and questions that the model cannot know."""
     for one in questions.heldout():
         where = "held-out wordings" if len(one.right) == 1 else "cannot be known"
         yield Case(where, [{"role": "user", "content": one.question}], one.right)
 
 
 def tool_cases() -> Iterator[Case]:
-    """Yields starters with made-up tools in the prompt, and questions that need a tool. The model is too small to call
-    a tool, so the right answer to these questions says so."""
+    """Yields starters with made-up tools in the prompt, and questions that need a tool.
+
+    The right answer to a question that needs a tool is that the model is too small for tools.
+    """
     rng = random.Random("quiz")
     known = questions.answers()
     for _ in range(N_TOOL_QUESTIONS):

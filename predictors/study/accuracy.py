@@ -8,7 +8,7 @@ first MoE layer if i < k (ProMoE, section 4, footnote 1). The distance is theref
 - FETCHRATE_i(k), which predictors/study/fetching.py counts, and GOODPRED_i(k) = ACCURACY_i(k) x FETCHRATE_i(k).
 An expert with probability 0 is not predicted: its rank counts as wrong in ACCURACY and as not requested in precision.
 These figures count only predictions that were made; `coverage` is the share of the due predictions that were made.
-Means over layers leave out the first MoE layer, because no layer precedes it.
+Figures over all layers leave out the first MoE layer, because no layer precedes it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from moegguf.controller.shape import MoeShape
 
-NO_PREDICTION, NOT_DUE = -1, -2  # take the place of an expert id where there is no prediction
-PADDING = 2  # number of extra columns for the ids NO_PREDICTION and NOT_DUE
+NO_PREDICTION, NOT_DUE = -1, -2  # take the place of an expert id: no prediction was made; no prediction was due
+PADDING = 2  # number of extra items at the end of an array by expert id, for NO_PREDICTION and NOT_DUE
 WRONG, RIGHT, ABSENT, N_KINDS = 2, 4, 1, 6
 
 Ids = npt.NDArray[np.int64]
@@ -30,10 +30,10 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of one predictor at one distance, for one layer or as the mean over layers.
+    """Figures of one predictor at one distance, counted over one layer or several layers together.
 
-    A figure is None if there was no prediction. Item n - 1 of a tuple is for a prefetcher that requests the n most
-    probable experts, where n is at most 2 x n_expert_used.
+    A figure is None if its denominator is 0, for example because no prediction was made. Item n - 1 of a tuple is for a
+    prefetcher that requests the n most probable experts, where n is at most 2 x n_expert_used.
     """
 
     due: int  # number of predictions that were due
@@ -43,7 +43,8 @@ class Figures:
     at_least_one: float | None
     precision: tuple[float | None, ...]
     recall: tuple[float | None, ...]
-    # Bytes fetched divided by bytes used. Only experts that an LRU cache lacks are fetched.
+    # Number of fetched experts, divided by the number of fetched experts that the token used. Only experts that an LRU
+    # cache lacks are fetched.
     moved_per_useful: tuple[float | None, ...]
 
 
@@ -52,7 +53,7 @@ class PredictorScore:
     """A predictor's figures."""
 
     name: str
-    means: dict[int, Figures]  # {distance: mean over layers}
+    means: dict[int, Figures]  # {distance: figures over all layers but the first}
     layers: dict[int, dict[int, Figures]]  # {distance: {il: figures}}
     # The control fresh-gate: the router with its own input, at distance 0. Its accuracy must be 1. None: not measured.
     fresh: Figures | None = None
@@ -62,7 +63,7 @@ class PredictorScore:
     fetch_rates: dict[int, float | None] = field(default_factory=dict)
 
     def good_pred(self, distance: int) -> float | None:
-        """Returns GOODPRED; None if one of its two factors is unknown."""
+        """Returns GOODPRED (FETCHRATE x ACCURACY) at a distance; None if a factor is unknown."""
         rate = self.fetch_rates.get(distance)
         accuracy = self.means[distance].accuracy
         return None if rate is None or accuracy is None else rate * accuracy
@@ -131,16 +132,21 @@ class Tally:
         self.tokens[:, row] += self._increments_of(n_used)[n_right]
 
     def _increments_of(self, n_used: int) -> Ids:
-        """Returns a table of increments of `tokens`, whose row n is for n right experts (n from 0 to n_used). The last
-        row is for a token without a prediction."""
+        """Returns a table of increments of `tokens`. Row n is for n right experts (n from 0 to n_used).
+
+        The last row is for a token without a prediction.
+        """
         if n_used not in self._increments:
             rows = [(n_used, n_right, n_right == n_used, n_right > 0) for n_right in range(n_used + 1)]
             self._increments[n_used] = np.array([*rows, (0, 0, 0, 0)], np.int64)
         return self._increments[n_used]
 
     def mean(self, column: int) -> Figures:
-        """Returns the figures at one distance, over all MoE layers except the first. `column` is the position in
-        `distances`."""
+        """Returns the figures at one distance, counted over all MoE layers except the first. `column` is the position
+        in `distances`.
+
+        The first layer is counted at distance 0, or if the model has no other MoE layer.
+        """
         first = 1 if self.distances[column] > 0 and len(self.shape.layers) > 1 else 0
         return self.figures(column, np.arange(first, len(self.shape.layers)))
 
@@ -149,8 +155,10 @@ class Tally:
         return {il: self.figures(column, np.array([row])) for row, il in enumerate(self.shape.layers)}
 
     def figures(self, column: int, rows: Ids) -> Figures:
-        """Returns the figures at one distance, counted over all of these MoE layers together. `column` is the position
-        in `distances`."""
+        """Returns the figures at one distance, counted over the MoE layers `rows` together.
+
+        `column` is the position in `distances`.
+        """
         used, right, all_right, any_right = self.tokens[column, rows].T
         ranks = self.ranks[column, rows].sum(axis=0)
         due = int(ranks[0, 1:].sum())
@@ -178,5 +186,5 @@ def ratio(part: float, whole: float) -> float | None:
 
 
 def ratios(parts: Ids, wholes: Ids) -> tuple[float | None, ...]:
-    """Returns the `ratio` of each pair."""
+    """Returns the `ratio` of each part to the whole at the same position."""
     return tuple(ratio(part, whole) for part, whole in zip(parts.tolist(), wholes.tolist(), strict=True))

@@ -17,12 +17,12 @@ Indices = npt.NDArray[np.int64]
 
 
 def used_experts(trace: Trace, tokens: Indices | npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Returns the experts that each of these tokens used: (n_tokens, len(shape.layers), n_expert)."""
+    """Returns a mask of the experts that each of these tokens used: (n_tokens, len(shape.layers), n_expert)."""
     return multi_hot(trace.expert_ids[:, tokens].transpose(1, 0, 2), trace.shape.n_expert)
 
 
 def arranged(trace: Trace, sequences: Iterable[int]) -> Trace:
-    """Returns the passes of these requests, one request after another in this order."""
+    """Returns a trace with the passes of these requests, one request after another in the order of `sequences`."""
     place = {sequence: number for number, sequence in enumerate(dict.fromkeys(sequences))}
     part = separated(trace.select(place))
     places = np.array([place[sequence] for sequence in part.pass_sequence.tolist()], np.int64)
@@ -30,8 +30,10 @@ def arranged(trace: Trace, sequences: Iterable[int]) -> Trace:
 
 
 def separated(trace: Trace) -> Trace:
-    """Splits each pass that has tokens of several requests into one pass for each request and phase. The tokens do not
-    change."""
+    """Returns a trace in which each pass has the tokens of one request in one phase.
+
+    A pass with several requests or phases is split. Its tokens are then ordered by request.
+    """
     if trace.token_sequence is None or trace.n_tokens == 0:
         return trace
     pass_of = np.repeat(np.arange(trace.n_pass), np.diff(trace.pass_start))
@@ -45,10 +47,10 @@ def separated(trace: Trace) -> Trace:
 
 
 def joined(trace: Trace, before: Trace) -> Trace:
-    """Returns a trace with the passes of `before` and then the passes of `trace`. The requests of `before` get new
-    numbers.
+    """Returns a trace with the passes of `before`, then the passes of `trace`.
 
-    Both traces must be from the same model, and each pass must have only one request.
+    The requests of `before` get new numbers. Both traces must be from the same model, and each pass must have only one
+    request.
     """
     first = 1 + max(trace.sequences(), default=-1)
     parts = replace(before, pass_sequence=before.pass_sequence + np.int32(first)), trace
@@ -66,10 +68,10 @@ def joined(trace: Trace, before: Trace) -> Trace:
 
 
 def grouped(trace: Trace, passes: Sequence[Indices], names: Sequence[npt.NDArray[np.int32]] | None = None) -> Trace:
-    """Returns a trace whose passes have these tokens (indices into `trace`). A pass counts as announced if the ids of
-    all its tokens are known.
+    """Returns a trace whose passes have these tokens (indices into `trace`).
 
-    names: arrays with the request of each token, one array per pass; None: each token keeps its request in `trace`.
+    A pass counts as announced if the ids of all its tokens are known. names: arrays with the request of each token, one
+    array per pass; None: each token keeps its request in `trace`.
     """
     lengths = [len(tokens) for tokens in passes]
     tokens = np.concatenate([np.empty(0, np.int64), *passes])
@@ -93,12 +95,12 @@ def grouped(trace: Trace, passes: Sequence[Indices], names: Sequence[npt.NDArray
 
 
 def shuffled(trace: Trace, seed: int) -> Trace:
-    """Returns a control for predictors: a trace in which the order of routing has no meaning. In each layer the expert
-    choices of a request's decoded tokens are permuted among these tokens.
+    """Returns a control for predictors: a trace in which the order of a request's decoded tokens has no meaning.
 
-    The tokens, the inputs, and each request's number of uses of an expert are unchanged. Choices no longer depend on
-    the token, its input, other layers or neighbouring tokens. If a predictor is still right, it has learned only which
-    experts the request uses often. Weights are permuted together with their experts.
+    In each layer, the expert choices of a request's decoded tokens are permuted among these tokens, together with their
+    weights. The tokens, the inputs, and each request's number of uses of an expert are unchanged. Choices no longer
+    depend on the token, its input, other layers or neighbouring tokens. If a predictor is still right, it has learned
+    only which experts the request uses often.
     """
     rng = np.random.default_rng(seed)
     decode = trace.phase_of == Phase.DECODE
@@ -116,8 +118,10 @@ def shuffled(trace: Trace, seed: int) -> Trace:
 
 
 def answered(trace: Trace, n_prompt: Mapping[int, int]) -> Trace:
-    """Splits the only pass of each request into a prompt of n_prompt[sequence] tokens and one decode pass for each
-    later token."""
+    """Splits the only pass of each request into a prompt and one decode pass for each later token.
+
+    The prompt has n_prompt[sequence] tokens, but at least one and at most all.
+    """
     starts = list[int]()
     phases = list[Phase]()
     sequences = list[int]()

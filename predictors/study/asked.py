@@ -15,11 +15,10 @@ from moegguf.trace.simulate import announce_to, layout_of
 
 
 class Asked(Predictor):
-    """A predictor that a simulated store computes. `predict` returns the store's latest prediction for a layer,
-    whatever the distance.
+    """A predictor that a simulated store computes. `predict` returns the store's latest prediction for a layer.
 
-    The store has one slot less than there are experts, because a store with a slot for every expert predicts nothing.
-    It follows each sequence separately.
+    The store has one slot fewer than there are experts, because a store with a slot for every expert predicts nothing.
+    The store follows each sequence separately.
     """
 
     def __init__(self, make: Callable[[], Predictor]) -> None:
@@ -46,8 +45,10 @@ class Asked(Predictor):
             self._controller.observe(event)
 
     def predict(self, il: int, distance: int) -> Float32s | None:
-        """Returns the probabilities of a layer's experts (n_expert,). Returns None if there is no prediction or the
-        distance is beyond the reach."""
+        """Returns the probabilities of a layer's experts (n_expert,), from the store's latest prediction.
+
+        Returns None if the store has no prediction for the layer, or if `distance` is beyond the predictor's reach.
+        """
         probabilities, known = self._store.forecast()
         return probabilities[il] if known[il] and distance <= self.reach else None
 
@@ -59,5 +60,5 @@ class Asked(Predictor):
 
 
 def asked(make: Callable[[], Predictor]) -> Predictor:
-    """Returns the predictor that `make` makes. A native predictor is wrapped, so that a store computes it (`Asked`)."""
+    """Returns the predictor that `make` makes. A native one is wrapped in `Asked`, so that a store computes it."""
     return Asked(make) if make().native() is not None else make()

@@ -17,12 +17,12 @@ from predictors.study.figures import NotCountedError, estimate_of, steps_of, tex
 
 HOLDS, FAILS, UNDECIDED, UNTESTED, OPEN = "holds", "fails", "undecided", "not tested", "cannot be judged"
 VERDICTS = (HOLDS, FAILS, UNDECIDED, UNTESTED, OPEN)
-ANY = 1.0  # the bound if any gain is enough: as fast as the base
+ANY = 1.0  # the bound of a claim for which any gain is enough: the speed of the base
 Condition = tuple[str, float | str]
 
 
 def half(claimed: float, without: float = 1.0) -> float:
-    """Returns the bound of a claim: the value `without` the claimed method, plus half of the gain up to `claimed`."""
+    """Returns the bound of a claim: the mean of `claimed` and `without`, the value without the claimed method."""
     return without + (claimed - without) / 2
 
 
@@ -32,13 +32,13 @@ class Claim:
 
     paper: str
     text: str
-    judged: str | tuple[Condition, ...]  # UNTESTED, OPEN, or conditions: (question, least answer that holds)
-    figure: str  # text with questions in braces, which `figures` answers
+    judged: str | tuple[Condition, ...]  # UNTESTED, OPEN, or conditions: (question, bound or question for the bound)
+    figure: str  # text; `text_of` replaces questions in braces with their answers
     confidence: str = "medium"
-    only_on: str | None = None  # the only model that resembles the paper's for this claim; None: every model does
+    only_on: str | None = None  # the claim is judged only on this model, which resembles the paper's; None: on each
 
     def verdict(self, model: str) -> str:
-        """Returns the verdict on one model, one of VERDICTS."""
+        """Returns the verdict on one model, one of VERDICTS. A claim holds only if all its conditions hold."""
         if isinstance(self.judged, str):
             return self.judged
         if self.only_on not in (None, model):
@@ -50,7 +50,10 @@ class Claim:
         return next((outcome for outcome in (FAILS, UNDECIDED) if outcome in found), HOLDS)
 
     def resolved(self, model: str) -> str:
-        """Returns the text of the figures on one model, with all questions answered."""
+        """Returns the text of the figures on one model, with all questions answered.
+
+        If no figure is recorded, returns a note with the missing step.
+        """
         try:
             return text_of(self.figure, model)
         except NotCountedError as error:
@@ -58,7 +61,7 @@ class Claim:
 
     @property
     def steps(self) -> set[str]:
-        """The names of the steps whose recorded figures decide the claim."""
+        """The names of the steps whose recorded figures decide the claim or stand in its text."""
         asked = () if isinstance(self.judged, str) else self.judged
         found = steps_of(self.figure)
         return found.union(*(steps_of(text) for condition in asked for text in condition if isinstance(text, str)))
@@ -73,7 +76,7 @@ def _outcome(question: str, least: float | str, model: str) -> str:
 
 
 def _claims(paper: str, *claims: tuple[Any, ...]) -> Iterator[Claim]:
-    """Returns the claims of one paper. Each tuple has the remaining fields of a `Claim`."""
+    """Returns the claims of one paper. Each tuple has the fields of a `Claim` after `paper`."""
     return (Claim(paper, *claim) for claim in claims)
 
 
@@ -83,7 +86,7 @@ LOW = "low"
 # This text states a difference from the papers' baselines. It stands in each row that the difference concerns.
 SAME_SLOTS = "each baseline has the strategy's slots, where the papers' have one layer's experts or none"
 
-SHARES = (0.125, 0.25, 0.375, 0.5, 0.75)  # shares of experts in ProMoE's sweep
+SHARES = (0.125, 0.25, 0.375, 0.5, 0.75)  # shares of the experts in memory, for ProMoE's sweep of cache sizes
 
 CLAIMS = (
     *_claims(

@@ -16,7 +16,7 @@ from moegguf.trace.simulate import SimOptions
 from predictors.study.controls import ORACLE, FreshGate, Oracle
 from predictors.study.token_scheduler import RoutingPaths, make_paths
 
-DEFAULT_TOKENS = 2500  # enough for a precision of about one percent, within a minute or two
+DEFAULT_TOKENS = 2500  # enough tokens for a precision of about one percent, within a minute or two
 
 PredictorNames = Annotated[
     list[str], typer.Option("--predictor", metavar="NAMES", help="Predictors, separated by commas, or all.")
@@ -24,12 +24,17 @@ PredictorNames = Annotated[
 
 
 class Study(TraceAnalysis):
-    """An analysis that also offers the oracle and the fresh-gate control as predictors, and routing paths for the token
-    scheduler."""
+    """An analysis of a trace with two more predictors, the oracle and the fresh-gate control.
+
+    Routing paths for the token scheduler are also available.
+    """
 
     @classmethod
     def load(cls, file: Path, model: str | None, folder: Path | None) -> Self:
-        """Calls `open` with the file of the model `model`. Raises the errors of `open` and `find_model`."""
+        """Calls `open` with the file of the model named `model`; None: without a model.
+
+        Raises the errors of `open` and `find_model`.
+        """
         return cls.open(file, find_model(model) if model else None, folder)
 
     known_predictors: ClassVar[tuple[str, ...]] = (*TraceAnalysis.known_predictors, FreshGate.name)
@@ -46,8 +51,10 @@ class Study(TraceAnalysis):
 
 
 def sim_options(link: float | None, latency: float, layer_compute: float) -> SimOptions | None:
-    """Returns the options of a replay over a link. `link` is in GB/s, `latency` and `layer_compute` are in
-    microseconds. Returns None without a link."""
+    """Returns the options of a replay over a link; None if `link` is None or 0.
+
+    `link` is in GB/s. `latency` and `layer_compute` (for each token) are in microseconds.
+    """
     if not link:
         return None
     return SimOptions(link_bytes_per_s=link * 1e9, link_latency_s=latency / 1e6, layer_compute_us=layer_compute)

@@ -20,10 +20,10 @@ ORACLE = "oracle"
 
 
 class Oracle(Predictor):
-    """Reads the trace that is replayed, and predicts the whole pass in progress exactly as it was recorded, with
-    probabilities 0 and 1.
+    """Reads the trace that is replayed, and predicts the recorded experts of the first token of the pass in progress.
 
-    The oracle finds the pass by counting tokens, not passes, because a replay may split a pass.
+    Probabilities are 0 and 1. The oracle finds the pass by counting tokens, not passes, because a replay may split a
+    pass.
     """
 
     name: ClassVar[str] = ORACLE
@@ -36,7 +36,7 @@ class Oracle(Predictor):
         self._pass = -1
 
     def announce(self, announcement: Announcement) -> None:
-        """Begins the next pass."""
+        """Moves on to the first token of the next pass."""
         self._end_pass()
 
     def observe(self, event: RoutingEvent) -> None:
@@ -51,8 +51,10 @@ class Oracle(Predictor):
         self._n_tokens = 0
 
     def predict(self, il: int, distance: int) -> Float32s | None:
-        """Returns 1 for the experts that the pass's first token used, at any distance; None after the end of the
-        trace."""
+        """Returns 1 for the experts that the pass's first token used in this layer, and 0 for all others.
+
+        The distance does not matter. Returns None after the end of the trace, and for a layer without experts.
+        """
         row = self.shape.row_of.get(il)
         if row is None or self._first >= self._expert_ids.shape[1]:
             return None
@@ -63,8 +65,10 @@ class Oracle(Predictor):
 
 
 class FreshGate(Predictor):
-    """A control, not a real predictor: the router applied to its own layer's input, at distance 0. Its accuracy must be
-    100 %."""
+    """A control, not a real predictor: the router applied to its own layer's input, at distance 0.
+
+    The accuracy must be 100 %.
+    """
 
     name: ClassVar[str] = "fresh-gate"
 
@@ -76,17 +80,20 @@ class FreshGate(Predictor):
         self._input: tuple[int, Float32s] | None = None
 
     def announce(self, announcement: Announcement) -> None:
-        """Notes that the next pass begins."""
+        """Discards the router's input, because the next pass begins."""
         self._input = None
 
     def observe(self, event: RoutingEvent) -> None:
-        """Keeps the router's input if the event has only one token."""
+        """Keeps the router's input if the event has only one token, and discards an earlier input."""
         self._input = None
         if event.inputs is not None and event.inputs.shape == (1, self.shape.n_embd):
             self._input = event.il, event.inputs[0].copy()
 
     def predict(self, il: int, distance: int) -> Float32s | None:
-        """Returns the router's own choice at distance 0, and None at any other distance."""
+        """Returns the router's `probabilities` at distance 0, for the layer of the last event.
+
+        Returns None at any other distance, for any other layer, and if no input or no router is known.
+        """
         if distance != 0 or self._input is None or self._input[0] != il or il not in self._routers.routers:
             return None
         return probabilities(self._routers, il, self._input[1])
@@ -95,8 +102,8 @@ class FreshGate(Predictor):
 def probabilities(routers: Routers, il: int, inputs: Float32s) -> Float32s:
     """Returns a value in [0, 1] for each expert (n_expert,), from one router input (n_embd,).
 
-    llama.cpp chooses the experts with the highest values. Experts of excluded groups have the value 0. An expert whose
-    share of the sum of all scores is 1 / n_expert_used has the value 0.5.
+    llama.cpp chooses the experts with the highest values. Experts of excluded groups have the value 0. Scores are
+    shifted so that none is negative. An expert with the share 1 / n_expert_used of their sum has the value 0.5.
     """
     router = routers.routers[il]
     scores = _scores(routers, router, inputs)
@@ -107,8 +114,7 @@ def probabilities(routers: Routers, il: int, inputs: Float32s) -> Float32s:
 
 
 def _scores(routers: Routers, router: Router, inputs: Float32s) -> Float32s:
-    """Returns the scores (n_expert,) by which the router chooses experts. Experts in groups that the router excluded
-    have -inf."""
+    """Returns the scores (n_expert,) by which the router chooses experts; -inf for experts of excluded groups."""
     logits = router.matrix @ inputs
     if router.logit_bias is not None:
         logits += router.logit_bias

@@ -1,9 +1,8 @@
-"""Measures the time of one prediction, which the store computes on a thread of its own. This is the step `costs` of
-`regenerate`.
+"""Measures the time of predictions that the store computes: the step `costs` of `regenerate`.
 
     python -m predictors.study.regenerate --only costs
 
-Weights are random, because times depend only on their sizes. A time is measured by the thread's own clock, and does not
+Weights are random, because times depend only on their sizes. A time is the store's counter `forecast_ns`, and does not
 include a layer's compute. The machine should be idle.
 """
 
@@ -50,14 +49,14 @@ Random = np.random.Generator
 
 @dataclass(frozen=True)
 class Cost:
-    """Times of a predictor, in microseconds per prediction."""
+    """Times that a predictor computes, in microseconds."""
 
-    layer: float  # median of the time at one layer
-    layer_99: float  # 99th percentile of the time at one layer
-    before: float  # median of the time before the first layer of a pass
+    layer: float  # median time after the routing of one layer
+    layer_99: float  # 99th percentile of the time after the routing of one layer
+    before: float  # median time before the first layer of a pass, when its token has been announced
 
     def figures(self) -> dict[str, float]:
-        """Returns the figures by name, rounded to 0.1 us."""
+        """Returns {name of a field: its time in microseconds, rounded to 0.1}."""
         return {name: round(value, 1) for name, value in vars(self).items()}
 
 
@@ -133,9 +132,9 @@ PREDICTORS: Mapping[str, tuple[Callable[[MoeShape, Random], Predictor], str]] = 
 
 
 def cost(shape: MoeShape, predictor: Predictor, name: str) -> Cost:
-    """Measures the time of a predictor with the prefetching options of the strategy `name`.
+    """Measures the times of a predictor with the prefetching options of the strategy `name`.
 
-    A quarter of the experts has slots, and routing is random.
+    A quarter of the experts have slots, and routing is random. The first N_WARM tokens are not counted.
     """
     rng = np.random.default_rng(0)
     n_slots = len(shape.layers) * shape.n_expert // 4

@@ -51,8 +51,10 @@ SCHEDULES = {"fifo": None, "expertflow": ExpertFlow.of}
 
 @dataclass(frozen=True)
 class Batch:
-    """One measurement: `n_requests` answers of `n_tokens` tokens each, `batch` of them at the same time, scheduled by
-    `schedule`."""
+    """One measurement: `n_requests` answers of at most `n_tokens` tokens each, up to `batch` of them at the same time.
+
+    `schedule` is a key of SCHEDULES.
+    """
 
     model: str
     expert_cache: str
@@ -63,12 +65,15 @@ class Batch:
     n_tokens: int
 
     def measured(self) -> dict[str, float]:
-        """Runs `measure` in a new process, and returns the figures. Raises CalledProcessError."""
+        """Runs `measure` in a new process, and returns its figures. Raises CalledProcessError."""
         command = [sys.executable, "-m", "predictors.study.evidence", "batch", json.dumps(vars(self))]
         return dict(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.splitlines()[-1]))
 
     def measure(self) -> dict[str, float]:
-        """Measures in this process, and returns the figures. They cover prompts and decoding, but not loading."""
+        """Measures in this process, and returns the figures. They cover prompts and decoding, but not loading.
+
+        Peak memory is an exception: it covers the whole process.
+        """
         options: dict[str, Any] = {"expert_cache": self.expert_cache, "n_ctx": self.n_ctx}
         with Engine(
             self.model, self.batch, schedule=SCHEDULES[self.schedule], context_store=0, draft="off", **options
@@ -92,7 +97,7 @@ class Batch:
 
 
 def _asked() -> list[str]:
-    """Returns the demo's questions as prompts."""
+    """Returns a prompt for each answer that the demo learns: the last of its taught questions in the chat format."""
     entries = map(json.loads, QUESTIONS.read_text("utf-8").splitlines())
     return [f"<|im_start|>user\n{e['ask'][-1]}<|im_end|>\n<|im_start|>assistant\n" for e in entries if "ask" in e]
 
@@ -140,8 +145,9 @@ class Bound:
     def figures(self, shape: MoeShape) -> dict[str, float]:
         """Returns the figures by name.
 
-        experts: distinct experts of a layer in a pass. hit_rate and mb_per_token: the most hits and the least MB per
-        token that any eviction can reach (Belady's). own_mb_per_token: MB per token with the store's own eviction.
+        experts: mean number of distinct experts of a layer in a pass. hit_rate and mb_per_token: the highest hit rate
+        and the least MB per token that any eviction can reach (Belady's). own_mb_per_token: MB per token with the
+        store's eviction by next use. No expert is prefetched.
         """
         trace = together_in_passes(synthetic(self.routing, shape, self.n_tokens, self.batch), self.batch)
         lookups = Lookups.of(trace)
@@ -157,10 +163,12 @@ class Bound:
 
 
 def synthetic(routing: str, shape: MoeShape, n_tokens: int, n_requests: int) -> Trace:
-    """Returns a trace of requests whose topics are independent of each other. With the routing "random", each token's
-    experts are drawn independently."""
+    """Returns a trace of requests whose topics are independent of each other.
+
+    With the routing "random", each token's experts are drawn independently.
+    """
     made = synthesize("qwen3-30b" if routing == RANDOM else routing, shape, n_tokens, 0, n_requests)
-    # The id 0 for every token, because only passes with known token ids are announced
+    # Every token gets the id 0, because only passes with known token ids are announced.
     made = replace(made, tokens=np.zeros(made.n_tokens, np.int32))
     if routing != RANDOM:
         return made
@@ -171,7 +179,7 @@ def synthetic(routing: str, shape: MoeShape, n_tokens: int, n_requests: int) -> 
 
 
 def together_in_passes(trace: Trace, n_requests: int) -> Trace:
-    """Returns a trace in which each pass has one token of every request."""
+    """Returns a trace in which each pass has one token of every request. All requests must be equally long."""
     if n_requests == 1:
         return trace
     n_tokens = trace.n_tokens // n_requests
@@ -196,11 +204,10 @@ def bound_table(bounds: Sequence[Bound], shape: MoeShape) -> str:
 
 
 def passes(model: str, batches: Sequence[int], n_passes: int, rounds: int) -> str:
-    """Measures the processor time per token of one thread, in passes of several sequences. `batches` lists the numbers
-    of sequences.
+    """Measures one thread's processor time per token in passes with one token of each of several sequences.
 
-    In each round every number of sequences has a turn. Returns a Markdown table with the shortest time of all rounds,
-    in ms.
+    `batches` lists the numbers of sequences. In each round, every number of sequences has a turn. Returns a Markdown
+    table with the shortest time of all rounds in ms.
     """
     options: dict[str, Any] = {"n_ctx": 1024, "n_threads": 1, "flash_attn": None, "verbose": False}
     found: dict[int, list[float]] = {batch: [] for batch in batches}

@@ -16,13 +16,13 @@ from tools.models.locality import LOCALITIES
 matplotlib.use("svg")
 from matplotlib import pyplot
 
-PUBLISHED_SKIP = {"ProMoE, DeepSeek-V2-Lite": {1: 0.905, 8: 0.545}}  # the paper's figure 8
+PUBLISHED_SKIP = {"ProMoE, DeepSeek-V2-Lite": {1: 0.905, 8: 0.545}}  # ProMoE's figure 8: {distance in layers: accuracy}
 STYLE = {"svg.hashsalt": "moegguf", "svg.fonttype": "none", "font.size": 8, "axes.spines.top": False,
          "axes.spines.right": False}  # fmt: skip
 
 
 def draw(folder: Path) -> None:
-    """Writes every plot. The same results always give the same bytes."""
+    """Writes each plot whose results are recorded. Equal results make files with equal bytes."""
     with pyplot.rc_context(STYLE):
         if read_result(f"{LABORATORY}/hits") and read_result(f"{LABORATORY}/accuracy"):
             _save(_model(), folder / "laboratory-model.svg")
@@ -39,7 +39,10 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def _model() -> Any:
-    """Plots LRU's hit rates by share of experts, and skip's accuracy by distance, each with published values."""
+    """Plots the laboratory model's LRU hit rates by share of experts, and skip's accuracy by distance.
+
+    Both plots also have published values of other models.
+    """
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(7.2, 2.6))
     own = {float(share): rate for share, rate in figures(f"{LABORATORY}/hits")["lru"].items()}
     left.plot(list(own), list(own.values()), "o-", color="black", label="laboratory model, 8 of 64")
@@ -60,7 +63,10 @@ def _model() -> Any:
 
 
 def _speeds(names: Sequence[str], step: str, title: str) -> Any:
-    """Plots each system's speed relative to the base, for each model: the median over requests, and its interval."""
+    """Plots each system's speed relative to the base, for each model: the median over requests, and its interval.
+
+    The base is "none" if the step has this system, else the step's first system.
+    """
     figure, axes = pyplot.subplots(len(names), squeeze=False, sharex=True, layout="constrained")
     height = 0.4
     for axis, name in zip(axes[:, 0], names, strict=True):

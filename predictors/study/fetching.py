@@ -1,5 +1,4 @@
-"""Counts FETCHRATE of a predictor at a distance (ProMoE, section 4.1): the share of predicted experts that arrives in
-time.
+"""Counts FETCHRATE of a predictor at a distance (ProMoE, section 4.1): the share of prefetches that arrives in time.
 
 A predicted expert counts only if an LRU cache lacks it when the prediction is made, because predicting a cached expert
 gains nothing. The rate counts bytes, not whole experts. If half of an expert has arrived when its layer is routed, this
@@ -29,7 +28,7 @@ class FetchCount:
 
     @property
     def rate(self) -> float | None:
-        """FETCHRATE; None if no predicted expert was missing in the cache."""
+        """FETCHRATE; None if the cache lacked no predicted expert."""
         return ratio(self._n_fetched, self._n_absent)
 
     def begin_pass(self) -> None:
@@ -37,13 +36,15 @@ class FetchCount:
         self._left_us.clear()
 
     def predict(self, row: int, absent: Iterable[int]) -> None:
-        """Requests experts of a layer. `absent` lists the predicted experts that the cache lacks."""
+        """Requests experts of a layer. `absent` lists the predicted experts that the cache lacks.
+
+        Does nothing for row 0, the first MoE layer.
+        """
         if row > 0:
             self._left_us |= {(row, expert): self._expert_us for expert in absent}
 
     def route(self, row: int) -> None:
-        """Counts the bytes that have arrived for the layer that is routed now. Drops the rest of the layer's
-        requests."""
+        """Counts the layer's requested experts, and the shares of them that have arrived. Drops these requests."""
         mine = [key for key in self._left_us if key[0] == row]
         self._n_absent += len(mine)
         self._n_fetched += sum(1 - self._left_us.pop(key) / self._expert_us for key in mine)

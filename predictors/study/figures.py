@@ -1,7 +1,6 @@
-"""Computes the figures that the pages of docs/evidence name, from the recorded results: as text, and as estimates for
-verdicts.
+"""Computes figures for the pages of docs/evidence from recorded results: as text, and as estimates for verdicts.
 
-A question for a figure is a text `KIND,STEP,...`. The words after STEP depend on the kind. If a step has several
+A question for a figure is a string `KIND,STEP,...`. The words after STEP depend on the kind. If a step has several
 settings, STEP:SETTING selects one of them. A result's name is MODEL/STEP, and its file is in predictors/results/
 (`predictors/study/regenerate.py`).
 """
@@ -29,11 +28,11 @@ from predictors.study.intervals import (
 RESULTS = Path(__file__).parents[1] / "results"
 FIGURE = re.compile(r"\{([^}]+)\}")
 NONE = "–"
-WITHIN, RUN = 1.02, 3  # recovered: the mean over RUN requests is at most this factor
+WITHIN, RUN = 1.02, 3  # a system has recovered if the mean slowdown of RUN requests is at most WITHIN
 
 
 class NotCountedError(KeyError):
-    """Raised if a figure is missing because no result of its step is recorded."""
+    """Raised if a figure cannot be computed, in most cases because no result of its step is recorded."""
 
     def __str__(self) -> str:
         model, _, step = self.args[0].partition("/")
@@ -88,15 +87,15 @@ def spread(values: Sequence[float], decimals: int = 2) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Returns a share as text in percent with one decimal."""
+    """Returns a share as text in percent with one decimal; "–" for None."""
     return NONE if share is None else f"{share:.1%}".replace("%", " %")
 
 
 def text_of(text: str, model: str) -> str:
-    """Returns the text with every question in braces replaced by its answer for a model. A question without an answer
-    becomes "–".
+    """Returns the text with every question in braces replaced by its answer for a model.
 
-    Raises NotCountedError if there are questions and none of them has an answer.
+    A question without an answer becomes "–". Raises NotCountedError if there are questions and none of them has an
+    answer.
     """
     missing = list[NotCountedError]()
 
@@ -114,8 +113,10 @@ def text_of(text: str, model: str) -> str:
 
 
 def estimate_of(question: str, model: str) -> Estimate:
-    """Returns the answer to a question, with its interval. A figure that is not computed over requests has no interval.
-    Raises NotCountedError."""
+    """Returns the answer to a question, with its interval. Raises NotCountedError.
+
+    A figure that is not computed over requests has no interval.
+    """
     kind, name, *keys = _parts(question, model)
     if kind in PAIRED:
         return PAIRED[kind](name, keys).estimate
@@ -123,13 +124,18 @@ def estimate_of(question: str, model: str) -> Estimate:
 
 
 def speed_of(name: str, system: str, base: str) -> Estimate:
-    """Returns the speed of a system relative to the system `base`. `name` names a step, or one setting of a step.
-    Raises NotCountedError."""
+    """Returns the speed of a system relative to the system `base`: the median over requests, with its interval.
+
+    `name` is MODEL/STEP or MODEL/STEP:SETTING. Raises NotCountedError.
+    """
     return _speeds(name, [system, base]).estimate
 
 
 def steps_of(text: str) -> set[str]:
-    """Returns the names of the steps in the questions in braces. A text without braces may itself be a question."""
+    """Returns the names of the steps in the questions in braces.
+
+    A text without braces that contains a comma counts as a question.
+    """
     questions = FIGURE.findall(text) or ([text] if "," in text else [])
     return {question.split(",")[1].partition(":")[0] for question in questions}
 
@@ -140,7 +146,7 @@ def _parts(question: str, model: str) -> tuple[str, ...]:
 
 
 def interval(found: Estimate, decimals: int = 2) -> str:
-    """Returns the figure and its interval as text."""
+    """Returns the figure as text, with its interval in brackets if it has one."""
     value, low, high = (f"{one:.{decimals}f}" for one in (found.value, found.low, found.high))
     return value if found.low == found.high else f"{value} [{low} to {high}]"
 
@@ -189,7 +195,7 @@ def _number(name: str, keys: Sequence[str]) -> float:
 
 @dataclass(frozen=True)
 class Paired:
-    """A statistic of several columns of figures. Each row is one request, so that the columns are paired."""
+    """A statistic of several columns of figures. Item n of each column belongs to the same request."""
 
     columns: list[Sequence[float]]
     statistic: Statistic
@@ -201,8 +207,10 @@ class Paired:
 
 
 def _base(name: str, keys: Sequence[str]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Returns the figures of the base and of the system keys[0]. The base is keys[1], or else the first system. Raises
-    NotCountedError."""
+    """Returns the figures of the base, and the figures of the system keys[0]. Raises NotCountedError.
+
+    The base is the system keys[1], or the step's first system if there is no keys[1].
+    """
     found = systems(name)
     base = keys[1] if keys[1:] else next(iter(found))
     if base not in found or keys[0] not in found:
@@ -223,31 +231,29 @@ def _wholes(name: str, keys: Sequence[str]) -> Paired:
 
 
 def _by_request(of: Mapping[str, Any], name: str) -> Sequence[float]:
-    """Returns a figure for each request. If an earlier version recorded only one figure for all requests together,
-    returns a list with this one."""
+    """Returns a figure for each request. If only one figure for all requests is recorded, returns a list with it."""
     return of["by_request"][name] if "by_request" in of else [of[name]]
 
 
 def _of_each(measure: str, statistic: Statistic) -> Callable[[str, Sequence[str]], Paired]:
-    """Returns a function that compares a measure of the base with the same measure of the system, request by
-    request."""
+    """Returns a function that makes a `Paired` of one measure, of the base and of the system, by request."""
     return lambda name, keys: Paired([_by_request(of, measure) for of in _base(name, keys)], statistic)
 
 
 def _points(name: str, keys: Sequence[str]) -> Paired:
-    """Returns the share of hits of the system minus the share of hits of the base."""
+    """Returns the system's share of ready experts minus the base's, each averaged over requests."""
     base, own = _base(name, keys)
     return Paired([_by_request(own, "ready"), _by_request(base, "ready")], difference_of_means)
 
 
 def _mean_speed(name: str, keys: Sequence[str]) -> Paired:
-    """Returns the system's speed relative to the base, as mean over the settings of a step."""
+    """Returns the system's speed relative to the base, averaged over the settings of a step."""
     pairs = [_speeds(f"{name}:{setting}", keys).columns for setting in figures(name)["settings"]]
     return Paired([column for pair in pairs for column in pair], mean_of_median_ratios)
 
 
 def _tail(name: str, keys: Sequence[str]) -> float:
-    """Returns the 99th percentile of the times of tokens, divided by their mean."""
+    """Returns the 99th percentile of token times, divided by the mean over requests of the time per token."""
     own = systems(name)[keys[0]]
     return float(own["percentiles_ms"]["99"] / fmean(own["token_ms"]))
 
@@ -259,8 +265,10 @@ def _less(name: str, keys: Sequence[str]) -> float:
 
 
 def _steadier(name: str, keys: Sequence[str]) -> float:
-    """Returns how much more the base loses than the system from the first setting to the second. The loss is the drop
-    in the share of hits."""
+    """Returns the base's loss minus the system's loss from the first setting to the second.
+
+    A loss is the drop in the share of ready experts.
+    """
     own, base, first, second = keys
     lost = [_number(name, ["settings", first, of, "ready"]) - _number(name, ["settings", second, of, "ready"])
             for of in (base, own)]  # fmt: skip
@@ -273,10 +281,10 @@ def _saved(name: str, keys: Sequence[str]) -> float:
 
 
 def _recovered(of: Mapping[str, Sequence[float]]) -> int | None:
-    """Counts the requests after a shift of the kind of text until the system has recovered; None if it did not recover.
+    """Returns the number of requests after a shift of the kind of text before recovery; None if there was no recovery.
 
-    A request's time is compared with its time when the collection already knows the kind. The system has recovered when
-    RUN successive requests take on average at most WITHIN times as long.
+    A request's time is divided by its time when the collection already knows the kind. Recovery begins with the first
+    of RUN successive requests for which the mean of this ratio is at most WITHIN.
     """
     slower = [shifted / known for shifted, known in zip(of["shifted_ms"], of["known_ms"], strict=True)]
     runs = [fmean(slower[at : at + RUN]) for at in range(len(slower) - RUN + 1)]
@@ -284,16 +292,18 @@ def _recovered(of: Mapping[str, Sequence[float]]) -> int | None:
 
 
 def _loss(name: str, keys: Sequence[str]) -> float:
-    """Returns the time of the first request after a shift of the kind of text, divided by its time when the collection
-    knows the kind: the median over kinds."""
+    """Returns the slowdown of the first request after a shift of the kind of text: the median over kinds.
+
+    The slowdown is the request's time divided by its time when the collection already knows the kind.
+    """
     return median(of["shifted_ms"][0] / of["known_ms"][0] for of in figures(name)["kinds"].values())
 
 
 def _regained(name: str, keys: Sequence[str]) -> float:
-    """Returns the largest number of requests until recovery among all kinds of text, times -1, because in a verdict
-    larger figures are better.
+    """Returns the largest number of requests before recovery among all kinds of text, times -1.
 
-    Raises NotCountedError if a kind did not recover within the counted requests.
+    The number is negative because in a verdict larger figures are better. Raises NotCountedError if a kind did not
+    recover within the counted requests.
     """
     found = [_recovered(of) for of in figures(name)["kinds"].values()]
     if None in found:

@@ -1,6 +1,6 @@
 """Measures a predictor: stores its predictions and compares them with the routing that follows.
 
-Only decode passes of one token are measured, but predictors receive all events.
+Only decode passes of one token are measured, but predictors receive the events of all passes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ BEFORE = -1  # stands for the row before the first MoE layer of a pass
 
 
 class _Plan(NamedTuple):
-    """The predictions to make after the routing of one layer. The results are stored by pending[rows, columns] =
-    predictions[lines]."""
+    """The predictions to make after the routing of one layer.
+
+    The results are stored by pending[rows, columns] = predictions[lines].
+    """
 
     targets: list[tuple[int, int]]  # layer and distance of each line of predictions: (il, distance)
     rows: Ids
@@ -32,12 +34,13 @@ class _Plan(NamedTuple):
 
 
 class Judge:
-    """Measures one predictor at several distances. Memory does not grow with the number of events.
+    """Measures one predictor at several distances. The object's size does not grow with the number of events.
 
     control: the router itself as a predictor, at distance 0 for the event just observed. If its accuracy is not 1, the
-    events do not belong to the model. A predictor with a reach of 0 is its own control. lru_share: moved_per_useful and
-    FETCHRATE assume an LRU cache with this share of each layer's experts. link: the link for FETCHRATE; None: not
-    counted.
+    events do not belong to the model. Without a control, a predictor with a reach of 0 is its own control.
+
+    lru_share: moved_per_useful and FETCHRATE assume an LRU cache with this share of each layer's experts. link: the
+    link for FETCHRATE; None: FETCHRATE is not counted.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class Judge:
         self._announced = self._single = False
 
     def announce(self, announcement: Announcement) -> None:
-        """Announces the tokens of the next pass. Errors of the predictor are not caught."""
+        """Announces the next pass's tokens to the predictors. Predicts from them if the pass decodes one token."""
         for predictor in self._driven:
             predictor.announce(announcement)
         self._pending.fill(NOT_DUE)
@@ -81,7 +84,10 @@ class Judge:
             self._predict_from(BEFORE)
 
     def observe(self, event: RoutingEvent) -> None:
-        """Compares the routing of a layer with the predictions for it, then predicts the layers after it."""
+        """Sends the event to the predictors.
+
+        In a measured pass, compares the layer's routing with the predictions for it, and then predicts later layers.
+        """
         row = self.shape.row_of.get(event.il)
         if row is None:
             return
@@ -118,12 +124,16 @@ class Judge:
         )
 
     def on_comparison(self, event: RoutingEvent, row: int, predicted: Ids, used: Ids) -> None:
-        """Does nothing. A subclass may override this method, which is called with each comparison of predicted and used
-        experts."""
+        """Does nothing. `observe` calls this method at each comparison of predicted and used experts.
+
+        A subclass may override it.
+        """
 
     def _make_plans(self) -> dict[int, _Plan]:
-        """Returns a plan for each MoE layer, with the predictions to make after its routing. The key BEFORE has the
-        plan for the time before the first layer."""
+        """Returns {row of a MoE layer: predictions to make after its routing}.
+
+        The key BEFORE has the predictions to make before the first layer.
+        """
         n_row = len(self.shape.layers)
         targets: dict[int, dict[int, list[int]]] = {row: {} for row in range(BEFORE, n_row)}
         for column, distance in enumerate(self.distances):
@@ -133,8 +143,7 @@ class Judge:
         return {row: self._plan_after(row, columns) for row, columns in targets.items()}
 
     def _plan_after(self, row: int, targets: dict[int, list[int]]) -> _Plan:
-        """Returns the plan of one row. targets: {later row: columns (positions in `distances`) for which it is
-        predicted}."""
+        """Returns the plan of one row. targets: {later row to predict: its columns (positions in `distances`)}."""
         cells = [(target, column, line) for line, target in enumerate(targets) for column in targets[target]]
         rows, columns, lines = np.array(cells, np.int64).reshape(-1, 3).T
         return _Plan([(self.shape.layers[target], target - row) for target in targets], rows, columns, lines)
@@ -158,7 +167,7 @@ class Judge:
             self.fresh.add(row, ranks, used, self._lru.absent[row])
 
     def _predict_from(self, row: int) -> None:
-        """Makes and stores the predictions that are due after a row."""
+        """Makes and stores the predictions that are due after a row, and requests their experts on the link, if any."""
         plan = self._plans[row]
         if not plan.targets:
             return
@@ -178,7 +187,7 @@ class Judge:
         line[:] = found if valid else 0
 
     def _ranked(self, probabilities: Float32s) -> Ids:
-        """Returns experts (n, n_rank), the most probable first. NO_PREDICTION replaces experts with probability 0.
+        """Returns expert ids (n, n_rank), the most probable first. NO_PREDICTION replaces experts with probability 0.
 
         probabilities: (n, n_expert).
         """

@@ -45,16 +45,17 @@ class Worker:
     """The options of a process that answers requests with one strategy over a simulated link."""
 
     model: str
-    # Name of a strategy, or "NAME with PREDICTOR", in which this predictor replaces the strategy's and prefetching is
-    # on
+    # Name of a strategy, or "NAME with PREDICTOR": this predictor replaces the strategy's, and prefetching is on.
     system: str
     link: str  # the simulated link, such as "24GB/s"
-    share: str  # share of the experts in memory; "100%": every expert is resident
+    share: str  # share of the experts with a slot on the simulated device; "100%": every expert
     n_ctx: int
 
     def serve(self, requests: IO[str], answers: IO[str]) -> None:
-        """Reads a request {"prompt": tokens, "answer": tokens} from each line. Evaluates it, and writes a line with its
-        figures."""
+        """Reads lines with a request each, {"prompt": tokens, "answer": tokens}, and evaluates the requests.
+
+        Writes a line of JSON with the figures of each request.
+        """
         strategy, _, predictor = self.system.partition(" with ")
         spec = Spec(
             self.model, (Test(self.n_ctx, 0),), strategy=strategy, predictor=predictor or None,
@@ -91,8 +92,10 @@ def _answer(llm: Llama, prompt: list[int], answer: list[int]) -> dict[str, Any]:
 
 
 def _divide_processors() -> None:
-    """Moves this thread, which computes, to the first processor, and all other threads of the process to the other
-    processors."""
+    """Moves the process's main thread, which computes, to the first processor.
+
+    All other threads move to the other processors, if there are any.
+    """
     first, *others = sorted(os.sched_getaffinity(0) | _machine())
     for task in os.listdir("/proc/self/task"):
         computes = int(task) == os.getpid()
@@ -105,8 +108,7 @@ def _machine() -> set[int]:
 
 @contextmanager
 def serving(worker: Worker) -> Iterator[subprocess.Popen[str]]:
-    """Starts the worker's process. At the end of the `with` block, closes the process's input and waits until it has
-    ended."""
+    """Starts the worker's process. At the end of the `with` block, closes its input and waits until it has ended."""
     command = [sys.executable, "-m", "predictors.study.live", "--worker", json.dumps(vars(worker))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         yield process
@@ -115,7 +117,7 @@ def serving(worker: Worker) -> Iterator[subprocess.Popen[str]]:
 
 
 def ask(process: subprocess.Popen[str], request: Mapping[str, list[int]]) -> dict[str, Any]:
-    """Sends a request, and returns the figures of its answer. Raises ValueError if the process has ended."""
+    """Sends a request, and returns the figures of its answer. Raises ValueError or OSError if the process has ended."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(json.dumps(request) + "\n")
     process.stdin.flush()
@@ -123,7 +125,10 @@ def ask(process: subprocess.Popen[str], request: Mapping[str, list[int]]) -> dic
 
 
 def requests_of(bench: Bench) -> list[dict[str, list[int]]]:
-    """Returns the requests for warming up, then the counted requests. The simulation counts the same requests."""
+    """Returns the requests for warming up, then the counted requests, which the simulation counts, too.
+
+    Answers are cut to N_TOKENS tokens.
+    """
     trace = bench.reporting.trace
     counted = bench.some(N_COUNTED).counted
     chosen = [*[s for s in trace.sequences() if s not in counted][:N_WARM], *counted[:N_COUNTED]]
@@ -134,19 +139,21 @@ def requests_of(bench: Bench) -> list[dict[str, list[int]]]:
 
 
 def layer_us(model: str, requests: Sequence[Mapping[str, list[int]]], n_ctx: int) -> float:
-    """Returns the median time of a whole token in microseconds with every expert resident, over the first four
-    requests."""
+    """Returns the time of all layers per token in microseconds, with every expert resident.
+
+    The result is the median over the first four requests.
+    """
     with serving(Worker(model, "lru", "10GB/s", "100%", n_ctx)) as process:
         return median(ask(process, request)["token_ms"] for request in requests[:4]) * 1e3
 
 
 def measure(bench: Bench, paper: str, systems: Sequence[str]) -> dict[str, Any]:
-    """Measures every system on every request, in turns."""
+    """Measures every system on every request, in turns. Returns the figures of the counted requests."""
     requests = requests_of(bench)
     shape = bench.reporting.trace.shape
     n_ctx = max(len(of["prompt"]) + len(of["answer"]) for of in requests)
     models = {name: _model(bench, trained=name in LINKS) for name in systems}
-    if "moe-infinity" in systems:  # fills MoE-Infinity's collection with the last requests for learning
+    if "moe-infinity" in systems:  # MoE-Infinity's collection gets the last requests for learning
         write_collections(_folder(models["moe-infinity"]), [bench.learning.trace], N_ENTRIES)
     layer = layer_us(models[systems[0]], requests, n_ctx) / len(shape.layers)
     expert_us = LINKS[paper].expert_us_of(shape) / LINKS[paper].layer_us * layer
@@ -176,8 +183,10 @@ def _figures(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _model(bench: Bench, trained: bool) -> str:
-    """Returns the path of a copy of the laboratory model. If `trained` is True, its trained predictors lie beside
-    it."""
+    """Returns the path of a hard link to the laboratory model.
+
+    If `trained` is True, copies of the trained predictors are in the folder beside it.
+    """
     path = bench.work / "live" / ("trained.gguf" if trained else "bare.gguf")
     path.parent.mkdir(exist_ok=True)
     if not path.exists():
@@ -192,7 +201,7 @@ def _folder(model: str) -> Path:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Measures a paper; returns the exit status."""
+    """Measures strategies at the times of a paper, or runs as a worker. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=WORK / LABORATORY, help="what `regenerate` made")
     parser.add_argument("--paper", choices=LINKS, default="promoe", help="whose times count")

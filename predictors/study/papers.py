@@ -47,7 +47,7 @@ class Link:
     def expert_us_of(self, shape: MoeShape) -> float:
         """Returns the transfer time of one expert of this shape, in microseconds.
 
-        It is chosen so that all experts that a token uses in a layer together take as long as in the paper.
+        All experts that a token uses in a layer together take as long as in the paper.
         """
         return self.expert_us * self.n_expert_used / shape.n_expert_used
 
@@ -88,7 +88,7 @@ class System(NamedTuple):
     next_layer: bool = False  # True: prefetches all experts of the next layer instead of predicting
 
     def settings(self) -> dict[str, Any]:
-        """Returns the parts that identify the system. Options contain only the fields that differ from the defaults."""
+        """Returns the parts that identify the system, by name. Options are reduced to fields that are not defaults."""
         prefetch = None if self.prefetch is None else changed(self.prefetch)
         parts = self._asdict() | {"prefetch": prefetch, "store": changed(self.store)}
         return parts
@@ -101,8 +101,10 @@ def changed(options: Any) -> dict[str, Any]:
 
 
 def strategy(name: str) -> System:
-    """Returns the parts of a strategy. For moegguf's own strategy, returns the parts for a model without measurements
-    and without trained predictors."""
+    """Returns the parts of a strategy.
+
+    For moegguf's own strategy, returns the parts for a model without measurements and without trained predictors.
+    """
     found = STRATEGIES[name]
     if found.policy == AUTO:
         return System(UNMEASURED.policy, SKIP, PrefetchOptions(), found.store)
@@ -112,7 +114,7 @@ def strategy(name: str) -> System:
 
 BASES = ("none", "lru", "moegguf")
 BARE = STRATEGIES["none"].store
-# A miss waits until the whole layer that was requested before it has been read.
+# A miss is read only after all experts that were requested earlier, which may be a whole layer.
 WAITING = replace(BARE, chunked=False, preempt=False, demand_first=False)
 NEXT_LAYER = {
     "whole next layer": System("lru", store=BARE, next_layer=True),
@@ -131,8 +133,10 @@ _PROMOE = strategy("promoe")
 
 
 def _step(variant: str) -> System:
-    """Returns ProMoE's strategy with the store's switches of `VARIANTS[variant]`. `sweep`, by which the store
-    prefetches and evicts in prompts, is off."""
+    """Returns ProMoE's strategy with the store's switches of `VARIANTS[variant]`.
+
+    The switch `sweep`, by which the store prefetches and evicts in prompts, is off.
+    """
     return _PROMOE._replace(store=StoreOptions(**VARIANTS[variant]["store"], sweep=False))
 
 
@@ -146,8 +150,8 @@ ABLATION = {
     "+ early preemption": _step("step-preemption"),
     "+ reordering": _PROMOE,
 }
-# Prefetch windows to try, because these papers leave the window open. ExpertFlow and MoE-Infinity predict all layers,
-# and do not state how far ahead they prefetch. DuoServe-MoE states its window.
+# Prefetch windows to try, in layers, because these papers leave the window open. ExpertFlow and MoE-Infinity predict
+# all layers, and do not state how far ahead they prefetch. DuoServe-MoE is not listed, because it states its window.
 WINDOWS = {"moe-infinity": (1, 2, 4, EVERY_LAYER), "promoe": (1, 2, 4, 8), "expertflow": (1, 2, 4, EVERY_LAYER)}
 
 
@@ -161,11 +165,10 @@ def ahead(paper: str, window: int) -> System:
 def systems_of(paper: str, window: int | None = None) -> dict[str, System]:
     """Returns the systems that are compared to decide a paper's claims.
 
-    All systems get the value of `sweep` in the paper's strategy, so that the comparison is fair. `sweep` is the way in
-    which the store prefetches and evicts in prompts.
+    All systems get the switch `sweep` of the paper's strategy, so that the comparison is fair. By this switch the store
+    prefetches and evicts in prompts.
 
-    window: the prefetch window of the paper's strategy, which was chosen on other requests; None: the strategy's own
-    window.
+    window: the prefetch window of the paper's strategy in layers, chosen on other requests; None: the strategy's own.
     """
     own = strategy(paper) if window is None else ahead(paper, window)
     systems = {**{name: strategy(name) for name in BASES}, paper: own, **BASELINES[paper]}
@@ -179,18 +182,18 @@ def beside(system: System, other: System) -> System:
 
 @dataclass(frozen=True)
 class Workload:
-    """A trace with its model's artifacts. Its first requests only warm a cache; the later ones are counted."""
+    """A trace with its model's artifacts. The trace's first requests only warm a cache; later ones are counted."""
 
     study: Study
-    # Numbers of the counted requests; of requests that decode together, only the number of the first
+    # Numbers of the counted requests. A group of requests that decode together has the number of its first request.
     counted: Sequence[int]
 
     @classmethod
     def of(cls, study: Study, warm: Trace, n_counted: int | None = None) -> Workload:
         """Returns a workload: the requests of `warm`, which are not counted, and then the requests of the study.
 
-        n_counted: use about this number of the study's requests, equally many of each kind, in order of arrival. None:
-        use all.
+        n_counted: use about this number of the study's requests, the first ones of each kind, equally many if there are
+        enough; None: use all.
         """
         sequences = study.trace.sequences()
         labels = study.trace.header.labels
@@ -202,13 +205,12 @@ class Workload:
 
     @classmethod
     def together(cls, study: Study, n_together: int, n_groups: int, n_warm: int = 1) -> Workload:
-        """Returns a workload with groups of `n_together` requests that decode together. The first `n_warm` groups are
-        not counted.
+        """Returns a workload with groups of `n_together` requests that decode together.
 
-        The prompts of a group are computed one after another. Then each pass has one token of each request, until the
-        first request ends. Groups take the requests in order of arrival. When all requests were used, they are used
-        again in a random order, so the same request may be in several groups. It then counts as a new request in each
-        of them.
+        The first `n_warm` groups are not counted. The prompts of a group are computed one after another. Then each pass
+        has one token of each request, until the shortest answer ends. Groups take the requests in order of arrival.
+        When all requests have been used, they are used again in a random order. A request that is used again counts as
+        a new request.
         """
         trace = study.trace
         random = np.random.default_rng(0)
@@ -237,14 +239,14 @@ class Workload:
         return cls(replace(study, trace=grouped(trace, passes, names)), firsts[n_warm:])
 
     def systems(self, systems: Mapping[str, System], n_slots: int, link: Link) -> dict[str, dict[str, Any]]:
-        """Returns {name: figures} of these systems, all with the same number of slots. Raises OptionError."""
+        """Returns {name of a system: figures of its replay}, all with `n_slots` slots. Raises OptionError."""
         return {name: self._figures(self._replay(system, n_slots, link)) for name, system in systems.items()}
 
     def _replay(self, system: System, n_slots: int, link: Link) -> Replay:
         trace = self.study.trace
         options = replace(link.options(trace.shape), prefetch=system.prefetch, store=system.store)
         predictor = self.study.predictor(system.predictor)
-        # A predictor may predict every layer at once, and the store would then prefetch for every layer.
+        # The reach is limited to the window, because the store would prefetch for every layer that is predicted.
         if system.prefetch is not None:
             predictor.reach = min(predictor.reach, system.prefetch.window)
         replay = Replay(trace, self.study.policy(system.policy), predictor, n_slots, options)
@@ -254,14 +256,17 @@ class Workload:
     def _figures(self, replay: Replay) -> dict[str, Any]:
         """Returns figures of a replay.
 
-        Figures of each counted request:
-        - token_ms, prompt_ms: milliseconds per token and of the prompt.
-        - by_request: `ready` (see below), stall in ms and experts moved, each per pass of this request.
+        Lists with an item for each counted request:
+        - token_ms, tokens, prompt_ms: ms per decode pass, number of decode passes, ms of the prompt.
+        - by_request: `ready`, `stall_ms` and `experts` (see below) of this request's decode passes.
 
-        Figures over all decoded tokens together:
-        - ready: the share of look-ups that found the expert in memory.
+        Figures over the decode passes of all counted requests:
+        - percentiles_ms: percentiles of the time of a pass.
+        - ready: the share of look-ups that found the expert complete.
         - late: the share of look-ups that found the expert on its way.
-        - ahead: the shares of prefetched experts that arrived in time, arrived late, and were not used.
+        - stall_ms, experts: stall in ms, and number of experts read or copied, each per pass.
+        - ahead: the shares of prefetched experts that were used in time, were used late, and were not used; None if
+          no expert was prefetched.
         """
         counted = replay.counted()
         ms = counted["sim_clock_ns"] / 1e6
@@ -283,8 +288,10 @@ class Workload:
         }
 
     def _shares(self, counted: Mapping[str, npt.NDArray[np.int64]], passes: npt.NDArray[np.bool_]) -> dict[str, float]:
-        """Returns figures of the passes for which `passes` is True. experts: the mean number of experts that are read
-        or copied in a pass."""
+        """Returns figures of the passes for which `passes` is True.
+
+        experts: the mean number of experts that are read or copied in a pass.
+        """
         of = {name: int(values[passes].sum()) for name, values in counted.items()}
         n_passes = int(passes.sum())
         moved = of["bytes_missed"] + of["bytes_prefetched"]
@@ -301,10 +308,10 @@ Eams = list[npt.NDArray[np.float32]]
 
 
 def request_counts(trace: Trace, phase: Phase, n_windows: int = 1) -> Eams:
-    """Returns the EAMs of the requests, which count only tokens of one phase: (n_layer, n_expert).
+    """Returns the EAMs of the requests, each (n_layer, n_expert). They count only tokens of one phase.
 
-    n_windows: the number of EAMs per request. A single EAM counts all of the request's tokens. With several EAMs, each
-    counts a window of half of the tokens, and the windows are evenly spaced.
+    n_windows: the number of EAMs per request. A single EAM counts all of the request's tokens of the phase. With
+    several EAMs, each counts a window of half of these tokens, and the windows begin at evenly spaced tokens.
     """
     of = trace.sequence_of
     phases = trace.phase_of
@@ -321,9 +328,10 @@ def request_counts(trace: Trace, phase: Phase, n_windows: int = 1) -> Eams:
 
 
 def collection(trace: Trace, n_entries: int) -> Eamc:
-    """Returns MoE-Infinity's collection of the last `n_entries` requests of a trace.
+    """Returns MoE-Infinity's collection with the last `n_entries` EAMs of a trace.
 
-    If the trace has fewer requests, each request gives several entries, which count windows of its tokens.
+    An EAM counts the decoded tokens of one request. If the trace has fewer requests than `n_entries`, each request has
+    several EAMs, which count windows of its tokens.
     """
     n_windows = max(1, -(-n_entries // max(1, len(trace.sequences()))))
     eamc = Eamc(*trace.shape.table)
@@ -333,7 +341,7 @@ def collection(trace: Trace, n_entries: int) -> Eamc:
 
 
 def write_collections(folder: Path, traces: Sequence[Trace], n_entries: int | None = None) -> None:
-    """Writes MoE-Infinity's collection to the file that `Artifacts` reads.
+    """Writes MoE-Infinity's collection to the file in `folder` that `Artifacts` reads.
 
     The collection has `n_entries` entries of each trace, or one entry per request if n_entries is None. If n_entries is
     0, the function only removes the file.

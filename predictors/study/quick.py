@@ -2,11 +2,10 @@
 
     python -m predictors.study.quick -o build/evidence-quick
 
-Records the demo's routing over questions that it was not trained on (or takes a trace of yours),
-and replays policies, strategies and predictors on it. Writes tables as CSV and Markdown, plots as
-PNG and SVG, and manifest.json, which says what they were counted on. The simulator's time is
-virtual: the machine changes nothing but the recording. Needs matplotlib for the plots, and no
-torch.
+Records the routing of the demo model over questions that it was not trained on, or reads the trace
+of --trace. Replays policies, strategies and predictors on it. Writes tables as CSV and Markdown,
+plots as PNG and SVG, and manifest.json, which names the version, the trace and the simulated times.
+The simulator's time is virtual, so only the recording depends on the machine. Plots need matplotlib.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from predictors.study.papers import LINKS, routing_digest
 
 QUESTIONS = Path(__file__).parents[1] / "models" / "demo_heldout.jsonl"
 SHARES = (0.125, 0.25, 0.5, 0.75)
-IN_TIME = PrefetchOptions(watchdog=False)  # never switched off; without a link every prefetched expert arrives in time
-LINK = "promoe"  # the paper whose link and compute times the strategies are replayed with
+IN_TIME = PrefetchOptions(watchdog=False)  # never turned off; without a link every prefetched expert arrives in time
+LINK = "promoe"  # the paper whose link and compute times the replays of strategies use
 
 
 def questions() -> list[Prompt]:
-    """Returns the first wording of each held-out question, which the demo model was not trained on."""
+    """Returns a prompt for each line of the held-out questions: the first wording, which the demo did not learn."""
     lines = QUESTIONS.read_text(encoding="utf-8").splitlines()
     return [Prompt(json.loads(line)["ask"][0], label="question") for line in lines]
 
@@ -52,8 +51,11 @@ def record_demo(path: Path) -> None:
 
 
 def replayed(analysis: TraceAnalysis) -> dict[str, list[Row]]:
-    """Returns {table: replays}. The tables are eviction without prefetching, whole strategies at one paper's times, and
-    predictors whose prefetched experts arrive in time."""
+    """Returns {name of a table: replays}.
+
+    "policies" has replays of eviction without prefetching, "strategies" has whole strategies at one paper's times, and
+    "predictors" has predictors whose prefetched experts arrive in time.
+    """
     timed = LINKS[LINK].options(analysis.trace.shape)
     return {
         "policies": analysis.simulate(["all"], ["none"], SHARES),
@@ -63,7 +65,7 @@ def replayed(analysis: TraceAnalysis) -> dict[str, list[Row]]:
 
 
 def lines_of(table: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Returns the lines of a Markdown table, with a column for each share of experts in memory."""
+    """Returns the lines of a Markdown table as {column: text}. Columns show figures for each share of experts."""
     lines: dict[str, dict[str, Any]] = {}
     for row in rows:
         name = _name(table, row)
@@ -86,8 +88,10 @@ def _name(table: str, row: Row) -> str:
 
 
 def plot(tables: Mapping[str, Sequence[Row]], folder: Path) -> None:
-    """Draws hit rates of policies and predictors, and speeds of strategies, by share of experts in memory. Saves each
-    plot as PNG and SVG."""
+    """Draws hit rates of policies and predictors, and speeds of strategies, by share of experts in memory.
+
+    Saves each plot as PNG and SVG.
+    """
     from predictors.study.evidence_plots import STYLE, pyplot
 
     with pyplot.rc_context(STYLE):
@@ -104,8 +108,10 @@ def plot(tables: Mapping[str, Sequence[Row]], folder: Path) -> None:
 
 
 def _curves(table: str, rows: Sequence[Row]) -> dict[str, dict[float, float]]:
-    """Returns {name: {share: value}}. The value is the hit rate, or the speed in the table of strategies. Belady's
-    bound has no speed."""
+    """Returns {name: {share of experts: value}}. The value is the hit rate, or the speed in the table of strategies.
+
+    Belady's bound has no speed, so the table of strategies omits it.
+    """
     curves: dict[str, dict[float, float]] = {}
     for row in rows:
         height: float | None = row.decode_hit_rate

@@ -1,4 +1,7 @@
-"""Formats the short run's results as plain text: predicted range, measured value, and a note if they disagree."""
+"""Formats the short run's results as a plain-text table: each figure's predicted range and its measured median.
+
+A median outside the predicted range is marked.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,16 @@ from typing import Any
 from tools.gpu.short_plan import ANSWER, PROMPT, SAME, STOP, Part, Step
 from tools.gpu.steps import Outcome
 
-DIFFERENT = 0.05  # a part whose speeds differ by more than this share between turns is measured again
+DIFFERENT = 0.05  # a second run repeats a part whose fastest turn is faster than its slowest by more than this share
 NONE = "-"
 WIDTHS = (44, 38, 15, 26)
-BASE, COPIES = "llama.cpp, resident", "from pinned memory, 2900 kB each, GB/s"  # names of a part and of a figure
+BASE, COPIES = "llama.cpp, resident", "from pinned memory, 2900 kB each, GB/s"  # a part's name; a figure's name
 
 Outcomes = Mapping[str, Outcome]
 
 
 def figures_of(part: Part, outcome: Outcome) -> dict[str, float]:
-    """Returns the figures of an outcome by their names in the table."""
+    """Returns {figure's name in the table: value} of an outcome. The kind "facts" has no figures."""
     values = outcome.get("values", {})
     if part.kind in ("micro", "batches", "tests"):
         return dict(values)
@@ -44,19 +47,22 @@ def figures_of(part: Part, outcome: Outcome) -> dict[str, float]:
 
 
 def turns_of(step: Step, part: Part, outcomes: Outcomes) -> list[Outcome]:
-    """Returns the outcomes of a part, one for each turn that has run."""
+    """Returns the outcomes of a part, one for each turn that has an outcome."""
     named = (f"{step.name}/{part.name}/{turn}" for turn in range(1, step.n_turns + 1))
     return [outcomes[name] for name in named if name in outcomes]
 
 
 def turns_differ(part: Part, turns: Sequence[Outcome]) -> bool:
-    """Returns True if the fastest turn is more than DIFFERENT faster than the slowest one, by the speed of answers."""
+    """Returns True if the highest answer speed exceeds the lowest by more than the share DIFFERENT.
+
+    With fewer than two measured turns, returns False.
+    """
     speeds = [figures[ANSWER] for turn in turns if ANSWER in (figures := figures_of(part, turn))]
     return len(speeds) > 1 and max(speeds) > (1 + DIFFERENT) * min(speeds)
 
 
 def _resident(plan: Sequence[Step], part: Part, outcomes: Outcomes) -> list[int]:
-    """Returns the tokens that plain llama.cpp generated with the same model, all on the device; [] if unknown."""
+    """Returns the tokens that plain llama.cpp generated with the part's model entirely on the device; [] if unknown."""
     for step in plan:
         for other in step.parts:
             case = other.case
@@ -71,7 +77,7 @@ def _n_same(tokens: Sequence[int], others: Sequence[int]) -> int:
 
 
 def measured(plan: Sequence[Step], step: Step, part: Part, outcomes: Outcomes) -> dict[str, list[float]]:
-    """Returns {name of a figure: its values in the turns} of a part. STOP has one value."""
+    """Returns {figure's name: its measured values, one per turn} of a part. STOP has one value for all turns."""
     found = dict[str, list[float]]()
     for outcome in turns_of(step, part, outcomes):
         for name, value in figures_of(part, outcome).items():
@@ -86,9 +92,10 @@ def measured(plan: Sequence[Step], step: Step, part: Part, outcomes: Outcomes) -
 
 
 def _stop_us(step: Step, part: Part, own: Mapping[str, list[float]], outcomes: Outcomes) -> float | None:
-    """Returns the figure STOP in microseconds, or None if a part of the formula is unknown.
+    """Returns the figure STOP in microseconds: (time per token - BASE's time per token - copy time) / layers.
 
-    The formula is (time per token - time per token of llama.cpp, resident - time to copy the bytes) / layers.
+    Copy time is the time to copy a token's bytes at the speed COPIES. Returns None if the plan predicts no STOP for
+    this part, or a speed or the number of layers is unknown.
     """
     base = next((other for other in step.parts if other.name == BASE), None)
     if STOP not in part.predicted or base is None or ANSWER not in own:
@@ -107,7 +114,7 @@ def _scaled(value: float | None, factor: float) -> float | None:
 
 
 def table(plan: Sequence[Step], outcomes: Outcomes) -> str:
-    """Returns the table of all outcomes so far, below the facts about the machine."""
+    """Returns the facts about the machine, then the table. Parts without an outcome are shown as "not reached"."""
     lines = [*_facts(outcomes), _line("what", "figure", "predicted", "measured", "")]
     for step in plan:
         lines += ["", f"{step.name}: {step.question}"]
@@ -134,7 +141,7 @@ def _rows(plan: Sequence[Step], step: Step, part: Part, outcomes: Outcomes) -> I
 
 
 def _planned(turns: Sequence[Outcome]) -> Iterator[str]:
-    """Yields one line with the speeds that moegguf's planner predicted, if a turn has them."""
+    """Yields one line with the speeds that moegguf's planner predicted, from the first turn that has them."""
     for turn in turns:
         if predicted := turn.get("values", {}).get("predicted"):
             yield "planner: " + ", ".join(f"{kind} {speed:.0f}" for kind, speed in predicted.items())

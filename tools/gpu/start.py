@@ -5,7 +5,7 @@ python3 gpu_trial.py --work FOLDER          again and again, until it says that 
 python3 gpu_trial.py --work FOLDER --help
 """
 
-# This file is copied alone, so it imports only Python's standard library.
+# This file runs before the sources are unpacked, so it imports only Python's standard library.
 import os
 import sys
 import tarfile
@@ -16,7 +16,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def unpack(work: Path) -> None:
-    """Unpacks the sources and wheels into `work`, unless this archive was unpacked before."""
+    """Unpacks the sources and wheels into `work`, unless a source archive of this size and time was unpacked there."""
     archive = HERE / "sources.tar.xz"
     stamp = work / "unpacked"
     made = f"{archive.stat().st_size} {archive.stat().st_mtime_ns}"
@@ -31,7 +31,10 @@ def unpack(work: Path) -> None:
 
 
 def main() -> int:
-    """Unpacks the archives and replaces this process by the trial. Returns 2 if the call is wrong."""
+    """Unpacks the archives and replaces this process with the trial.
+
+    Returns 2 if --work FOLDER is missing or this is not Python 3.12.
+    """
     arguments = sys.argv[1:]
     if "--work" not in arguments[:-1]:
         print(__doc__, file=sys.stderr)

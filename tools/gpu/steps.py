@@ -1,7 +1,7 @@
-"""Runs a list of steps in several calls of limited time: each call continues after the steps that are done.
+"""Runs a list of steps over several calls of a program, each limited in time.
 
-The outcome of a step is saved in a file as soon as it is known, and a step with an outcome is not run again. A failed
-step has no outcome. It ends the call with the reason, and the next call runs the step again.
+The outcome of a step is saved in a file as soon as it is known, and a step with an outcome is not run again. A step
+that raises an error has no outcome: the call ends, and the next call runs the step again.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 from moegguf.atomic_write import write_atomically
 
 Outcome = Mapping[str, Any]
-REFUSED = "refused"  # key in the outcome of a step that cannot be measured; its value is the reason
+REFUSED = "refused"  # key in the outcome of a step that could not be measured; the value is the reason
 
 
 class UnfinishedError(Exception):
-    """The step ran out of time. When it runs again, it continues from where it stopped."""
+    """The step ran out of time. The step's next run continues from where this run stopped."""
 
 
 class StepError(Exception):
-    """The step failed for this reason and has no outcome."""
+    """The step failed and has no outcome. The error's message is the reason."""
 
 
 def is_among(name: str, names: Sequence[str]) -> bool:
@@ -57,7 +57,7 @@ class State:
         self._write()
 
     def forget(self, names: Sequence[str]) -> None:
-        """Deletes the outcomes of these steps, so that they run again. "model/" names all steps below it."""
+        """Deletes the outcomes of these steps, so that they run again. "model/" stands for all that begin with it."""
         for name in [name for name in self.outcomes if is_among(name, names)]:
             del self.outcomes[name]
         self._write()

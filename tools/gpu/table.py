@@ -1,4 +1,7 @@
-"""Formats the trial's results as a Markdown table: for each model and limit, llama.cpp's best variant and moegguf."""
+"""Formats the trial's results as a Markdown table.
+
+Each row has the fastest variant of a system (a way to run llama.cpp or moegguf) for one model and memory limit.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ NONE = "–"
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table: the result of the fastest variant of a system, or the reason why there is none."""
+    """The result of a system's fastest variant for one model and limit. With the key REFUSED, nothing was measured."""
 
     model: str
     limit: str
@@ -28,7 +31,7 @@ class Row:
 
     @property
     def speed(self) -> float:
-        """Returns the tokens per second of steady decoding; 0 if nothing was measured."""
+        """Returns the tokens per second of steady decoding; 0 if none was measured."""
         return float(self.result.get("steady_tokens_per_s", 0.0))
 
 
@@ -50,7 +53,7 @@ def rows(outcomes: Mapping[str, Mapping[str, Any]]) -> list[Row]:
 
 
 def table(outcomes: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns the table, and below it facts and the reasons for missing measurements."""
+    """Returns the table, then facts about the machine, summaries of the tests, and the reasons for missing rows."""
     found = rows(outcomes)
     by_place = {(row.model, row.limit, row.system): row for row in found}
     lines = [HEAD]
@@ -66,7 +69,7 @@ def table(outcomes: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _ratio(row: Row, other: Row | None) -> str:
-    """Returns the row's speed divided by the speed of `other`, as text."""
+    """Returns the row's speed divided by the speed of `other`, as text; NONE without another row's speed."""
     return f"{row.speed / other.speed:.2f}x" if other and other.speed and other is not row else NONE
 
 
@@ -89,9 +92,10 @@ def _line(row: Row, upstream: Row | None, resident: Row | None, predicted: float
 
 
 def _prediction(found: Sequence[Row], row: Row) -> float | None:
-    """Returns moegguf's own prediction of the row's tokens per second, or None.
+    """Returns the tokens per second that moegguf's planner predicted for the row, or None.
 
-    For a row of llama.cpp, the prediction is taken from a moegguf row with the same model and limit.
+    For a llama.cpp row, the prediction is taken from a moegguf row of the same model. Both rows have the same limit,
+    or the llama.cpp row has no limit.
     """
     if own := row.result.get("predicted"):
         return float(own["chosen"])
@@ -101,7 +105,7 @@ def _prediction(found: Sequence[Row], row: Row) -> float | None:
 
 
 def _facts(outcomes: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yields lines with the facts about the machine and the summaries of the tests."""
+    """Yields lines with the facts about the machine and the summaries of the identity tests."""
     facts = outcomes.get("facts", {})
     if facts:
         yield ""

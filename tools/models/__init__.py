@@ -1,6 +1,6 @@
-"""Writes random GGUF models of any Mixture-of-Experts shape, for tests and benchmarks. The models can read real text.
+"""Writes random Mixture-of-Experts models as GGUF files, for tests and benchmarks. Their tokenizer reads any text.
 
-Imports from moegguf only an error class and the metadata key of the locality. Never holds a model in memory.
+Imports from moegguf only an error class and the metadata key of the locality. Never holds a whole model in memory.
 """
 
 from tools.models.projector import PROJECTORS, write_projector

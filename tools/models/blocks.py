@@ -1,9 +1,9 @@
 """Makes random quantised weights (pools of blocks with mean zero) and the few tensors that stay F32.
 
 The mean must be zero. Plain random Q4_0 bytes have a mean of -0.5 steps. Every matrix would then have one common
-direction, and the router would choose only a few experts. So the values of Q4_0, Q5_0, Q8_0 and MXFP4 are drawn
-symmetrically. The minimum of a Q4_K or Q5_K block is half the range of its scale. Other types have random signs of
-scales.
+direction, and the router would choose only a few experts. So the values of Q4_0, Q5_0, Q8_0, MXFP4, F16 and BF16 are
+drawn symmetrically around zero. In Q4_K and Q5_K, each minimum is half the range of the values. Q6_K, IQ4_NL and IQ4_XS
+have scales with random signs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ POOL_BYTES = 16 << 20
 FOUR = np.uint8(4)
 LOW_NIBBLE = np.uint8(15)
 
-# Standard deviation of router logits. With 1, weights would be nearly equal; with 2, the first of 60 experts has 0.25.
+# Standard deviation of router logits. With 1, the experts' weights would be nearly equal. With 2, the largest of 60
+# weights is about 0.25.
 ROUTER_STD = 2.0
 # Standard deviation of the logarithm of a router row's length: experts with longer rows are chosen more often.
 ROUTER_SKEW = 0.15
@@ -38,8 +39,8 @@ class BlockPools:
     """Pools of random blocks, one for each (type, standard deviation). A pool is made at its first use.
 
     A pool has about POOL_BYTES or less. A chunk is one matrix: it starts at its own block of the pool and wraps around.
-    The number of blocks is prime. So no two chunks are equal while a model has fewer chunks than a pool has blocks. The
-    rows of a chunk that is larger than its pool do not repeat.
+    The number of blocks is prime. So no two chunks start at the same block while a model has fewer chunks than a pool
+    has blocks. The rows of a chunk that is larger than its pool begin at different blocks, too.
     """
 
     def __init__(self, plan: list[Tensor], seed: int) -> None:
@@ -55,7 +56,10 @@ class BlockPools:
             n_chunks += tensor.n_chunks
 
     def deltas(self, tensor: Tensor) -> Iterator[memoryview]:
-        """Yields the bytes of a tensor as views into its pool. They do not depend on the order of calls."""
+        """Yields the bytes of a tensor: views into its pool, and zeros for the zero rows of each matrix.
+
+        The bytes do not depend on the order in which the tensors are made.
+        """
         pool = self._pool(tensor)
         n_blocks, block_bytes = pool.shape
         flat = pool.reshape(-1).data
@@ -89,19 +93,19 @@ def random_blocks(qtype: QType, n_blocks: int, std: float, seed: int) -> Bytes:
 
 
 def f32_weights(tensor: Tensor, seed: int) -> NDArray[np.float32]:
-    """Returns the values of an F32 tensor: norms near one, small biases, and routers whose logits vary by token."""
+    """Returns random values that suit the kind of an F32 tensor, such as norms near one and small biases."""
     rng = np.random.default_rng([seed, zlib.crc32(tensor.name.encode())])
     normal = rng.standard_normal(tensor.shape, dtype=np.float32)
     if "norm" in tensor.name or tensor.name.endswith("ssm_d"):
         scale = GAINS["output"] / sqrt(tensor.shape[0]) if tensor.name == TIED_OUTPUT_NORM else 1.0
         return np.float32(scale) * (np.float32(1.0) + np.float32(0.1) * normal)
-    if tensor.name.endswith("ssm_a"):  # negative values, so that a state decays
+    if tensor.name.endswith("ssm_a"):  # negative values, so that the recurrent state decays
         return -np.exp(np.float32(0.5) * normal)
-    if tensor.name.endswith("ssm_dt.bias"):  # gives a decay of about 5 % per token
+    if tensor.name.endswith("ssm_dt.bias"):  # typically, the recurrent state then decays by 5 % per token
         return np.float32(-3.0) + normal
     if tensor.name.endswith(".bias"):
         return np.float32(0.1) * normal
-    # The identity for the token's embedding, and small random weights for the rest.
+    # The columns for the token's embedding are the identity. Small random weights are added in all columns.
     if tensor.name.endswith(HEADS_INPUT):
         n_embd = tensor.shape[0]
         return np.eye(n_embd, 2 * n_embd, dtype=np.float32) + np.float32(0.1 / sqrt(tensor.shape[-1])) * normal
@@ -112,14 +116,14 @@ def f32_weights(tensor: Tensor, seed: int) -> NDArray[np.float32]:
 
 
 def token_experts(tensor: Tensor, n_expert: int, seed: int) -> NDArray[np.int32]:
-    """Returns a table (n_token, n_used) for a layer that routes by token id: distinct random experts in each row."""
+    """Returns a table (n_token, n_used) for a layer that routes by token id: distinct random expert ids in each row."""
     rng = np.random.default_rng([seed, zlib.crc32(tensor.name.encode())])
     n_token, n_used = tensor.shape
     return rng.random((n_token, n_expert)).argsort(axis=1)[:, :n_used].astype(np.int32)
 
 
 def _unit_std(qtype: QType) -> float:
-    """Returns the standard deviation of random weights in blocks with scale 1."""
+    """Returns the standard deviation of random weights in blocks with scale 1, measured once for each type."""
     if qtype not in _UNIT_STD:
         blocks = BLOCK_MAKERS[qtype](np.random.default_rng(0), np.ones(4096, np.float32))
         _UNIT_STD[qtype] = float(dequantize(blocks, qtype).std())
@@ -159,7 +163,10 @@ def _q8_0(rng: np.random.Generator, scale: NDArray[np.float32]) -> Bytes:
 
 
 def _k_scales(rng: np.random.Generator, n_blocks: int) -> Bytes:
-    """Returns eight 6-bit scales and eight 6-bit minima equal to the scales, packed as get_scale_min_k4 reads them."""
+    """Returns eight 6-bit scales for each block, and eight minima equal to the scales: (n_blocks, 12).
+
+    They are packed as ggml's get_scale_min_k4 reads them.
+    """
     scales = _random_bytes(rng, 24, 64, (n_blocks, 8))
     first = scales[:, :4]
     last = scales[:, 4:]
@@ -194,8 +201,8 @@ def _iq4_nl(rng: np.random.Generator, scale: NDArray[np.float32]) -> Bytes:
 def _iq4_xs(rng: np.random.Generator, scale: NDArray[np.float32]) -> Bytes:
     """Returns IQ4_XS blocks.
 
-    Each block has eight 6-bit scales, stored plus 32. The low four bits of two scales share a byte. The high two bits
-    of all eight scales share a 16-bit number.
+    Each block has eight 6-bit scales, which are stored with 32 added. The low four bits of two scales share a byte. The
+    high two bits of all eight scales share a 16-bit number.
     """
     signs = rng.integers(0, 2, (len(scale), 8), dtype=np.int8) * np.int8(2) - np.int8(1)
     scales = (32 + rng.integers(8, 17, (len(scale), 8), dtype=np.int8) * signs).astype(np.uint16)
@@ -207,7 +214,10 @@ def _iq4_xs(rng: np.random.Generator, scale: NDArray[np.float32]) -> Bytes:
 
 
 def _mxfp4(rng: np.random.Generator, scale: NDArray[np.float32]) -> Bytes:
-    """Returns MXFP4 blocks. Each scale is rounded to a power of two, up or down at random, to keep the mean square."""
+    """Returns MXFP4 blocks. Each scale is rounded up or down to a power of two at random.
+
+    The probabilities keep the expected square of the scale.
+    """
     exponent = np.floor(np.log2(scale))
     rest = (scale / np.exp2(exponent)) ** 2  # a value from 1 to 4
     exponent += rng.random(len(scale)) < (rest - 1) / 3
@@ -217,12 +227,12 @@ def _mxfp4(rng: np.random.Generator, scale: NDArray[np.float32]) -> Bytes:
 
 
 def _f16(rng: np.random.Generator, scale: NDArray[np.float32]) -> Bytes:
-    """Returns blocks of one F16 weight."""
+    """Returns blocks with one F16 weight each."""
     return _half_bytes(scale * rng.standard_normal(len(scale), np.float32))
 
 
 def _bf16(rng: np.random.Generator, scale: NDArray[np.float32]) -> Bytes:
-    """Returns blocks of one BF16 weight: the upper two bytes of a float32."""
+    """Returns blocks with one BF16 weight each: the upper two bytes of a float32."""
     weights = scale * rng.standard_normal(len(scale), np.float32)
     return (weights.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8).reshape(-1, 2)
 

@@ -1,6 +1,8 @@
-"""Names and shapes of tensors in hybrid models: recurrent states, their attention, n-gram tables, hyper-connections.
+"""Names and dimensions of tensors that hybrid models and DeepSeek V4 have.
 
-Names and dimensions are as the pinned llama.cpp loads them (src/models/*.cpp). Dimensions are in numpy's order.
+The tensors belong to recurrent layers, special attention, n-gram tables and hyper-connections. Names and dimensions are
+as the pinned llama.cpp loads them (src/models/*.cpp). Names of a layer's tensors lack the prefix "blk.N.". Dimensions
+are in numpy's order.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ ROW_MULTIPLE = 128  # the number of rows of the n-gram table is a multiple of th
 
 
 def delta_net(shape: Shape) -> Named:
-    """Yields the tensors of the gated delta net in a layer of Qwen3.5 and later."""
+    """Yields the tensors of a gated delta net, the recurrent layer of Qwen3.5 and later."""
     key_width = shape.ssm_n_group * shape.ssm_d_state
     conv_width = 2 * key_width + shape.ssm_d_inner
     yield "attn_qkv.weight", (conv_width, shape.n_embd)
@@ -55,7 +57,7 @@ def indexer(shape: Shape) -> Named:
 
 
 def mamba2(shape: Shape) -> Named:
-    """Yields the tensors of the Mamba 2 layers of Nemotron-H and Granite 4."""
+    """Yields the tensors of a Mamba 2 layer of Nemotron-H and Granite 4."""
     conv_width = shape.ssm_d_inner + 2 * shape.ssm_n_group * shape.ssm_d_state
     yield "ssm_in.weight", (conv_width + shape.ssm_d_inner + shape.ssm_dt_rank, shape.n_embd)
     yield "ssm_conv1d.weight", (conv_width, shape.ssm_d_conv)
@@ -68,7 +70,7 @@ def mamba2(shape: Shape) -> Named:
 
 
 def delta_attention(shape: Shape) -> Named:
-    """Yields the tensors of Kimi's delta attention, which has a gate for each channel of a state."""
+    """Yields the tensors of Kimi's delta attention, which has a gate for each channel of the recurrent state."""
     head = shape.n_embd_head_kda
     width = head * shape.n_head
     for letter in "qkv":
@@ -101,7 +103,7 @@ def compress_ratio(shape: Shape, il: int) -> int:
 
 
 def compressed_attention(shape: Shape, il: int) -> Named:
-    """Yields the tensors of the attention of DeepSeek V4, whose layers compress keys by different ratios."""
+    """Yields the tensors of one layer's attention in DeepSeek V4. Layers compress keys by different ratios."""
     n_q = shape.n_head * shape.n_embd_head
     yield "attn_sinks.weight", (shape.n_head,)
     yield "attn_q_a.weight", (shape.n_lora_q, shape.n_embd)
@@ -150,7 +152,7 @@ def _low_rank_mixer(name: str, shape: Shape) -> Named:
 
 
 def last_mixer(shape: Shape) -> Named:
-    """Yields the tensors that combine the residual streams into one stream after the last layer."""
+    """Yields the tensors that combine the residual streams after the last layer, none without several streams."""
     if shape.arch == "deepseek4":
         yield "output_hc_fn.weight", (shape.hc_mult, shape.hc_mult * shape.n_embd)
         yield "output_hc_base.weight", (shape.hc_mult,)
@@ -160,14 +162,17 @@ def last_mixer(shape: Shape) -> Named:
 
 
 def table(shape: Shape) -> Named:
-    """Yields the n-gram table, which has one row for each hash value of the last tokens."""
+    """Yields the n-gram table. Each hash function of the most recent tokens has its own rows in the table."""
     heads = table_heads(shape)
     n_rows = -(-sum(heads) // ROW_MULTIPLE) * ROW_MULTIPLE
     yield TABLE, (n_rows, shape.n_embd // len(heads))
 
 
 def table_heads(shape: Shape) -> list[int]:
-    """Returns the number of table rows of each hash function: consecutive primes above `ple_vocab_base`."""
+    """Returns the number of the n-gram table's rows for each hash function: consecutive primes above `ple_vocab_base`.
+
+    The table is padded to a multiple of ROW_MULTIPLE rows.
+    """
     found: list[int] = []
     candidate = shape.ple_vocab_base
     while len(found) < (NGRAM_SIZE - 1) * shape.ple_heads_per_ngram:

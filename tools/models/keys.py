@@ -105,7 +105,10 @@ def _state(shape: Shape) -> Keys:
 
 
 def _sections(shape: Shape) -> Keys:
-    """Returns how many dimension pairs RoPE rotates by time, height and width (11, 11 and 10 in Qwen3.5)."""
+    """Returns the key with the numbers of dimension pairs that RoPE rotates by time, height and width.
+
+    The numbers are 11, 11 and 10 in Qwen3.5. The fourth number is 0.
+    """
     n_pair = (shape.n_rot or shape.n_embd_head) // 2
     width = n_pair * 5 // 16
     height = (n_pair - width) // 2
@@ -147,7 +150,7 @@ def _nemotron_h_moe(_shape: Shape) -> Keys:
 
 
 def _granitehybrid(_shape: Shape) -> Keys:
-    """Returns the scales of Granite 4.0 H, and the key that switches rotary positions off."""
+    """Returns the keys of Granite 4.0 H: its scales, and the key that turns off RoPE."""
     return {
         "rope.scaling.finetuned": False,
         "embedding_scale": 12.0,

@@ -2,9 +2,9 @@
 
 The process draws router logits for each layer and expert. The experts with the largest logits are chosen. A logit is a
 sum of three independent Gaussian parts. The constant part is the popularity of the expert. The slow part is the topic,
-an AR(1) process that decays over `memory_tokens`. The third part is drawn anew for each token. The shares of the
-variance are fitted, so that least-recent-use eviction has the published hit rates. predictors/study/synthesize.py draws
-from the process. tools/make_model.py writes models that route like the process.
+an AR(1) process that decays over `memory_tokens`. The third part is drawn anew for each token. The parts' shares of the
+variance were fitted so that LRU eviction has about the published hit rates. The program
+predictors/study/synthesize.py draws from the process. Models that tools/make_model.py writes route like the process.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from moegguf.errors import OptionError
 class Locality:
     """The published reuse of one model's experts, and the parameters of the fitted process.
 
-    `hit_rates` maps the share of experts in memory to the hit rate of decoding with least-recent-use eviction.
-    `constant` and `slow` are shares of a logit's variance.
+    `hit_rates` maps the share of experts in memory to the hit rate of decoding with LRU eviction. `constant` and `slow`
+    are shares of a logit's variance.
     """
 
     model: str
@@ -44,14 +44,14 @@ class Locality:
 
 LOCALITIES = {
     # The first point, 6 %, is 8 of 128 experts per layer: memory holds only the last token's experts. The hit rate is
-    # the share of these experts that the next token uses again. The same author counted 45 % on another text, which
-    # contradicts the 37 %.
+    # the share of these experts that the next token uses again. On another text, the same author counted 45 % instead
+    # of 37 %.
     "qwen3-30b": Locality(
         "Qwen3-30B-A3B", "kekzl/imp#1359, #1365, #1374", 128, 8,
         {0.0625: 0.37, 0.18: 0.706, 0.19: 0.74, 0.24: 0.803, 0.26: 0.84, 0.40: 0.90, 0.64: 0.96},
         constant=0.42, slow=0.28, memory_tokens=16,
     ),
-    # The next token uses 23 % of a token's experts again.
+    # A token uses 23 % of the previous token's experts again, on average.
     "glm": Locality(
         "GLM-5.3-Flash", "a thread on llama.cpp", 288, 8,
         {0.033: 0.21, 0.047: 0.27, 0.10: 0.41, 0.13: 0.48, 0.20: 0.58, 0.31: 0.70},
@@ -69,13 +69,16 @@ LOCALITIES = {
 
 
 def popularity(n_expert: int, rng: np.random.Generator) -> npt.NDArray[np.float32]:
-    """Returns the constant parts of one layer's logits: quantiles of a Gaussian with variance 1, in random order."""
+    """Returns the popularity of each expert in one layer: quantiles of a standard Gaussian in random order.
+
+    The constant part of a logit is this popularity times a factor: (n_expert,).
+    """
     quantiles = [NormalDist().inv_cdf((i + 0.5) / n_expert) for i in range(n_expert)]
     return rng.permutation(np.array(quantiles, np.float32))
 
 
 def find_locality(name: str) -> Locality:
-    """Returns the published routing of this name. Raises OptionError for an unknown name."""
+    """Returns the entry of LOCALITIES with this name. Raises OptionError for an unknown name."""
     if name not in LOCALITIES:
         raise OptionError(f"--locality takes {', '.join(LOCALITIES)}, but not {name!r}.")
     return LOCALITIES[name]

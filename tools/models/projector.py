@@ -1,8 +1,8 @@
 """Writes random image projectors (mmproj): a small vision transformer, and the matrices that map to a text model.
 
-There is one projector of each kind that libmtmd treats differently. "mlp" (LLaVA) has a fixed number of tokens and
-causal attention. "gemma3" pools patches, and all tokens of an image attend to each other. "qwen2vl_merger" has a number
-of tokens that depends on the image's size, and M-RoPE positions.
+libmtmd treats the kinds in PROJECTORS differently. "mlp" (LLaVA) makes a fixed number of tokens per image, with causal
+attention. "gemma3" pools patches, and all tokens of an image attend to each other. "qwen2vl_merger" makes a number of
+tokens that depends on the image's size, with M-RoPE positions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PROJECTORS = ("mlp", "gemma3", "qwen2vl_merger")
 N_EMBD, N_HEAD, N_FF, N_LAYER = 32, 2, 64, 2
 PATCH_SIZE = 8
 IMAGE_SIZE = 64
-MERGE = 2  # patches per side that become one token, in gemma3 and qwen2vl_merger
+MERGE = 2  # MERGE x MERGE patches become one token, in gemma3 and qwen2vl_merger
 
 Dims = tuple[int, ...]
 
@@ -63,7 +63,7 @@ def _add_metadata(writer: GGUFWriter, kind: str, n_embd_text: int) -> None:
 
 def _names_and_dims(kind: str, n_embd_text: int) -> Iterator[tuple[str, Dims]]:
     yield "v.patch_embd.weight", (N_EMBD, 3, PATCH_SIZE, PATCH_SIZE)
-    if kind == "qwen2vl_merger":  # one matrix for each of two video frames; an image counts as both frames
+    if kind == "qwen2vl_merger":  # each of two video frames has a matrix; an image counts as both frames
         yield "v.patch_embd.weight.1", (N_EMBD, 3, PATCH_SIZE, PATCH_SIZE)
     else:
         yield "v.position_embd.weight", ((IMAGE_SIZE // PATCH_SIZE) ** 2, N_EMBD)
@@ -96,7 +96,10 @@ def _norm(name: str) -> Iterator[tuple[str, Dims]]:
 
 
 def _weights(name: str, dims: Dims, random: np.random.Generator) -> np.ndarray:
-    """Returns random weights: norms near one, small biases, matrices with standard deviation gain / sqrt(columns)."""
+    """Returns random weights: norms near one, small biases, matrices with standard deviation gain / sqrt(columns).
+
+    The gain is 3 for the patch embedding and the matrices that map to the text model, else 1.
+    """
     if len(dims) == 1:
         centre = 0.0 if name.endswith("bias") else 1.0
         return (centre + 0.1 * random.standard_normal(dims)).astype(np.float32)

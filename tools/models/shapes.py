@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# The fields of a shape that must be positive, for each architecture.
+# ARCHS has the optional fields of Shape that must be positive, for each architecture.
 DELTA_NET = ("ssm_d_conv", "ssm_d_inner", "ssm_d_state", "ssm_dt_rank", "ssm_n_group")
 ARCHS: dict[str, tuple[str, ...]] = {
     "qwen2moe": ("n_ff_shexp",),
@@ -29,7 +29,9 @@ ROPE_FREQ_BASE = 1_000_000.0
 
 @dataclass(frozen=True)
 class Shape:
-    """Dimensions of a Mixture-of-Experts model. A dimension is 0 if the architecture lacks the part.
+    """Dimensions of a Mixture-of-Experts model. A dimension is 0 if the model lacks the part.
+
+    Exceptions: if `n_ff`, `n_rot` or `n_embd_head_v` is 0, the value of `n_ff_exp` or `n_embd_head` takes its place.
 
     `mixers` has one letter for each layer and is repeated if there are more layers. The letters are `a` for attention,
     `r` for a recurrent state, and `e` for a layer that has only experts.
@@ -63,15 +65,15 @@ class Shape:
     ssm_n_group: int = 0
     n_embd_head_kda: int = 0
     n_lora_q: int = 0
-    o_n_group: int = 0  # number of groups of heads; each group shares an output matrix
+    o_n_group: int = 0  # number of groups of heads; each group has its own first output matrix
     o_lora_rank: int = 0
     hc_mult: int = 0  # number of residual streams of hyper-connections
     hc_low_rank: int = 0
     indexer_n_head: int = 0
     indexer_head_size: int = 0
     indexer_top_k: int = 0
-    n_layer_hash: int = 0  # number of first layers that route by token id
-    ple_vocab_base: int = 0  # approximate rows of the n-gram table for each hash function
+    n_layer_hash: int = 0  # number of leading layers that route by token id
+    ple_vocab_base: int = 0  # each hash function has slightly more rows in the n-gram table; 0: no table
     ple_heads_per_ngram: int = 0
 
     def __post_init__(self) -> None:
@@ -99,7 +101,7 @@ class Shape:
 
     @property
     def n_ff_shared(self) -> int:
-        """Returns the width of the shared expert: n_ff_exp * n_expert_shared, or `n_ff_shexp` if that is 0."""
+        """Returns the width of the shared expert: n_ff_exp * n_expert_shared, or n_ff_shexp if this product is 0."""
         return self.n_ff_exp * self.n_expert_shared or self.n_ff_shexp
 
     @property
@@ -109,7 +111,7 @@ class Shape:
 
     @property
     def n_embd_out(self) -> int:
-        """Returns the number of columns of attention's output matrix."""
+        """Returns the number of columns of attention's output matrix: the width of all heads' values together."""
         return self.n_head * (self.n_embd_head_v or self.n_embd_head)
 
 
@@ -583,7 +585,7 @@ PRESETS: dict[str, Shape] = {
         n_embd=128,
         n_head=4,
         n_head_kv=1,
-        n_embd_head=128,  # not the indexer's width: llama.cpp would divide by zero in a cache without layers
+        n_embd_head=128,  # differs from indexer_head_size, or llama.cpp would divide by zero in a cache without layers
         n_expert=16,
         n_expert_used=4,
         n_ff_exp=64,
@@ -619,7 +621,8 @@ PRESETS: dict[str, Shape] = {
     ),
 }
 
-# The published locality that each preset imitates. Tiny presets have none: their routing follows random weights.
+# The published locality that a preset imitates by default. A preset that is not listed, such as a tiny one, has none:
+# its routing follows from random weights.
 PRESET_LOCALITY = {
     "qwen1.5-moe-a2.7b": "qwen3-30b",
     "qwen3-30b-a3b": "qwen3-30b",

@@ -1,17 +1,18 @@
 """Makes weights for random models that reuse experts from token to token like a real model (`tools.models.locality`).
 
 The hidden state of the model begins with three parts of equal width, which the routers read. `shared` is equal for all
-tokens and `token` differs: both come from the token's embedding. The first layer's attention writes `slow`. Later
-layers change none of the three.
+tokens and `token` differs: both come from the token's embedding. The first layer's attention or delta net writes
+`slow`. Later layers change none of the three.
 
 The attention of the first layer has one active head. Its queries and keys come from `shared`, so they are equal for
-every token, and only RoPE distinguishes positions. A pair of dimensions that rotates by `angle` per token gives
-distance d the score -sin(d * angle) / (angle * memory_tokens), which is nearly -d / memory_tokens. So the head averages
-`token` over the last memory_tokens tokens. This is the AR(1) process of `synthesize`, computed by a transformer.
+every token, and only RoPE distinguishes positions. A pair of dimensions rotates by `angle` per token. The score at
+distance d is therefore -sin(d * angle) / (angle * memory_tokens), which is nearly -d / memory_tokens. So the head
+averages `token` over earlier tokens, with weights that fall by a factor of e in memory_tokens tokens. This is the AR(1)
+process of `synthesize`, computed by a transformer.
 
-In Qwen3.5 and later, the first layer is a gated delta net. One head has the same key for every token, and the state
-does not decay. Each token replaces about the share 1 / memory_tokens of the state's value for this key. This is the
-AR(1) process, too. Values pass through SiLU, and silu(v) - silu(-v) = v, so each value is stored with both signs.
+In Qwen3.5, the first layer is a gated delta net. One head has the same key for every token, and the state does not
+decay. Each token replaces about the share 1 / memory_tokens of the state's value for this key. This is the AR(1)
+process, too. Values pass through SiLU, and silu(v) - silu(-v) = v, so each value is stored with both signs.
 """
 
 from __future__ import annotations
@@ -34,16 +35,17 @@ from tools.models.tensors import Tensor
 
 Floats = NDArray[np.float32]
 
-LEAST_REST = 32  # minimal number of dimensions that all layers may write
-# Tokens over which the chosen pair rotates by a quarter turn at most: beyond pi / angle tokens the score rises again.
-# Smaller angles would reach further, but the keys of neighbouring tokens would then be equal in 16 bits.
+LEAST_REST = 32  # minimum number of dimensions outside the three parts; all layers may write these dimensions
+# Maximum distance in tokens over which the chosen pair rotates by at most a quarter turn. Beyond a quarter turn, the
+# score rises again. Smaller angles would reach further, but the keys of neighbouring tokens would then be equal in 16
+# bits.
 LONGEST_CONTEXT = 8192
-# Factor on the attention scores of the other layers. Each head then attends to few tokens, which change at every step,
-# so that greedy decoding does not loop.
+# Factor on queries in the attention of other layers than the first. Each head then attends to few tokens, which change
+# at every step, so that greedy decoding does not loop.
 SHARPNESS = 4.0
-# Factor on the variance of the token's own part. Without this factor, LRU eviction would hit 1 or 2 points (%) more
-# often than with the process of `synthesize`. The reasons: experts' logits depend on each other in few dimensions, and
-# sampled tokens repeat.
+# Factor on the variance of the part that is drawn anew for each token. Without this factor, the hit rate of LRU
+# eviction would be 1 or 2 percentage points higher than with the process of `synthesize`. The reasons: experts' logits
+# depend on each other in few dimensions, and sampled tokens repeat.
 OWN_GAIN = 1.08
 # Variance that each layer adds to the hidden state (measured). The norm then shrinks the three parts, so the routers
 # of later layers are scaled up.
@@ -55,7 +57,7 @@ OPEN_GATE = 1.2784645
 
 @dataclass(frozen=True)
 class SlowRouting:
-    """Makes the tensors with which a random model has the locality. `qtype` is the type of the token embeddings."""
+    """Makes the tensors by which a random model's routing has the locality. `qtype` is the token embeddings' type."""
 
     shape: Shape
     locality: Locality
@@ -78,23 +80,23 @@ class SlowRouting:
 
     @property
     def width(self) -> int:
-        """Returns the width of each of the three parts, a multiple of the block size of the token embeddings."""
+        """Returns the number of dimensions of each of the three parts, a multiple of the block size of `qtype`."""
         block = GGML_QUANT_SIZES[self.qtype][0]
         return max(self.shape.n_embd // 8 // block, 1) * block
 
     @property
     def n_left_alone(self) -> int:
-        """Returns the number of dimensions in the three parts, which the layers after the first do not write."""
+        """Returns the number of dimensions of the three parts together. Layers after the first do not write them."""
         return 3 * self.width
 
     @cached_property
     def row_head(self) -> NDArray[np.uint8]:
-        """Returns the first bytes of every token's embedding: equal random blocks (`shared`), then zeros (`slow`)."""
+        """Returns the first bytes of every token's embedding: random blocks for `shared`, then zeros for `slow`."""
         shared = random_blocks(self.qtype, self.width // GGML_QUANT_SIZES[self.qtype][0], 1.0, self.seed).ravel()
         return np.concatenate([shared, np.zeros_like(shared)])
 
     def plan(self, tensor: Tensor) -> Tensor:
-        """Returns a tensor's description with the type, standard deviation and zero rows that the locality needs."""
+        """Returns the tensor's description, with the type, standard deviation and zero rows that the locality needs."""
         role = tensor.name.split(".")[-2]
         if _is_memory(tensor):
             return replace(tensor, qtype=QType.F16) if tensor.qtype != QType.F32 else tensor
@@ -118,7 +120,10 @@ class SlowRouting:
         return None
 
     def _router(self, tensor: Tensor) -> Floats:
-        """Returns router rows whose products with the three parts have the variances of the locality."""
+        """Returns router rows whose products with `shared`, `slow` and `token` have the locality's shares of variance.
+
+        The share of `token` is larger by the factor OWN_GAIN.
+        """
         rng = np.random.default_rng([self.seed, zlib.crc32(tensor.name.encode())])
         n_expert = tensor.shape[0]
         width = self.width
@@ -132,13 +137,13 @@ class SlowRouting:
         return rows * np.float32(ROUTER_STD * sqrt(1 + GROWTH_PER_LAYER * il))
 
     def _output_norm(self) -> Floats:
-        """Returns an output norm that sets the three parts to zero, so that they do not make tokens repeat."""
+        """Returns the output norm's weights: 0 for the three parts, so that they do not make tokens repeat, else 1."""
         made = np.ones(self.shape.n_embd, np.float32)
         made[: self.n_left_alone] = 0
         return made
 
     def _memory(self, tensor: Tensor) -> Floats:
-        """Returns a tensor of the first layer's attention. All heads but the averaging one are zero."""
+        """Returns a tensor of the first layer's attention. The matrices of all heads but the averaging one are zero."""
         made = np.zeros(tensor.shape, np.float32)
         shape = self.shape
         from_shared = self._length * self._rms * self._shared
@@ -169,7 +174,7 @@ class SlowRouting:
         return self.shape.arch == "qwen35moe"
 
     def _delta_memory(self, tensor: Tensor) -> Floats:
-        """Returns a tensor of the first layer's delta net. All heads but the first are zero."""
+        """Returns a tensor of the first layer's delta net. The matrices of all heads but the first are zero."""
         made = np.zeros(tensor.shape, np.float32)
         shape = self.shape
         one = self._rms * self._shared
@@ -212,7 +217,7 @@ class SlowRouting:
 
     @property
     def _averaged_variance(self) -> float:
-        """Returns the variance of a running average, divided by the variance of the averaged values."""
+        """Returns the variance of an exponential average, divided by the variance of the averaged values."""
         kept = exp(-1 / self.locality.memory_tokens)
         return (1 - kept) / (1 + kept)
 
@@ -251,7 +256,7 @@ class SlowRouting:
 
     @property
     def _pair(self) -> tuple[int, int]:
-        """Returns the two dimensions that RoPE rotates together: neighbours, or half of n_rot apart as in GPT-NeoX."""
+        """Returns the chosen pair of dimensions: neighbours, or half of n_rot apart if RoPE rotates as in GPT-NeoX."""
         if self.shape.arch in ("llama", "deepseek2"):
             return 2 * self._pair_index, 2 * self._pair_index + 1
         return self._pair_index, self._pair_index + self._n_rot // 2

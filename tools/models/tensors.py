@@ -12,7 +12,7 @@ from tools.models import hybrids
 from tools.models.hybrids import Named
 from tools.models.shapes import Shape
 
-# The type of most matrices in each quantisation; _qtype_of_role has the exceptions.
+# The type of most matrices in each quantisation; _qtype_of_role and ROW_FALLBACK have the exceptions.
 QUANTS = {
     "q4_0": QType.Q4_0,
     "q4_k_m": QType.Q4_K,
@@ -24,34 +24,36 @@ QUANTS = {
     "f16": QType.F16,
     "bf16": QType.BF16,
 }
-PURE = ("q4_0", "q8_0", "f16", "bf16")  # quantisations in which every matrix has the same type
+PURE = ("q4_0", "q8_0", "f16", "bf16")  # quantisations in which all matrices have one type, except F32 ones
 
 # llama.cpp's tensor_type_fallback: types for rows whose length is not a multiple of 256
 ROW_FALLBACK = {
     QType.Q4_K: QType.Q5_0, QType.Q5_K: QType.Q5_0, QType.Q6_K: QType.Q8_0, QType.IQ4_XS: QType.IQ4_NL,
 }  # fmt: skip
 
-# Weights have a standard deviation of gain / sqrt(columns). The tokens of one text share much of attention's output, so
-# its gain sets how similar their routing is. With 0.7, tokens route almost independently. With 1.4, most tokens use a
-# few experts. With 0.9, LRU has 75 % hits with slots for 37 % of the experts. The gain of `output` sets how peaked the
-# distribution of the next token is.
+# {role of a matrix: gain}; other roles have the gain 1. Weights have a standard deviation of gain / sqrt(columns). The
+# tokens of one text share much of attention's output, so the gain of `attn_output` sets how similar their routing is.
+# With 0.7, tokens route almost independently. With 1.4, most tokens use a few experts. With 0.9, LRU has 75 % hits with
+# slots for 37 % of the experts. The gain of `output` sets how peaked the distribution of the next token is.
 GAINS = {"attn_output": 0.9, "output": 3.0}
 
 HEADS_INPUT = "nextn.eh_proj.weight"
-# The norm after the last layer of LFM2. Its scale is smaller, because the output matrix is the token embeddings.
+# The norm after the last layer of LFM2. Its weights are smaller, because the token embeddings, which have larger
+# weights than other output matrices, are also the output matrix.
 TIED_OUTPUT_NORM = "token_embd_norm.weight"
 
-# Tensors that stay F32: llama-quantize does not quantise them (tensor_allows_quantization in llama-quant.cpp). Two more
-# stay F32 only here: HEADS_INPUT, which is near the identity, and the convolution of the n-gram table.
+# Tensors that stay F32. llama-quantize does not quantise them, either (tensor_allows_quantization in llama-quant.cpp),
+# with two exceptions: HEADS_INPUT, which is near the identity, and the convolution of the n-gram table's reader.
 STAY_F32_ENDS = (".bias", "_norm.weight", "ssm_a", "ssm_d", HEADS_INPUT)
 STAY_F32_PARTS = (".ffn_gate_inp.", "conv1d", "shortconv.conv.", "indexer.q_proj.", "indexer.k_proj.")
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a model. `shape` is in numpy's order: (experts, rows, columns).
+    """One tensor of a model. `shape` is in numpy's order, for example (experts, rows, columns).
 
-    `std` is the standard deviation of quantised weights. The first `n_zero_rows` rows of each matrix are zero.
+    `std` is the standard deviation of quantised weights, 0 in F32 and I32 tensors. The first `n_zero_rows` rows of each
+    matrix are zero.
     """
 
     name: str
@@ -62,31 +64,31 @@ class Tensor:
 
     @property
     def n_bytes(self) -> int:
-        """Returns the bytes of the tensor in the file, without padding."""
+        """Returns the tensor's size in bytes in the file, without padding."""
         block, block_bytes = GGML_QUANT_SIZES[self.qtype]
         return prod(self.shape) // block * block_bytes
 
     @property
     def row_bytes(self) -> int:
-        """Returns the bytes of one matrix row."""
+        """Returns the size of one matrix row in bytes."""
         return self.n_bytes // prod(self.shape[:-1])
 
     @property
     def n_chunks(self) -> int:
-        """Returns the number of matrices in the tensor.
-
-        Each matrix is filled from another start in the pool of random blocks.
-        """
+        """Returns the number of matrices in the tensor. The pool of random blocks has another start for each matrix."""
         return self.shape[0] if len(self.shape) == 3 else 1
 
 
 def tensors(shape: Shape, quant: str) -> list[Tensor]:
-    """Returns all tensors of the model, in the order of the file."""
+    """Returns all tensors of a model without a locality, in the order of an unsplit file."""
     return [_tensor(name, dims, shape, quant) for name, dims in _names_and_dims(shape)]
 
 
 def model_size_bytes(shape: Shape, quant: str) -> int:
-    """Returns the bytes of all tensors. Metadata adds a few MB for a large vocabulary."""
+    """Returns the size of all tensors in bytes. Metadata adds a few MB for a large vocabulary.
+
+    A locality makes the first layer a little larger.
+    """
     return sum(tensor.n_bytes for tensor in tensors(shape, quant))
 
 
@@ -103,7 +105,7 @@ def _tensor(name: str, dims: tuple[int, ...], shape: Shape, quant: str) -> Tenso
 def _qtype(name: str, role: str, n_columns: int, shape: Shape, quant: str) -> QType:
     """Returns the type of one matrix, by the rules of llama_tensor_get_type_impl (llama-quant.cpp).
 
-    Raises ValueError if the length of a row is not a multiple of the type's block size.
+    Raises ValueError if the length of a row is not a multiple of the block size, even with ROW_FALLBACK.
     """
     qtype = QUANTS[quant] if quant in PURE else _qtype_of_role(name, role, shape, quant)
     if n_columns % GGML_QUANT_SIZES[qtype][0]:
@@ -221,7 +223,7 @@ def _attention(shape: Shape) -> Named:
 
 
 def _heads(shape: Shape) -> Named:
-    """Yields the tensors that only a layer for multi-token prediction has."""
+    """Yields the `nextn` tensors, which only layers for multi-token prediction have."""
     yield HEADS_INPUT, (shape.n_embd, 2 * shape.n_embd)
     for name in ("enorm", "hnorm", "shared_head_norm"):
         yield f"nextn.{name}.weight", (shape.n_embd,)
@@ -261,7 +263,10 @@ def _ffn(shape: Shape, il: int) -> Named:
 
 
 def _squared_ffn(shape: Shape) -> Named:
-    """Yields the router and experts without gate matrices, whose activation is a squared ReLU."""
+    """Yields the router, the experts and the shared expert of a layer whose activation is a squared ReLU.
+
+    The experts have no gate matrices.
+    """
     yield "ffn_gate_inp.weight", (shape.n_expert, shape.n_embd)
     yield "exp_probs_b.bias", (shape.n_expert,)
     yield "ffn_up_exps.weight", (shape.n_expert, shape.n_ff_exp, shape.n_embd)

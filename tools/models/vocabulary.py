@@ -1,4 +1,4 @@
-"""Makes a byte-level BPE vocabulary of any size that encodes and decodes all UTF-8, without a corpus or library.
+"""Makes a byte-level BPE vocabulary of any size from 259 that encodes and decodes all UTF-8, without a corpus.
 
 The order of tokens is: 256 bytes, pieces and words that merges produce, filler words, and three special tokens of
 ChatML. No merge produces a filler word, so a model can generate it but the tokenizer never returns it.
@@ -55,7 +55,10 @@ class Vocabulary:
 
 
 def build_vocabulary(n_vocab: int) -> Vocabulary:
-    """Returns a vocabulary of exactly n_vocab tokens, always the same. Raises ValueError if n_vocab is too small."""
+    """Returns a vocabulary of exactly n_vocab tokens. Raises ValueError if n_vocab is less than 259.
+
+    Each call with this n_vocab returns an equal vocabulary.
+    """
     n_reachable = n_vocab - len(SPECIALS)
     if n_reachable < 256:
         raise ValueError(f"n_vocab has to be at least {256 + len(SPECIALS)} (bytes, specials), not {n_vocab}")
@@ -102,7 +105,10 @@ def _encode(word: str, ranks: dict[tuple[str, str], int]) -> list[str]:
 
 
 def _fillers(taken: set[str]) -> Iterator[str]:
-    """Yields invented words of syllables without end, each with a leading space. Skips the words in `taken`."""
+    """Yields an endless series of invented words made of syllables, each with a leading space.
+
+    Skips the words in `taken`.
+    """
     syllables = [consonant + vowel for consonant in "bcdfghjklmnprstvwxyz" for vowel in "aeiou"]
     words = ["Ġ"]
     while True:

@@ -57,14 +57,16 @@ def write_model(
 ) -> list[Path]:
     """Writes a random model. Returns the paths of its files, first shard first.
 
-    The weights depend only on shape, quant, seed and locality. `locality` names a model of LOCALITIES, and the routing
-    then reuses experts as published for that model. With None, the routing follows from random weights.
+    The weights depend only on shape, quant, seed and locality. `locality` is a key of LOCALITIES, and the routing then
+    reuses experts as published for that model. With None, the routing follows from random weights.
 
-    `n_split` is a number of shards. Each tensor goes to the smallest shard, so that gate, up and down of a layer are in
-    different files. `split_max_bytes` fills one shard after the other instead, as llama-gguf-split does.
+    `n_split` is a number of shards. Each tensor goes to the shard that is smallest so far, so that gate, up and down of
+    a layer are usually in different files. `split_max_bytes` fills one shard after the other instead, as
+    llama-gguf-split does.
 
-    `progress` is called with the bytes written so far and the total bytes. The files have temporary names until all are
-    complete. Raises OSError if the disk is too full, and ValueError for a wrong option.
+    `progress` is called after each tensor with two numbers of bytes: tensor data written so far, and all tensor data.
+    The files have temporary names until all are complete. Raises OSError if the disk is too full, OptionError for an
+    unknown locality, and ValueError for other wrong options.
     """
     path = Path(path)
     plan = tensors(shape, quant)
@@ -144,7 +146,7 @@ def _shard_paths(path: Path, n_split: int) -> list[Path]:
 
 
 def write_sparse_model(path: Path, shape: Shape, quant: str) -> Path:
-    """Writes a model file without weights, to test plans. The weights are a hole that takes no disk space."""
+    """Writes a model file for tests of plans. The weights are a hole that takes no disk space. Returns `path`."""
     plan = tensors(shape, quant)
     writer = GGUFWriter(path, shape.arch)
     _add_metadata(writer, shape, quant, "random", None)
@@ -158,7 +160,7 @@ def write_sparse_model(path: Path, shape: Shape, quant: str) -> Path:
 
 
 def _write_header(writer: GGUFWriter, shard: list[Tensor]) -> BinaryIO:
-    """Writes the header, metadata and tensor infos of a shard. Returns the open file, at the start of the weights."""
+    """Writes the header, metadata and tensor infos of a shard. Returns the open file, positioned after them."""
     for tensor in shard:
         writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), tensor.n_bytes, tensor.qtype)
     writer.write_header_to_file()
@@ -185,7 +187,7 @@ def _write_shard(writer: GGUFWriter, shard: list[Tensor], weights: Weights, adva
 class Weights:
     """Makes the bytes of each tensor.
 
-    They are values for the locality, F32 values, expert ids by token, or blocks from the pools.
+    A tensor has values for the locality, F32 values, a table of expert ids for each token, or blocks from the pools.
     """
 
     pools: BlockPools
@@ -209,7 +211,7 @@ class Weights:
 
 
 def _with_row_heads(pieces: Iterator[memoryview], row_bytes: int, head: Bytes) -> Iterator[memoryview]:
-    """Yields the rows, after `head` has replaced the first bytes of each row."""
+    """Yields the bytes of the rows, in which `head` has replaced the first bytes of each row."""
     rest = b""
     for piece in pieces:
         data = bytearray(rest + piece)

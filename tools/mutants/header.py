@@ -18,7 +18,7 @@ Item = int | float | bytes
 
 @dataclass(frozen=True)
 class KeyValue:
-    """One key with its value. `item_type` is the GGUF type of an array's items, None for a scalar."""
+    """One key with its value. `item_type` is the GGUF type of an array's items; None if the value is not an array."""
 
     key: str
     gguf_type: int
@@ -37,7 +37,7 @@ class TensorEntry:
 
     @property
     def n_bytes(self) -> int:
-        """Returns the bytes of a tensor with this shape and type. A type that does not exist counts as F32."""
+        """Returns the size in bytes of a tensor with this shape and type. A type that does not exist counts as F32."""
         try:
             block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(self.raw_type)]
         except ValueError:
@@ -144,7 +144,10 @@ def _pair(pair: KeyValue) -> bytes:
 
 
 def write_file(header: Header, path: Path) -> None:
-    """Writes the parts as a GGUF file. The bytes of a tensor that has become larger are repeated to fill it."""
+    """Writes the parts as a GGUF file.
+
+    The bytes of a tensor whose shape or type has changed are cut off, or repeated to fill the new size.
+    """
     out = [b"GGUF", struct.pack("<IQQ", 3, len(header.tensors), len(header.pairs)), *map(_pair, header.pairs)]
     offset = 0
     sizes = []

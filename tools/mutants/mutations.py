@@ -19,7 +19,7 @@ TEXTS = [b"", b"none", b"no_vocab", b"llama", b"gpt2", b"bert", b"t5", b"rwkv", 
          b"kimi-k2", b"jina-v2-en", b"linear", b"yarn", b"longrope", b"chat", b"\0", b"\xff", b"x" * 5000]  # fmt: skip
 ARCHS = [b"qwen2moe", b"qwen3moe", b"llama", b"deepseek2", b"qwen3next", b"gpt-oss", b"llama4", b"glm4moe", b"bert",
          b"t5", b"rwkv7", b"mamba", b"clip", b"llada-moe", b"olmoe", b"phimoe", b"dbrx", b"grok", b"jamba"]  # fmt: skip
-# Keys of other GGUF files. Adding such a key reaches code that the file's own keys do not reach.
+# Keys that GGUF files may have, without the prefix. Adding a key reaches code that a file's own keys do not reach.
 KEYS = """
 context_length embedding_length embedding_length_out block_count leading_dense_block_count feed_forward_length
 expert_feed_forward_length expert_shared_feed_forward_length expert_chunk_feed_forward_length use_parallel_residual
@@ -78,7 +78,10 @@ def _scalar(gguf_type: int, random: Random) -> Item:
 
 
 def _near(value: Item, gguf_type: int, random: Random) -> Item:
-    """Returns a number close to a valid one, as a faulty converter may write. Other types get a random value."""
+    """Returns a whole number near `value`, as a faulty converter may write.
+
+    A value that is not a whole number is replaced with a random value of this type.
+    """
     if isinstance(value, bytes) or FORMATS[gguf_type] in "fd?":
         return _scalar(gguf_type, random)
     return max(0, random.choice((value + 1, value - 1, value * 2, value // 2, value * 3, value + 32, value - 32)))
@@ -89,7 +92,7 @@ def _pick(header: Header, random: Random) -> int:
 
 
 def change_value(header: Header, random: Random) -> Header:
-    """Replaces one key's value by another value of the same type, or changes the items of an array."""
+    """Replaces one key's value with a value of this type. An array's items are changed, added, removed or shuffled."""
     index = _pick(header, random)
     pair = header.pairs[index]
     if isinstance(pair.value, list):
@@ -118,7 +121,7 @@ def _changed_array(pair: KeyValue, random: Random) -> KeyValue:
 
 
 def change_type(header: Header, random: Random) -> Header:
-    """Replaces one key's value by a value of random type: a number, a string, or an array of 0 to 6 equal items."""
+    """Replaces one key's value with a value of random type: a number, a string, or an array of 0 to 6 equal items."""
     index = _pick(header, random)
     pair = header.pairs[index]
     old = pair.value[0] if isinstance(pair.value, list) and pair.value else pair.value
@@ -132,12 +135,12 @@ def change_type(header: Header, random: Random) -> Header:
 
 
 def remove_pair(header: Header, random: Random) -> Header:
-    """Removes one key."""
+    """Removes one key with its value."""
     return header.with_pair(_pick(header, random), None)
 
 
 def add_pair(header: Header, random: Random) -> Header:
-    """Adds a key of other files with a random value. If the file already has the key, the new value replaces it."""
+    """Adds a random value under a key that GGUF files may have. An old value of this key is removed."""
     arch = next((p.value for p in header.pairs if p.key == "general.architecture"), None)
     arch = arch if isinstance(arch, bytes) else b"llama"
     if arch == b"clip":
@@ -164,7 +167,7 @@ def swap_values(header: Header, random: Random) -> Header:
 
 
 def change_kind(header: Header, random: Random) -> Header:
-    """Changes the name of the tokenizer model or pre-tokenizer, and the kind of projector if the file has one."""
+    """Replaces the name of the tokenizer model or of the pre-tokenizer, and the kind of projector, if there is one."""
     key = random.choice(("tokenizer.ggml.model", "tokenizer.ggml.model", "tokenizer.ggml.pre"))
     kinds = {key: TEXTS, "clip.projector_type": PROJECTOR_KINDS}
     pairs = tuple(replace(p, value=random.choice(kinds[p.key])) if p.key in kinds else p for p in header.pairs)
@@ -172,7 +175,7 @@ def change_kind(header: Header, random: Random) -> Header:
 
 
 def change_tensor_type(header: Header, random: Random) -> Header:
-    """Changes the ggml type of one tensor, or of all tensors with the same name in each layer."""
+    """Changes the ggml type of one tensor, or of all tensors whose names contain a part such as "ffn_up"."""
     index = random.randrange(len(header.tensors))
     raw_type = random.randrange(44)
     if random.random() < 0.3:
@@ -210,7 +213,7 @@ def remove_tensor(header: Header, random: Random) -> Header:
 
 
 def rename_tensor(header: Header, random: Random) -> Header:
-    """Changes one letter of a tensor's name, or gives a tensor the name of another one, which is removed."""
+    """Changes one letter of a tensor's name, or removes a tensor and renames another one to the removed name."""
     first = random.randrange(len(header.tensors))
     second = random.randrange(len(header.tensors))
     name = header.tensors[second].name
@@ -229,7 +232,7 @@ MUTATIONS: list[tuple[Mutation, int]] = [
 
 
 def mutate(header: Header, seed: int) -> tuple[Header, str]:
-    """Returns the header with one to three mutations, and their description. The result is fixed by the seed."""
+    """Returns the header after one to three mutations, and their description. Both depend on header and seed only."""
     random = Random(seed)
     mutations, weights = zip(*MUTATIONS, strict=True)
     changed = header
@@ -241,7 +244,7 @@ def mutate(header: Header, seed: int) -> tuple[Header, str]:
 
 
 def _differences(old: Header, new: Header) -> list[str]:
-    """Returns a text for each key and tensor that differs: the name, the old value and the new value."""
+    """Returns a line for each key and tensor that differs: its name, the old value and the new value."""
     parts = [
         {p.key: _show(p) for p in header.pairs} | {t.name: f"{t.shape} type {t.raw_type}" for t in header.tensors}
         for header in (old, new)

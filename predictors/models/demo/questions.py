@@ -21,8 +21,10 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_conversations(path: Path = TAUGHT) -> list[list[Message]]:
-    """Returns one conversation for each question. A line of the file has either `ask` (several questions) and `answer`,
-    or `messages`."""
+    """Returns the conversations of a file. A line with `messages` is one conversation.
+
+    Any other line has `answer` and a list `ask`, and makes one conversation for each question in `ask`.
+    """
     conversations = []
     for entry in lines(path):
         if "messages" in entry:
@@ -38,12 +40,12 @@ def exchange(question: str, answer: str) -> list[Message]:
 
 
 def answers() -> dict[str, str]:
-    """Returns {question: answer} for the questions that the model learns."""
+    """Returns {question: answer} for the single questions that the model learns."""
     return {question: entry["answer"] for entry in lines(TAUGHT) if "ask" in entry for question in entry["ask"]}
 
 
 def starters() -> list[str]:
-    """Returns the questions that the web page offers, and the questions to the demo in README and docs."""
+    """Returns the questions that the web page offers, and the questions to the demo in README.md and docs/*.md."""
     page = PAGE.read_text(encoding="utf-8")
     offered = re.findall(r"<button[^>]*>([^<]+)</button>", page[page.index('class="starters"') :].partition("</ul>")[0])
     texts = [path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
@@ -53,14 +55,14 @@ def starters() -> list[str]:
 
 @dataclass(frozen=True)
 class Heldout:
-    """A wording of a question that the model does not learn, and the right answers to it."""
+    """A question in words that the model does not learn, and its right answers."""
 
     question: str
     right: frozenset[str]
 
 
 def heldout() -> list[Heldout]:
-    """Returns the held-out wordings. Leaves out wordings that training could draw, in whatever case or punctuation."""
+    """Returns the held-out questions. Omits questions that training may use, regardless of case and punctuation."""
     known = answers()
     seen = {_bare(form) for question in known for form in (question, *wordings(question))}
     return [
@@ -72,5 +74,5 @@ def heldout() -> list[Heldout]:
 
 
 def _bare(question: str) -> str:
-    """Returns a question in lower case, without punctuation and apostrophes."""
+    """Returns a question in lower case, without punctuation, and with single spaces between words."""
     return " ".join(re.sub(r"[^\w\s]", "", question.lower()).split())

@@ -1,9 +1,8 @@
-"""Puts made-up tools into the prompt of a question, so that the model learns not to be confused by definitions of
-tools.
+"""Makes conversations with made-up tools, so that tool definitions in a prompt do not confuse the trained model.
 
-The model is too small to copy names and values out of its prompt. After a training with 200 calls of tools it knew the
-form of a call, but none of 44 calls was right. The model therefore learns to answer that it is too small for tools. It
-also learns to answer the questions that it knows while tools are defined.
+The model is too small to copy names and values out of its prompt. A training run with 200 tool calls taught it the form
+of a call, but none of 44 calls was right. The model therefore learns to answer that it is too small for tools. It also
+learns to answer the questions that it knows while tools are defined.
 """
 
 import random
@@ -35,7 +34,7 @@ class Kind:
     questions: tuple[str, ...]  # questions that need the tool; {} stands for a random word
 
     def tool(self, rng: random.Random) -> Tool:
-        """Returns the definition of a random tool of this kind, in the format of OpenAI's API."""
+        """Returns the definition of a random tool of this kind: a `function` object of OpenAI's API."""
         properties: dict[str, Any] = {key: {"type": "string"} for key in self.keys}
         if rng.random() < 0.3:
             properties = {key: {**value, "description": f"the {key}"} for key, value in properties.items()}
@@ -86,9 +85,9 @@ KINDS = (
 def conversation(rng: random.Random, plain: Callable[[], list[Message]]) -> tuple[list[Message], list[Tool]]:
     """Returns a conversation and one to three defined tools.
 
-    In most conversations the question needs no tool, and `plain` returns the question with its answer. In the other
-    ones the question needs a tool, and the model answers that it is too small. Some of these contain a call and its
-    result before the answer, because a server can force a call.
+    Most conversations come from `plain`, and their question needs no tool. In the rest, the question needs a tool, and
+    the answer is TOO_SMALL. Some of these have a tool call and its result before the answer, because a server can force
+    a call.
     """
     kinds = rng.sample(KINDS, rng.choice((1, 1, 2, 3)))
     defined = [kind.tool(rng) for kind in kinds]

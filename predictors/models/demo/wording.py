@@ -1,4 +1,4 @@
-"""Rewords questions as other people might type them. The training uses such wordings, drawn at random."""
+"""Rewords questions at random, as other people might type them, to train the demo model."""
 
 import random
 import re
@@ -50,14 +50,20 @@ PATTERNS = (
 
 
 def wordings(question: str) -> list[str]:
-    """Returns the forms of a question that `reword` chooses from, before it changes case and punctuation."""
+    """Returns the forms of a question that `reword` may choose, before changes of case and punctuation.
+
+    Returns [] if no pattern matches the question.
+    """
     return [
         form.format(found[1]) for pattern, forms in PATTERNS if (found := pattern.match(question)) for form in forms
     ]
 
 
 def reword(question: str, rng: random.Random) -> str:
-    """Changes a question as another person might type it: words, case, punctuation, an opening, a typing error."""
+    """Returns a question as another person might type it.
+
+    Words, case and punctuation may change at random, and an opening or a typing error may be added.
+    """
     forms = wordings(question)
     if forms and rng.random() < 0.35:
         question = rng.choice(forms)
