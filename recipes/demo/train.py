@@ -22,7 +22,7 @@ LOG_EVERY_STEPS = 20
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of training: its data, its length and its peak learning rate."""
+    """A stage of training: its data, its duration and its peak learning rate."""
 
     name: str
     minutes: float
@@ -61,7 +61,7 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-    """Writes a checkpoint to a temporary file, then replaces the old checkpoint by it."""
+    """Writes a checkpoint to a temporary file, then replaces the old checkpoint with it."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": asdict(progress)}
     torch.save(state, path.with_suffix(".tmp"))
     os.replace(path.with_suffix(".tmp"), path)
