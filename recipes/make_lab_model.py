@@ -109,8 +109,8 @@ def make(args: argparse.Namespace) -> card.Card:
 def convert_once(
     network: Network, split: convert.Split, rows: torch.Tensor, rounded: convert.Rounding, path: Path
 ) -> None:
-    """Converts the network in place, and saves it to `path`. If the file exists, loads the converted network from
-    it."""
+    """Converts the network in place, and saves it to `path`. If the file exists, loads the converted network from it
+    instead."""
     if path.exists():
         for layer in network.layers:
             sizes = split.n_shared, split.n_expert, split.n_ff_exp, split.n_expert_used

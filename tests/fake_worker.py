@@ -53,7 +53,7 @@ Event = dict[str, Any]
 
 
 class FailError(Exception):
-    """Ends an answer with an error of the class that it names."""
+    """Ends an answer with an error. The exception's text is the name of the error's class."""
 
 
 def send(kind: str, **fields: Any) -> None:

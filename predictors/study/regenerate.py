@@ -53,7 +53,7 @@ from predictors.study.synthesize import shape_of
 # Increase this number if a change to the code changes a figure. tests/pure/test_replayed_figures.py checks that three
 # figures stay exactly the same.
 CODE_VERSION = 2
-CARD = "laboratory-model"  # name of the result that is the laboratory model's card; no step computes it
+CARD = "laboratory-model"  # name of the result with the laboratory model's card; no step computes it
 # Matches a JSON list without lists or objects inside, which is then written on one line
 LIST = re.compile(r"\[[^][{}]*\]")
 SHARES = (0.125, 0.19, 0.25, 0.4, 0.5, 0.64)
@@ -461,7 +461,8 @@ def _machine() -> str:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Computes the steps; returns the exit status."""
+    """Makes the subject's model, recordings and predictors if they are missing, and computes the steps. Returns the
+    exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SUBJECTS, default=LABORATORY, help="what figures are about")
     parser.add_argument("--work", type=Path, help=f"folder for the model and its traces (default: {WORK}/MODEL)")

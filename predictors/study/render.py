@@ -273,7 +273,8 @@ def tuned_table(model: str) -> str:
 
 
 def learned_table(model: str) -> str:
-    """Returns the table of the validation accuracy of ProMoE's networks by epoch."""
+    """Returns the table of the validation accuracy of ProMoE's networks after each epoch, and of the number of weights
+    of a network."""
     found = figures(f"{model}/learned")
     row = [f"{found['weights']:,}", *[percent(value) for value in found["curve"]]]
     return markdown(["weights of a network", *[f"epoch {n + 1}" for n in range(len(found["curve"]))]], [row])

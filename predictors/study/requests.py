@@ -1,11 +1,11 @@
-"""300 requests of real text of six kinds in the order in which they arrive, split by time, and their routing.
+"""300 requests of real text of six kinds, in a fixed order of arrival, and their routing.
 
     python -m predictors.study.requests write -o requests.jsonl
     python -m predictors.study.requests record lab.gguf -o build/evidence
 
 The texts come from `predictors/texts.py`. The first 180 requests are for learning (collections, counts, networks), the
-next 40 for choosing, and the last 80 for reporting. The manifest in this repository has the hashes of all requests. On
-any machine, a request that differs from the manifest is an error that names the request.
+next 40 for choosing, and the last 80 for reporting. The manifest in this repository has the hashes of all requests. If
+a request differs from the manifest, `write` and `record` fail and name the request.
 
 `record` writes learning.trace, choosing.trace and reporting.trace. A request is computed in one pass. Except for
 rounding, each token is routed there as in decoding. The tokens after the opening are therefore written as decoded, one
@@ -81,8 +81,8 @@ def checked(folder: Path) -> list[Request]:
 
 
 def write_prompts(path: Path, requests: Sequence[Request]) -> None:
-    """Writes the requests as a .jsonl file for `moegguf trace record` and `moegguf bench`, and a .txt file with the
-    whole texts beside it."""
+    """Writes a .jsonl file of the requests for `moegguf trace record` and `moegguf bench`. Beside it, writes a .txt
+    file with the whole texts."""
     rows = [{"prompt": r.opening, "completion": r.text[OPENING_CHARS:], "label": r.kind} for r in requests]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     path.with_suffix(".txt").write_text("\n\n".join(r.text for r in requests), encoding="utf-8")

@@ -98,7 +98,8 @@ def _resampled(paths: list[Used], rng: np.random.Generator) -> Counts:
 
 
 def _mean_skew(counts: Counts) -> Skew:
-    """Returns the skew of counts (..., n_row, n_expert), averaged over the rows in which any expert was used."""
+    """Returns the skew of counts (..., n_row, n_expert), averaged over the rows in which any expert was used. Its
+    figures are nan if there is no such row."""
     rows = counts.reshape(-1, counts.shape[-1])
     rows = rows[rows.sum(axis=1) > 0]
     if not len(rows):

@@ -167,7 +167,7 @@ class TokenScheduler:
 
     def _split(self, running: list[int]) -> list[list[int]]:
         """Splits sequences into groups with similar paths. If there is only one group or a path is unknown, splits them
-        in order of arrival."""
+        in the order of `running`."""
         n_groups = -(-len(running) // self.group_size)
         known = [path for sequence in running if (path := self.paths.path(sequence)) is not None]
         if n_groups == 1 or len(known) < len(running):

@@ -174,7 +174,7 @@ class Chat:
         return str(self.template.render(**variables, add_generation_prompt=add_generation_prompt))
 
     def deltas(self, rng: random.Random, n_tokens: int) -> Iterator[Encoded]:
-        """Yields the tokens of random conversations, without end."""
+        """Yields the tokens of random conversations endlessly."""
         while True:
             yield self.encode(self.vary(rng, n_tokens), rng if rng.random() < APART else None)
 
@@ -202,7 +202,7 @@ class Chat:
         return row
 
     def batch(self, step: int) -> Batch:
-        """Returns the batch of a step, which depends only on the step's number.
+        """Returns the batch of a step. The same step number always gives the same batch.
 
         In a row of several conversations, tokens attend only to their own conversation. A row of the corpus, or of one
         long conversation, is not divided.

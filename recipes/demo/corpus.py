@@ -111,8 +111,8 @@ def plain_roff(text: str) -> str:
 
 
 def files(root: Path, pattern: str) -> Iterator[Path]:
-    """Yields the regular files in a folder that match the pattern, in sorted order. Links are left out. Yields nothing
-    if the folder does not exist."""
+    """Yields the regular files in a folder that match the pattern, in sorted order. Symbolic links are left out. Yields
+    nothing if the folder does not exist."""
     return (p for p in sorted(root.glob(pattern)) if p.is_file() and not p.is_symlink())
 
 

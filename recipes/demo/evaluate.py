@@ -41,8 +41,8 @@ def windows(tokens: Tokens, n_ctx: int) -> NDArray[np.int64]:
 
 
 def kind_loss(total: float, rows: NDArray[np.int64], n_tokens: int, n_bytes: int) -> KindLoss:
-    """Returns the mean loss. `total` is the summed loss of the rows, which were cut from a text of `n_tokens` tokens
-    and `n_bytes` bytes."""
+    """Returns the mean loss per token and per byte. `total` is the summed loss of the rows, which were cut from a text
+    of `n_tokens` tokens and `n_bytes` bytes."""
     scored = rows[:, 1:].size
     mean = total / scored
     return KindLoss(n_tokens, mean, mean * n_tokens / (n_bytes * math.log(2)))

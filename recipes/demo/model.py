@@ -194,7 +194,8 @@ class DemoModel(nn.Module):
         return functional.linear(self.output_norm(x if wanted is None else x[wanted]), self.output)
 
     def mixtures(self) -> list[MoE]:
-        """Returns the mixtures of all layers, whose `load` and `balance_loss` the caller reads."""
+        """Returns the MoE modules of all layers, in order. Each has the `load` and the `balance_loss` of its last
+        forward pass."""
         return [module for module in self.modules() if isinstance(module, MoE)]
 
 

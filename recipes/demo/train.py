@@ -56,7 +56,7 @@ def optimiser(model: nn.Module) -> torch.optim.AdamW:
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """Returns the mean loss in nats per token."""
+    """Returns the mean cross-entropy in nats per token."""
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 

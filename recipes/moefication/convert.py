@@ -120,8 +120,8 @@ def mixture(
 
 
 def fit_router(inputs: Sequence[Tensor], wanted: Tensor, std: float) -> Tensor:
-    """Returns a router (n_expert, n_embd), fitted by least squares from the inputs to the wanted logits. Its logits are
-    scaled to the standard deviation `std`.
+    """Returns a router (n_expert, n_embd), fitted by ridge regression from the inputs to the wanted logits. Its logits
+    are scaled to the standard deviation `std`.
 
     MoEfication fits a small network to the clusters' activation (section 3.3). A router of llama.cpp must be linear.
     """

@@ -102,7 +102,8 @@ class Server:
         return {model["name"]: model for model in self.call("/api/ps").json["models"]}
 
     def log(self) -> str:
-        """Returns the lines that the server wrote to stderr after its address. The server must have ended."""
+        """Returns the lines that the server wrote to stderr after its address. They are complete when the server has
+        ended."""
         return "".join(self.stderr_lines)
 
     def call(
