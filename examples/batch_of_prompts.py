@@ -1,7 +1,7 @@
 """Eight prompts, computed one after another and then together.
 
-Prints each answer and, for both runs, the number of experts that were read from the file. An expert that is read once
-serves every prompt in the pass whose router chose it. Prompts that are computed together therefore read fewer bytes.
+Prints each answer and, for both runs, the number of experts that were read from the file. A pass reads an expert only
+once for all prompts that use it. Prompts that are computed together therefore read fewer experts.
 """
 
 from moegguf import Engine
@@ -10,7 +10,8 @@ NAMES = ("an expert", "a router", "a slot", "a budget", "a hit", "a miss", "a to
 
 
 def answer_all(parallel: int) -> list[str]:
-    """Answers every question, `parallel` of them at the same time, and prints the number of experts that were read."""
+    """Answers every question, `parallel` of them at the same time. Prints the number of experts that were read, and
+    returns the answers."""
     conversations = [[{"role": "user", "content": f"What is {name}?"}] for name in NAMES]
     with Engine("demo", parallel=parallel, expert_cache="25%", n_ctx=256) as engine:
         answers = engine.chat(conversations, temperature=0, max_tokens=40)

@@ -1,8 +1,8 @@
 """Routing that another program recorded is imported as a trace, summarized and replayed.
 
-Prints the counts of the trace, and the hit rates of two policies when a quarter of the experts have slots. This example
-makes the routing up. It saves one file of arrays for each request, as the hooks for transformers and vLLM in
-docs/testbed.md do.
+Prints the counts of the trace, and the hit rates of two policies when a quarter of the experts have slots. The routing
+in this example is made up. The example saves one file of arrays for each request, as the hooks for transformers and
+vLLM in docs/testbed.md do.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
 """A budget that changes while the model stays loaded.
 
-Prints the memory for experts and the hit rate while the same question is answered under three budgets. Then prints that
-the three answers are equal: the budget changes the speed and never a token.
+Prints the memory for experts and the hit rate while the same question is answered under three budgets. Then prints
+whether the three answers are equal, because a budget changes the speed but never a token.
 """
 
 from moegguf import Llama

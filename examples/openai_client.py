@@ -1,8 +1,8 @@
 """OpenAI's client sends requests to a server on this machine; start the server with `moegguf serve` first.
 
-Prints the names of the server's models, a whole answer, and the parts of the same answer as they arrive. The first
-argument is the address of another server. Its key, if it has one, is in the environment variable MOEGGUF_API_KEY. The
-client comes with `pip install openai`.
+Prints the names of the server's models, a whole answer, and the parts of the same answer as they arrive. The address of
+another server can be given as the first argument. A server's key, if it has one, must be in the environment variable
+MOEGGUF_API_KEY. The client comes with `pip install openai`.
 """
 
 import os

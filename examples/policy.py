@@ -1,7 +1,7 @@
 """A user's own eviction policy, compared with LRU, which evicts the least recently used expert.
 
-Prints the name, hit rate and evictions of both policies, then that the two answers are equal. A policy that is late,
-wrong or raises an exception changes the speed and never a token. The command line accepts this policy, too: `moegguf
+Prints the name, hit rate and evictions of both policies, then whether the two answers are equal. A policy that is late,
+wrong or raises an exception changes the speed but never a token. The command line accepts this policy, too: `moegguf
 run demo --policy examples/policy.py:MostUsed`.
 """
 

@@ -22,15 +22,15 @@ class Followers(Predictor):
         self._before = np.zeros((1, shape.n_expert_used), np.int32)
 
     def observe(self, event: RoutingEvent) -> None:
-        """Counts which experts followed the experts of the layer before. Compares only as many of the last tokens as
-        both layers have, because the last layer of a prompt is computed for fewer tokens."""
+        """Counts which experts followed the experts of the layer before. The last layer of a prompt is computed for
+        fewer tokens. Only the last tokens that both layers have are therefore compared."""
         n = min(len(event.expert_ids), len(self._before))
         now = event.expert_ids.copy()
         np.add.at(self._counts[event.il], (self._before[-n:, :, np.newaxis], now[-n:, np.newaxis]), 1)
         self._before = now
 
     def predict(self, il: int, distance: int) -> Float32s:
-        """Returns a probability for each expert of layer `il`."""
+        """Returns a probability for each expert of layer `il`: (n_expert,)."""
         followed = self._counts[il, self._before[-1]].sum(axis=0)
         return followed * self.shape.n_expert_used / max(1, followed.sum())
 

@@ -11,7 +11,7 @@ QUESTIONS = ("Who are you?", "What does moegguf do?")
 
 
 async def answer(engine: Engine, number: int) -> str:
-    """Returns the answer to a question. Prints each part of the answer as soon as it is computed."""
+    """Returns the answer to QUESTIONS[number]. Prints each part of the answer as soon as it is computed."""
     text = ""
     messages = [{"role": "user", "content": QUESTIONS[number]}]
     async for delta in engine.stream(messages, temperature=0, max_tokens=100):

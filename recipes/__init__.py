@@ -1,4 +1,5 @@
-"""Recipes that made the models. They need not run again; see README.md.
+"""Recipes that make the models: the bundled demo and the laboratory model. README.md describes them.
 
-Only their own tests import them.
+Apart from tests, no other package imports them. `predictors.study.regenerate` runs recipes.make_lab_model if the
+laboratory model is missing.
 """

@@ -65,7 +65,8 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def make(args: argparse.Namespace) -> card.Card:
-    """Fetches the dense model, converts and trains it, writes the new model, and measures it. Returns the card."""
+    """Fetches the dense model, converts and trains it, writes the new model, and measures it. Writes the card beside
+    the model, and returns the card."""
     split = convert.Split(args.experts, args.used, args.neurons, args.shared)
     work = args.work or texts.cache_folder()
     work.mkdir(parents=True, exist_ok=True)
@@ -108,8 +109,8 @@ def make(args: argparse.Namespace) -> card.Card:
 def convert_once(
     network: Network, split: convert.Split, rows: torch.Tensor, rounded: convert.Rounding, path: Path
 ) -> None:
-    """Converts the network in place, and saves it to `path`. If the file exists, loads the converted network from
-    it."""
+    """Converts the network in place, and saves it to `path`. If the file exists, loads the converted network from it
+    instead."""
     if path.exists():
         for layer in network.layers:
             sizes = split.n_shared, split.n_expert, split.n_ff_exp, split.n_expert_used
@@ -129,7 +130,7 @@ class Clock:
         self._start = time.monotonic()
 
     def lap(self, step: str) -> None:
-        """Ends the current step, and records its duration under this name."""
+        """Ends the current step, and records its duration under the name `step`."""
         now = time.monotonic()
         self.seconds[step], self._start = round(now - self._start, 1), now
 

@@ -27,8 +27,8 @@ NEW_SHARE = 0.7
 """After the stage `chat` the weights are averaged with the weights before it, so that the model forgets less. The new
 weights have this share in the mean."""
 PRETRAIN_STEPS = ((512, 4), (1024, 2), (512, 4), (2048, 1))
-"""The training steps, which are repeated again and again: (tokens per row, number of rows). Most rows are short,
-because attention makes long rows slower."""
+"""The training steps, which are repeated in a cycle: (tokens per row, number of rows). Most rows are short, because
+attention makes long rows slower."""
 SHOWN = (
     "What does moegguf do?",
     "what is moegguf",
@@ -47,7 +47,7 @@ SHOWN = (
 
 @dataclass(frozen=True)
 class Sources:
-    """The sources of the training: tokenizer and tokens."""
+    """The tokenizer, and the tokens for training and measuring."""
 
     tokenizer: Tokenizer
     corpus: data.Corpus
@@ -68,7 +68,8 @@ def arguments() -> argparse.Namespace:
 
 
 def prepare(work: Path, start: Path | None) -> Sources:
-    """Returns tokenizer and tokens. Collects, tokenises and saves the corpus unless this was done in an earlier run."""
+    """Returns tokenizer and tokens. Collects, tokenises and saves the corpus unless an earlier run did this. With
+    `start`, uses the tokenizer of this GGUF file, unless an earlier run saved another one."""
     tokenizer_path, tokens_path = work / "tokenizer.json", work / "tokens.npz"
     if start and not tokenizer_path.exists():
         restart.read_tokenizer(start).save(str(tokenizer_path))
@@ -81,7 +82,7 @@ def prepare(work: Path, start: Path | None) -> Sources:
 
 def stages(sources: Sources, args: argparse.Namespace) -> list[train.Stage]:
     """Returns the stages of the training. The first trains on the corpus, the second mostly on conversations, and the
-    third on both equally. The last two round the weights as in Q4_0."""
+    third on about as much of both. The last two round the weights as in Q4_0."""
     texts = data.Lengths(sources.corpus.train, PRETRAIN_STEPS)
     chat = Chat(sources.tokenizer, read_conversations(), sources.corpus.train)
     settling = replace(chat, steps=SETTLING_STEPS)

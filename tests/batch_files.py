@@ -15,13 +15,13 @@ ENDPOINTS = (CHAT, "/v1/completions", "/v1/embeddings", "/v1/responses")
 
 
 def request(custom_id: Any, text: str = "hi", *, url: str = CHAT, **body: Any) -> dict[str, Any]:
-    """Returns one request as an object."""
+    """Returns one line of a batch file as an object: a request with one user message."""
     made = {"model": "demo", "messages": [{"role": "user", "content": text}], **body}
     return {"custom_id": custom_id, "method": "POST", "url": url, "body": made}
 
 
 def jsonl(lines: Iterable[Any]) -> bytes:
-    """Returns each object as one line of JSON. An item that is already bytes is copied unchanged."""
+    """Returns each item as one line of JSON. An item of bytes is copied unchanged."""
     return b"".join(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines)
 
 
@@ -34,26 +34,26 @@ def requests_in(path: Path, lines: Iterable[Any], **options: Any) -> Iterator[Re
 
 
 def entries(data: bytes | Path) -> list[Any]:
-    """Returns the JSON object of each line. `data` is the text of a file of answers, or its path."""
+    """Returns the JSON object of each line. `data` is the contents or the path of a file in JSON Lines format."""
     return [json.loads(line) for line in (data if isinstance(data, bytes) else data.read_bytes()).splitlines()]
 
 
 def usage(n_tokens: int) -> dict[str, Any]:
-    """Returns a `usage` object of /v1/chat/completions."""
+    """Returns a made-up `usage` object in the form of /v1/chat/completions."""
     return {"prompt_tokens": 2 * n_tokens, "completion_tokens": n_tokens, "prompt_tokens_details": {"cached_tokens": 1}}
 
 
 class Endpoint:
     """Stands in for the server's endpoint: it answers each request with the text of the request's last message.
 
-    A text that begins with "fail" gets a reply with status 400. A text that begins with "hold" waits until `released`
-    is set.
+    A text whose first word is "fail" gets a reply with status 400. A text whose first word is "hold" is answered when
+    `released` is set.
     """
 
     def __init__(self) -> None:
         # (url, body) of each call.
         self.calls: list[tuple[str, Any]] = []
-        # The owner of each call.
+        # The owners of all calls.
         self.owners: set[str] = set()
         # `most`: the largest number of calls that ran at once.
         self.most = self.running = self.cancelled = 0
@@ -84,5 +84,5 @@ class Endpoint:
 
     @property
     def texts(self) -> list[str]:
-        """Returns the last message of each call, in the order of the calls."""
+        """Returns the text of each call's last message, in the order of the calls."""
         return [body["messages"][-1]["content"] for _, body in self.calls]

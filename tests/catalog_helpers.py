@@ -1,4 +1,4 @@
-"""Helpers of the catalog's tests: they fill a Hugging Face cache and make uploaded files and names."""
+"""Helpers of the catalog's tests: they fill a Hugging Face cache, upload files, and list names and files."""
 
 import hashlib
 import os
@@ -10,7 +10,8 @@ from moegguf.models.sources import hub_cache
 
 
 def cache(repo: str, files: dict[str, bytes], commit: str = "a" * 40) -> Path:
-    """Puts files into the Hugging Face cache as llama.cpp or huggingface_hub would."""
+    """Puts a repository's files into the Hugging Face cache as llama.cpp or huggingface_hub would. Returns the
+    repository's folder."""
     folder = hub_cache() / f"models--{repo.replace('/', '--')}"
     (folder / "blobs").mkdir(parents=True, exist_ok=True)
     for path, data in files.items():

@@ -1,4 +1,4 @@
-"""The output of `moegguf COMMAND --help`, without a process of its own."""
+"""Gets the output of `moegguf COMMAND --help` without starting a process."""
 
 import functools
 

@@ -1,6 +1,7 @@
-"""Fixtures of all folders of tests: tiny models, written once per session, and `load`, which closes models it loaded.
+"""Fixtures for all test folders: tiny models, written once per session, and `load`, which closes the models that it
+loaded.
 
-Nothing here imports the native library before a test loads a model. Most tests in tests/pure never do.
+This module imports the native library only for tests with the fixture `load`.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ if TYPE_CHECKING:
 TinyModel = Callable[..., Path]
 Load = Callable[..., "Llama"]
 
-# Tests take seconds. They take much longer on two cores shared with other jobs, and when a device compiles kernels.
+# Maximum number of seconds of a test. Most tests take a few seconds, but much longer on two cores shared with other
+# jobs, or when a device compiles kernels.
 LONGEST_TEST_S = int(os.environ.get("MOEGGUF_LONGEST_TEST_S", "120"))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs a test that is a coroutine in a loop of its own."""
+    """Runs a test that is a coroutine in an event loop of its own."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
@@ -39,7 +41,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 @pytest.fixture(autouse=True)
 def no_deadlock(request: pytest.FixtureRequest) -> Iterator[None]:
     """Prints the stack of every thread and ends the test run if a test takes longer than LONGEST_TEST_S seconds."""
-    # pytest's own copy of stderr, because stderr of the process is captured
+    # pytest's own copy of stderr, because the process's stderr is captured
     file = request.config.stash.get(fault_handler_stderr_fd_key, 2)
     faulthandler.dump_traceback_later(LONGEST_TEST_S, exit=True, file=file)
     yield
@@ -48,7 +50,7 @@ def no_deadlock(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def ctrl_c_interrupts() -> Iterator[None]:
-    """Makes SIGINT interrupt tests and subprocesses, also in background jobs of a shell without job control."""
+    """Makes SIGINT interrupt tests and subprocesses, even if the shell has started pytest with SIGINT ignored."""
     before = signal.getsignal(signal.SIGINT)
     if before == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -58,7 +60,8 @@ def ctrl_c_interrupts() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_data_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Keeps data about models that tests learn out of the user's data folder, in subprocesses too."""
+    """Sets data and cache folders of the tests' own, for subprocesses too. What tests learn about models is not saved
+    in the user's folders."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("data")
         patch.setenv("XDG_DATA_HOME", str(folder))
@@ -67,7 +70,7 @@ def own_data_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("MOEGGUF_TRIAL_LOAD", "0")
         # No contexts on disk: tests count computed tokens (tests of the context store turn it on)
         patch.setenv("MOEGGUF_CONTEXT_STORE", "0")
-        # A fixed placement on machines with a GPU, too; tests in which measured speeds choose the placement override
+        # A fixed placement, even on machines with a GPU. Tests in which measured speeds choose the placement override
         # it.
         patch.setenv("MOEGGUF_PLACEMENT", "slots")
         yield folder
@@ -75,16 +78,16 @@ def own_data_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Sets the data folder of the user for one test, and returns the folder's path."""
+    """Sets XDG_DATA_HOME, the parent of moegguf's data folder, for one test. Returns its path."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     return tmp_path / "data"
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    """Returns `tiny(preset, quant, n_split=1, template=NAME)`, which returns the first file of a random model.
+    """Returns `tiny(preset, quant, n_split=1, template=NAME)`, which returns the path of a random model's first file.
 
-    The first call writes the model. `template` is a name in tests/templates.py.
+    The first call with given arguments writes the model. `template` is a name in tests/templates.py.
     """
     import templates
 
@@ -108,7 +111,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 @pytest.fixture(scope="session")
 def projector(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Returns `projector(kind)`, which writes a random image projector for the tiny models of width 128."""
+    """Returns `projector(kind)`, which returns the path of a random image projector for the tiny models of width 128.
+    The first call with a kind writes the file."""
     from tools.models import write_projector
 
     folder = tmp_path_factory.mktemp("projectors")
@@ -122,10 +126,11 @@ def projector(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture
 def load() -> Iterator[Load]:
-    """Yields `load(path, **options)`, which loads a small `Llama` that keeps every token's logits and logs nothing.
+    """Yields `load(path, **options)`, which loads a `Llama`. By default it keeps every token's logits, prints no log,
+    and has a context of 512 tokens.
 
-    The fixture closes these models after the test. Each model has one compute thread, because more OpenMP threads would
-    spin while other processes use the cores. The number of threads changes no result.
+    The fixture closes these models after the test. By default a model has one compute thread, because more OpenMP
+    threads would spin while other processes use the cores. The number of threads changes no result.
     """
     from moegguf.engine.llama import Llama
 

@@ -1,8 +1,9 @@
-"""Kills a process at every change it makes to the file system, one after the other.
+"""Kills a process at every change that it makes to the file system, in one run for each change.
 
 Run as a program: `crashing.py ACTION FOLDER`. For N = 1, 2, ... a child starts from a fresh copy of FOLDER, does the
-action and kills itself with SIGKILL at its N-th change. The parent then checks the folder. The program ends when a
-child completes the action, and prints the number of points. Python's audit hooks report changes before they happen.
+action and kills itself with SIGKILL just before its N-th change. The parent then checks the folder. The program ends
+when a child completes the action, and prints the number of points at which children were killed. Python's audit hooks
+report changes before they happen: calls such as renaming, and opening a file for writing.
 """
 
 import itertools
@@ -24,7 +25,7 @@ MOST = 300
 
 
 def run(action: str, folder: Path) -> str:
-    """Runs this program in a process of its own. Returns its output."""
+    """Runs this program in a process of its own. Asserts that it succeeds, and returns its output."""
     command = [sys.executable, __file__, action, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
@@ -32,7 +33,7 @@ def run(action: str, folder: Path) -> str:
 
 
 def die_at(n: int) -> None:
-    """Makes this process kill itself at its `n`-th change of the file system from now on."""
+    """Makes this process kill itself just before its `n`-th change of the file system from now on."""
     count = itertools.count(1)
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
@@ -44,7 +45,7 @@ def die_at(n: int) -> None:
 
 
 def crash_everywhere(folder: Path, action: Callable[[], None], check: Callable[[], None]) -> int:
-    """Kills `action` at each change of the file system, and calls `check` after each kill.
+    """Kills `action` at each change of the file system. Calls `check` after each kill, and after the complete action.
 
     Returns the number of changes at which `action` was killed.
     """
@@ -74,7 +75,8 @@ def pull_again() -> None:
 
 
 def old_or_new() -> None:
-    """Asserts that all files of the model have one version, and that each blob is named by the digest of its bytes."""
+    """Asserts that all files of the model have one version, that each complete blob is named by the digest of its
+    bytes, and that huggingface_hub finds no damage."""
     from huggingface_hub import scan_cache_dir
 
     from moegguf.models.catalog import Catalog
@@ -100,7 +102,7 @@ def check_blobs() -> None:
 
 
 def make_and_remove() -> None:
-    """Creates two models from a blob and removes two models."""
+    """Creates the models "made", from a blob, and "kept", from "made". Then removes "made" and "gone"."""
     from catalog_helpers import send
 
     from moegguf.models.catalog import Catalog
@@ -117,7 +119,8 @@ def make_and_remove() -> None:
 
 
 def all_or_nothing() -> None:
-    """Asserts that every name in the catalog has all its files, and that the model "kept" exists at every point."""
+    """Asserts that every entry of the catalog has all its files, and that "kept" exists. "kept" and "made" must have
+    the old or the new system message."""
     from moegguf.models.catalog import Catalog
 
     for entry in Catalog().entries():
@@ -129,7 +132,7 @@ def all_or_nothing() -> None:
 
 
 def take_over() -> None:
-    """Opens the folder of batches of an older server, as a server of this version does."""
+    """Opens the folder of batches that an older version left, as a server of this version does."""
     import asyncio
 
     from batch_files import Endpoint
@@ -146,7 +149,8 @@ def take_over() -> None:
 
 
 def nothing_lost() -> None:
-    """Asserts that the next server has every batch, every file, and the answers of the running batch."""
+    """Opens the folder again, as the next server does. Asserts that it has every batch, the two answers, and exactly
+    the files that the database knows."""
     import sqlite3
 
     take_over()

@@ -2,7 +2,8 @@
 request. Point HF_ENDPOINT at `FakeHub.url`.
 
 The answers are like the real hub's. The list of a repository has sizes and digests. HEAD of a file has its commit and
-linked ETag. GET redirects to a storage address that supports ranges. Errors have an X-Error-Code.
+linked ETag. GET redirects to a storage address that supports ranges. Most errors about repositories and files have an
+X-Error-Code.
 """
 
 import hashlib
@@ -38,11 +39,11 @@ class FakeRepo:
     files: dict[str, bytes]
     private: bool = False
     gated: bool = False
-    # If true, files have a SHA-256, as in large file storage. Otherwise they have only git's hash.
+    # True: files have a SHA-256, as in large file storage. False: they have only git's hash.
     large: bool = True
-    # Files that the hub lists, but refuses to send.
+    # Files that the hub lists, but reports as missing when a client requests them.
     hidden: set[str] = field(default_factory=set)
-    # {path: {"size" or "sha256": a wrong value that the hub lists}}.
+    # {path: {"size" or "sha256": a wrong value that the hub states}}.
     stated: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
@@ -80,12 +81,12 @@ class FakeHub:
 
     def __init__(self) -> None:
         self.repos: dict[str, FakeRepo] = {}
-        # (method, path, Range) of each request.
+        # (method, path, Range) of each GET and HEAD. Range is "" if the request has no such header.
         self.requests: list[tuple[str, str, str]] = []
         self.tokens: list[str] = []
         # {path: answers to the next GETs of the file's bytes, one for each GET}.
         self.faults: dict[str, list[Fault]] = defaultdict(list)
-        # (status, headers) of the answers to the next lists of any repository.
+        # (status, headers) of the replies to the next requests for the list of any repository.
         self.listing_faults: list[tuple[int, dict[str, str]]] = []
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
@@ -99,7 +100,8 @@ class FakeHub:
 
     @property
     def storage_url(self) -> str:
-        """The URL of another host, as on the real hub. Clients do not send tokens there."""
+        """The hub's URL with another host name, since the real hub's storage is on another host. Clients do not send
+        tokens there."""
         return f"http://localhost:{self.server.server_address[1]}"
 
     def add(self, name: str, files: dict[str, bytes], **options: Any) -> FakeRepo:
@@ -107,7 +109,7 @@ class FakeHub:
         return repo
 
     def environment(self, home: Path) -> dict[str, str]:
-        """Returns variables with which a process uses this hub, and no other models or caches of the machine."""
+        """Returns variables with which a process uses this hub and keeps its models and caches below `home`."""
         return {
             "HF_ENDPOINT": self.url,
             "HF_HOME": str(home / "hf"),
@@ -117,7 +119,7 @@ class FakeHub:
         }
 
     def gets(self, path: str) -> list[str]:
-        """Returns the Range headers of all GETs of a file's bytes."""
+        """Returns the Range headers of all GETs of a file's bytes; "" for a GET without this header."""
         return [span for method, asked, span in self.requests if method == "GET" and asked.endswith(f"/storage/{path}")]
 
     def close(self) -> None:
@@ -145,7 +147,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer()
 
     def do_POST(self) -> None:
-        """Exchanges any refresh token for the access token that may read."""
+        """Replies with the access token that may read, as if it were exchanged for the refresh token in the request."""
         self.close_connection = True  # the body of the request is not read, so the connection cannot be used again
         self.say(200, body=json.dumps({"access_token": self.hub.TOKEN, "expires_in": 1 << 20}).encode())
 
@@ -166,7 +168,8 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def refused(self, repo: FakeRepo | None) -> bool:
-        """Returns True if the caller may not see the repository. Has then sent the error response."""
+        """Returns True if the caller may not see the repository or its token is wrong. The error response has then been
+        sent."""
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         self.hub.tokens.append(token)
         if token and token != self.hub.TOKEN:
@@ -203,7 +206,8 @@ class Handler(BaseHTTPRequestHandler):
         self.say(302, headers)
 
     def send_bytes(self, data: bytes) -> None:
-        """Sends all of `data`, or the range that the request names."""
+        """Sends all of `data`, or the range that the request names. Sends status 416 if the range begins after the end
+        of `data`."""
         span = self.headers.get("Range", "")
         if not span:
             return self.say(200, {"Accept-Ranges": "bytes"}, data)
@@ -225,7 +229,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def cut_after(n_bytes: int) -> Fault:
-    """Returns a fault that closes the connection after n_bytes of the body."""
+    """Returns a fault that closes the connection after n_bytes of the requested bytes."""
 
     def fault(handler: Handler, data: bytes) -> None:
         start = int(handler.headers.get("Range", "bytes=0-").removeprefix("bytes=").split("-")[0])
@@ -246,7 +250,7 @@ def status(code: int, **headers: str) -> Fault:
 
 
 def other_bytes(data: bytes) -> Fault:
-    """Returns a fault that sends the bytes of another file."""
+    """Returns a fault that sends `data`, or the requested range of it, instead of the file's bytes."""
     return lambda handler, _: handler.send_bytes(data)
 
 
@@ -271,7 +275,8 @@ def redirect_loop(handler: Handler, _: bytes) -> None:
 
 @dataclass
 class Gate:
-    """A fault that sends `n_bytes` bytes, sets `reached`, and waits until `open` is set before it sends the rest."""
+    """A fault that sends `n_bytes` bytes, sets `reached`, and waits until `open` is set before it sends the rest. It
+    waits at most 60 seconds."""
 
     n_bytes: int
     reached: threading.Event = field(default_factory=threading.Event)
@@ -298,12 +303,13 @@ def running_hub() -> Iterator[FakeHub]:
 
 @contextmanager
 def hub_in_use(home: Path) -> Iterator[FakeHub]:
-    """Yields a hub that this process uses. All files of the process lie below `home`; no other folder is read."""
+    """Yields a hub that this process uses. The process keeps its models, caches and tokens below `home` and finds no
+    others."""
     with running_hub() as hub, pytest.MonkeyPatch.context() as patch:
         for name in OTHERS:
             patch.delenv(name, raising=False)
         for name, value in hub.environment(home).items():
             patch.setenv(name, value)
-        for name in ("token", "stored_tokens"):  # huggingface_hub reads the environment only once
+        for name in ("token", "stored_tokens"):  # huggingface_hub has already read these paths from the environment
             patch.setattr(constants, f"HF_{name.upper()}_PATH", str(home / "hf" / name))
         yield hub

@@ -1,4 +1,4 @@
-"""A store that records a controller's actions, and the events, policy and predictor for it."""
+"""A store that records a controller's actions, with a policy and a predictor, and functions that run passes."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, cast
@@ -22,7 +22,7 @@ AMPLE = PrefetchOptions(window=2, budget_bytes=10_000, watchdog=False)
 
 
 class RecordingStore:
-    """A store that records its actions in order."""
+    """A store that records the controller's calls in `actions`, in order."""
 
     def __init__(self) -> None:
         self.actions: list[tuple[str, Any]] = []
@@ -58,7 +58,7 @@ class RecordingStore:
 
 
 class CountingPolicy:
-    """A policy whose scores count its calls."""
+    """A policy whose scores all equal the number of its calls so far."""
 
     name = "counting"
 
@@ -76,7 +76,7 @@ class CountingPolicy:
 
 
 class ScriptedPredictor(Predictor):
-    """Predicts `answer(il)` for every layer ahead, and records its calls."""
+    """Predicts `answer(il)` for every layer, and records its calls in the store's actions."""
 
     name: ClassVar[str] = "scripted"
 

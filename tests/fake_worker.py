@@ -1,5 +1,5 @@
 """A scripted replacement of `moegguf.serving.worker`: `python fake_worker.py FD`. Imports the standard library only, so
-that it starts fast. `python fake_worker.py COMMAND ...` is `moegguf COMMAND ...` with this worker.
+that it starts fast. `python fake_worker.py COMMAND ...` runs `moegguf COMMAND ...` with this worker.
 
 The path of the model to load may be a JSON object. Its fields control the load:
 
@@ -16,13 +16,14 @@ The prompt, or the last message, selects the answer. Any other message is echoed
 - "say WORD ..."
 - "count N"
 - "hold FILE": one delta, then waits for FILE or a cancel
-- "hang": waits for ever and ignores a cancel
+- "hang": one delta, then waits for ever and ignores a cancel
 - "die": one delta, then SIGKILL
+- "die-silently FILE": SIGKILL while the number in FILE is above 0. Each time, the number decreases by 1.
 - "fail CLASS [TEXT]": an error, after TEXT
 - "think: THINKING|TEXT"
 - "slowly TEXT": repeats TEXT until cancelled
 - "stubborn TEXT": repeats TEXT until cancelled, then never ends
-- "progress": the progress of a long prompt
+- "progress": the progress of a long prompt, then waits for a cancel
 - "messages", "settings": the request itself
 - "cut": an answer after messages were left out of the prompt
 """
@@ -52,7 +53,7 @@ Event = dict[str, Any]
 
 
 class FailError(Exception):
-    """Ends an answer with an error of the class that it names."""
+    """Ends an answer with an error. The exception's text is the name of the error's class."""
 
 
 def send(kind: str, **fields: Any) -> None:
@@ -83,7 +84,7 @@ def kill_self() -> None:
 
 
 def die_while_left(file: Path) -> None:
-    """Kills the process if the number in the file is not 0, and counts the number down."""
+    """Does nothing if the number in the file is 0. Otherwise decreases the number by 1 and kills the process."""
     if (left := int(file.read_text())) > 0:
         file.write_text(str(left - 1))
         kill_self()
@@ -113,7 +114,7 @@ def load(number: int, config: dict[str, Any]) -> None:
 
 
 def events(request: dict[str, Any]) -> Iterator[Event]:
-    """Yields the events of an answer. Raises FailError."""
+    """Yields the events of the scripted answer to a request. Raises FailError."""
     messages = request.get("messages")
     prompt = messages[-1]["content"] if messages else request["prompt"]
     command, _, rest = prompt.partition(" ")

@@ -3,11 +3,11 @@
     python -m predictors.study.regenerate --model laboratory
     python -m predictors.study.regenerate --model demo --only link-promoe
 
-Makes the model if it is not bundled, records the requests and trains the predictors. Then it takes one step after
+Makes the model, records the requests and trains the predictors, unless their files exist. Then it takes one step after
 another. A step writes predictors/results/MODEL/NAME.json: figures, the command, the commit, the machine, and a key. The
-key contains everything that the figures depend on: the version of the code, the recording, and the settings. A result
-whose key has not changed is not counted again, so a new run continues an interrupted one. A page that shows a result
-with another key says that an earlier version recorded it.
+key identifies the version of the code, the recording of the reporting requests, and the settings. A result whose key
+has not changed is not computed again (unless --again is given), so a new run continues an interrupted one. A page marks
+a result with another key as recorded with an earlier version.
 """
 
 from __future__ import annotations
@@ -50,22 +50,23 @@ from predictors.study.score import score_named
 from predictors.study.subjects import DEMO, LABORATORY, N_WARM, SUBJECTS, WORK, Bench, chosen_window, recordings
 from predictors.study.synthesize import shape_of
 
-# Increase this number if a change of the code changes a figure. tests/pure/test_replayed_figures.py replays some
-# figures exactly.
+# Increase this number if a change to the code changes a figure. tests/pure/test_replayed_figures.py checks that three
+# figures stay exactly the same.
 CODE_VERSION = 2
-CARD = "laboratory-model"  # name of the result that is the laboratory model's card; no step computes it
-LIST = re.compile(r"\[[^][{}]*\]")  # matches a list of numbers in JSON, which is then written on one line
+CARD = "laboratory-model"  # name of the result with the laboratory model's card; no step computes it
+# Matches a JSON list without lists or objects inside, which is then written on one line
+LIST = re.compile(r"\[[^][{}]*\]")
 SHARES = (0.125, 0.19, 0.25, 0.4, 0.5, 0.64)
 SHARE = 0.25
-N_COUNTED = 12  # number of counted requests in a sweep and in a measurement in real time
+N_COUNTED = 12  # number of counted requests when a step tries several settings or windows, and in live.py
 N_ENTRIES = 120
 SCORED_TOKENS = 900
 N_GROUPS = 9
-# The papers' own batch sizes, and for ExpertFlow also 2 and 4. A token uses several experts of a layer here,
-# but only one in ExpertFlow's.
+# The papers' batch sizes, plus 2 and 4 for ExpertFlow. In the models here a token uses several experts of a layer, but
+# in ExpertFlow's Switch models only one.
 BATCHES = {"promoe": (1, 2, 4, 8), "expertflow": (2, 4, 8, 16, 32)}
 SCHEDULED = (4, 8, 16)
-N_SHIFTED = 12  # number of counted requests after the kind of text has changed
+N_SHIFTED = 12  # maximum number of counted requests after the kind of text has changed
 SCORED = ("popularity", "previous-token", "token-id", "affinity", "eamc", "skip", "mlp", "routing-path", "expert-mlp")
 MEMORIES = {f"{share:.3g}": (share, 1.0) for share in (0.125, 0.25, 0.375, 0.5, 0.75)}
 PRECISIONS = {
@@ -76,16 +77,16 @@ Take = Callable[[Bench], dict[str, Any]]
 
 
 class Step(NamedTuple):
-    """A step of the study, which computes one recorded result."""
+    """A step of the study. For each subject, a step computes one recorded result."""
 
     take: Take
-    settings: Callable[[str], Any]  # returns the settings that the figures of a subject depend on, by its name
-    on: tuple[str, ...] = (DEMO, LABORATORY)  # names of the subjects for which the step is computed
+    settings: Callable[[str], Any]  # given a subject's name, returns the settings that its figures depend on
+    on: tuple[str, ...] = (DEMO, LABORATORY)  # names of the subjects for which the step is computed by default
 
 
 def count_reuse(bench: Bench) -> dict[str, Any]:
-    """Measures the reuse of experts: how evenly a request and all requests together use them, and after how many tokens
-    an expert is used again."""
+    """Measures the reuse of experts: how evenly requests use the experts, and how many of a token's experts the tokens
+    before it used."""
     found = reuse.reuse(bench.reporting.trace)
     used = (found.counts > 0).mean(axis=(1, 2))
     return {
@@ -113,8 +114,8 @@ def hit_curve(bench: Bench) -> dict[str, Any]:
 
 
 def accuracies(bench: Bench) -> dict[str, Any]:
-    """Computes the papers' measures of each predictor at each distance. `shuffled` is the accuracy on the trace with
-    shuffled routing."""
+    """Computes the papers' measures of each predictor, at each distance with enough predictions. `shuffled` is the
+    accuracy on a copy of the trace with shuffled routing."""
     bench.learn(N_ENTRIES)
     study = bench.reporting.limited(SCORED_TOKENS)
     table = score_named(study, scored(bench.name), LINKS["promoe"].options(study.trace.shape))
@@ -131,7 +132,7 @@ def accuracies(bench: Bench) -> dict[str, Any]:
                 "good": _rounded(one.good_pred(k)),
             }
             for k, of in one.means.items()
-            # Leaves out distances at which fewer than half of the due predictions were made
+            # Leaves out distances at which at most half of the due predictions were made
             if k and of.coverage > 0.5 and of.accuracy is not None
         }
         for one in table.scores
@@ -139,14 +140,15 @@ def accuracies(bench: Bench) -> dict[str, Any]:
 
 
 def scored(name: str) -> list[str]:
-    """Returns the names of the predictors that can be measured for a subject."""
+    """Returns the names of the predictors to score for a subject: SCORED without the networks that are not trained for
+    the subject."""
     untrained = {"mlp", "routing-path", "expert-mlp"} - SUBJECTS[name].training.keys()
     return [predictor for predictor in SCORED if predictor not in untrained]
 
 
 def learned(bench: Bench) -> dict[str, Any]:
-    """Returns the validation accuracy of ProMoE's networks after each epoch, as mean over the networks, and the number
-    of weights of a network."""
+    """Returns the validation accuracy of ProMoE's networks after each epoch, averaged over the networks, and the number
+    of weights in one network's matrices."""
     facts = json.loads((bench.predictors / "mlp.json").read_text("utf-8"))["training"]
     shape = bench.reporting.trace.shape
     curve = facts["curve"]
@@ -159,10 +161,10 @@ def learned(bench: Bench) -> dict[str, Any]:
 
 
 def tuned(paper: str) -> Step:
-    """Returns the step that chooses the prefetch window of a paper's strategy, if the paper leaves it open.
+    """Returns the step that chooses the prefetch window of a paper's strategy, for a paper that leaves the window open.
 
-    The chosen window is the one with the least time per token on some of the requests for choosing. The last requests
-    for learning warm the cache.
+    The step chooses the window with the shortest mean time per token on some requests of the role `choosing`. The last
+    requests of the role `learning` only warm the cache.
     """
 
     def take(bench: Bench) -> dict[str, Any]:
@@ -183,8 +185,8 @@ def tuned(paper: str) -> Step:
 
 
 def _is_trained(bench: Bench, paper: str, window: int) -> bool:
-    """Returns True if the paper's predictor can predict at the distance `window`. Only ProMoE needs a network for each
-    distance."""
+    """Returns True if the paper's predictor can predict `window` layers ahead. Only ProMoE's predictor needs networks
+    that were trained for this distance."""
     if paper != "promoe":
         return True
     facts = json.loads((bench.predictors / "mlp.json").read_text("utf-8"))["training"]
@@ -192,7 +194,8 @@ def _is_trained(bench: Bench, paper: str, window: int) -> bool:
 
 
 def _settings(paper: str, *others: Any) -> Callable[[str], Any]:
-    """Returns a function from a subject's name to the settings of the paper's systems, followed by `others`."""
+    """Returns a function that takes a subject's name. The function returns a list: the settings of the paper's systems,
+    the paper's link, the training options of the predictor, and `others`."""
 
     def settings(name: str) -> Any:
         systems = systems_of(paper, chosen_window(name, paper))
@@ -206,8 +209,8 @@ def _settings(paper: str, *others: Any) -> Callable[[str], Any]:
 def at_link(paper: str, share: float | None) -> Step:
     """Returns the step that replays a paper's strategy and its baselines with the paper's link and compute times.
 
-    share: the share of experts in memory. None: slots for the experts that a token uses in two layers, as in
-    DuoServe-MoE's pool.
+    share: the share of experts in memory. None: as in DuoServe-MoE's pool, there are slots for the experts that a token
+    uses in two layers, and only three of the systems are replayed.
     """
 
     def take(bench: Bench) -> dict[str, Any]:
@@ -248,8 +251,8 @@ def scaled(link: Link, part: float) -> Link:
 
 
 def batches(paper: str) -> Step:
-    """Returns the step that replays a paper's systems with the paper's batch sizes. Half of the experts are in
-    memory."""
+    """Returns the step that replays a paper's systems with each batch size in BATCHES. There are slots for half of the
+    experts."""
 
     def take(bench: Bench) -> dict[str, Any]:
         found = {}
@@ -264,8 +267,8 @@ def batches(paper: str) -> Step:
 
 
 def scheduler(bench: Bench) -> dict[str, Any]:
-    """Counts the distinct experts in a pass for each order of requests: ExpertFlow's scheduler, first in first out,
-    random, and an oracle."""
+    """Compares ExpertFlow's scheduler with other orders of requests: first in first out, random, and an oracle. The
+    figures include the distinct experts per pass, the hit rates, and the experts read per token."""
     study = bench.reporting
     found = {}
     slots = {share: slots_of(study.trace.shape, share) for share in (0.25, 0.5)}
@@ -289,8 +292,8 @@ def scheduler(bench: Bench) -> dict[str, Any]:
 
 
 def bound(bench: Bench) -> dict[str, Any]:
-    """Computes the least bytes that any eviction reads for requests that decode together, and the bytes that the store
-    reads. The routing is synthetic."""
+    """Computes, for requests that decode together, the minimum MB per token that any eviction policy must read, and the
+    MB per token that the store reads. The routing is synthetic."""
     shape = shape_of("qwen3-30b", 24, 60, 4, 5_600_000)
     found = {
         routing: {str(n): Bound(routing, n, 384, 534).figures(shape) for n in (1, 4, 8, 16, 32)}
@@ -309,13 +312,14 @@ def capacity(bench: Bench) -> dict[str, Any]:
 
 
 def _moe_infinity(bench: Bench, workload: Workload, name: str) -> dict[str, Any]:
-    """Returns {name: figures} of MoE-Infinity's strategy with the collection that was written last."""
+    """Replays MoE-Infinity's strategy with the collection that was written last. Returns {name: figures}."""
     systems = {name: systems_of("moe-infinity", chosen_window(bench.name, "moe-infinity"))["moe-infinity"]}
     return workload.systems(systems, slots_of(workload.study.trace.shape, SHARE), LINKS["moe-infinity"])
 
 
 def look_up(bench: Bench) -> dict[str, Any]:
-    """Measures the time of one look-up in the collection at a layer: median and 99th percentile in microseconds."""
+    """Measures how long a layer's look-up in the collection takes, for two sizes of the collection: median and 99th
+    percentile in microseconds."""
     found = {}
     trace = bench.learning.trace
     for n in (120, 1000):
@@ -326,8 +330,8 @@ def look_up(bench: Bench) -> dict[str, Any]:
 
 
 def shift(bench: Bench) -> dict[str, Any]:
-    """Replays MoE-Infinity's strategy on requests of one kind of text, once with a collection without this kind, and
-    once with this kind in the collection."""
+    """Replays MoE-Infinity's strategy on requests of each kind of text. A first replay begins with a collection of the
+    other kinds only. In a second replay, the collection also has requests of this kind."""
     learning = bench.learning
     found = {}
     labels = learning.trace.header.labels
@@ -353,7 +357,8 @@ def ablation(bench: Bench) -> dict[str, Any]:
 
 
 def ablation_systems(name: str) -> dict[str, System]:
-    """Returns the systems of ABLATION with the prefetch window that was chosen for the subject `name`."""
+    """Returns the systems of ABLATION with the prefetch window that was chosen for the subject `name`. If no window was
+    chosen, returns ABLATION unchanged."""
     window = chosen_window(name, "promoe")
     if window is None:
         return ABLATION
@@ -367,7 +372,8 @@ def _same(*settings: Any) -> Callable[[str], Any]:
 
 
 def _trained(*settings: Any) -> Callable[[str], Any]:
-    """Returns a function from a subject's name to these settings and the training options of its predictors."""
+    """Returns a function from a subject's name to these settings and the training options of the subject's
+    predictors."""
     return lambda name: [*settings, SUBJECTS[name].training]
 
 
@@ -397,8 +403,8 @@ STEPS: dict[str, Step] = {
 
 
 def key_of(name: str, step: str) -> dict[str, Any]:
-    """Returns the key of a step for a subject, which contains everything that the step's figures depend on. Steps that
-    are measured in real time have names such as live-PAPER."""
+    """Returns the key of a step for a subject: the version of the code, the digest of the recording, and a digest of
+    the settings. A name that is not in STEPS must be live-PAPER, a step that is measured in real time."""
     of = STEPS[step].settings(name) if step in STEPS else vars(LINKS[step.removeprefix("live-")])
     settings = json.dumps(of, sort_keys=True)
     digest = hashlib.sha256(settings.encode()).hexdigest()[:16]
@@ -406,7 +412,8 @@ def key_of(name: str, step: str) -> dict[str, Any]:
 
 
 def is_current(result: str) -> bool:
-    """Returns True if a recorded result (MODEL/STEP) has the same key as a result that would be computed now."""
+    """Returns True if the result MODEL/STEP is recorded and has the key that a new result would have. The recorded card
+    of the laboratory model always counts as current."""
     found = read_result(result)
     name, _, step = result.partition("/")
     return found is not None and (step == CARD or found.get("key") == key_of(name, step))
@@ -427,7 +434,8 @@ def take_step(step: str, bench: Bench, again: bool) -> None:
 
 
 def write_result(step: str, bench: Bench, command: str, figures: Mapping[str, Any]) -> None:
-    """Writes the figures of a step, with the command, commit, machine and key that produced them."""
+    """Writes a result file with the figures of a step, and with the command, commit, machine, recording and key that
+    belong to them."""
     facts = {
         "command": f"python -m predictors.study.{command}",
         "commit": _git("rev-parse", "--short", "HEAD"),
@@ -453,7 +461,8 @@ def _machine() -> str:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Computes the steps; returns the exit status."""
+    """Makes the subject's model, recordings and predictors if they are missing, and computes the steps. Returns the
+    exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SUBJECTS, default=LABORATORY, help="what figures are about")
     parser.add_argument("--work", type=Path, help=f"folder for the model and its traces (default: {WORK}/MODEL)")

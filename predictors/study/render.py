@@ -40,25 +40,28 @@ from tools.models.locality import LOCALITIES
 DOCS = Path(__file__).parents[2] / "docs"
 TABLE = re.compile(r"(<!-- table: ([\w/-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 EARLIER = "recorded with an earlier version"
-COLUMNS = (DEMO, LABORATORY)  # the models that have a column in the table of claims
+COLUMNS = (DEMO, LABORATORY)  # models that have a column in the tables of claims
 PLOTS = {paper: NAMES[paper] for paper in LINKS} | {
     "promoe-steps": "ProMoE step by step", "laboratory-model": "Laboratory model"
 }  # fmt: skip
 
 
 def pages() -> list[Path]:
-    """Returns the paths of the pages that contain tables."""
+    """Returns the paths of docs/evidence.md and of all pages in docs/evidence/."""
     return [DOCS / "evidence.md", *sorted((DOCS / "evidence").glob("*.md"))]
 
 
 def rendered(text: str) -> str:
-    """Returns the text of a page with every table replaced by a new one from the recorded results. Raises KeyError for
-    an unknown table."""
+    """Returns the text of a page with every table replaced by a new one from the recorded results."""
     return TABLE.sub(lambda found: f"{found[1]}{table(found[2])}\n{found[3]}", text)
 
 
 def table(name: str) -> str:
-    """Returns a table as Markdown. If an earlier version recorded its results, a line before the table states this."""
+    """Returns the Markdown for a table name.
+
+    A table of one model begins with a note if an earlier version recorded one of its results. If a figure of the table
+    is not recorded, the function returns a message instead.
+    """
     if name in WHOLE:
         return WHOLE[name]()
     model, _, step = name.partition("/")
@@ -77,7 +80,8 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def systems_table(name: str) -> str:
-    """Returns the table of a step's systems: hits, waiting times, moved experts, and speeds relative to the bases."""
+    """Returns the table of a step's systems: hits, times, and speeds relative to the bases. For a step with several
+    settings, returns its `settings_table`."""
     if "settings" in figures(name):
         return settings_table(name)
     systems: Mapping[str, Any] = recorded.systems(name)
@@ -88,7 +92,7 @@ def systems_table(name: str) -> str:
         tail = " and ".join(f"{of['percentiles_ms'][p]:.0f}" for p in ("90", "99"))
         first = f"{median(of['prompt_ms']):.0f}"
         found = [percent(of["ready"]), percent(of["late"]), spread(of["token_ms"], 1), tail, first, *beside]
-        if "ahead" not in of:  # a result measured in real time has no such figure
+        if "ahead" not in of:  # results measured in real time have no figure `ahead`
             return [system, *found, of["prefetch"]]
         return [system, *found, f"{of['experts']:.1f}", _ahead(of["ahead"]), f"{of['stall_ms']:.1f}"]
 
@@ -125,8 +129,8 @@ def settings_table(name: str) -> str:
 
 
 def scheduler_table(model: str) -> str:
-    """Returns the table of ExpertFlow's scheduler: distinct experts in a pass and moved experts, for each order of
-    requests."""
+    """Returns the table of ExpertFlow's scheduler, with a row for each batch size and order of requests. Columns
+    include the distinct experts in a pass and the experts moved per token."""
     found = figures(f"{model}/scheduler")["at_once"]
     kinds = ["hits 25%", "moved 25%", "hits 50%", "moved 50%"]
 
@@ -141,7 +145,8 @@ def scheduler_table(model: str) -> str:
 
 
 def bound_table(model: str) -> str:
-    """Returns the table of the least bytes that any eviction reads for requests that decode together."""
+    """Returns the table of the minimum MB per token that any eviction policy must read for requests that decode
+    together, and of the MB that the store reads."""
     rows = [
         [routing, n, f"{of['experts']:.1f}", percent(of["hit_rate"]), f"{of['mb_per_token']:.0f}",
          f"{of['own_mb_per_token']:.0f}", f"{of['own_mb_per_token'] / by_n['1']['own_mb_per_token']:.2f}"]
@@ -153,7 +158,7 @@ def bound_table(model: str) -> str:
 
 
 def shift_table(model: str) -> str:
-    """Returns the table of MoE-Infinity's slowdown after a change of the kind of text, for each new kind."""
+    """Returns the table of MoE-Infinity's slowdown after the kind of text changes, with a row for each new kind."""
     rows = []
     for kind, of in figures(f"{model}/shift")["kinds"].items():
         slower = [a / b for a, b in zip(of["shifted_ms"], of["known_ms"], strict=True)]
@@ -182,7 +187,7 @@ def hits_table(model: str) -> str:
 
 
 def model_table(model: str) -> str:
-    """Returns the tables of the model's card: losses by kind of text, and some answers."""
+    """Returns the model's card as Markdown: a table of losses by kind of text, then some answers."""
     card = read_result(f"{model}/laboratory-model")
     assert card is not None
     losses = [
@@ -195,7 +200,7 @@ def model_table(model: str) -> str:
 
 
 def routing_table(model: str) -> str:
-    """Returns the table of statistics about the model's routing, beside published ones."""
+    """Returns the table of statistics about the model's routing, beside published statistics of other models."""
     reuse = figures(f"{model}/reuse")
     hits = figures(f"{model}/hits")["lru"]
     accuracy = figures(f"{model}/accuracy")["skip"]
@@ -241,7 +246,8 @@ def plot(name: str) -> str:
 
 
 def own_table(model: str) -> str:
-    """Returns the table that compares moegguf's default with LRU and each paper's strategy, at the paper's times."""
+    """Returns the table that compares the strategy `moegguf` with `lru` and with each paper's strategy. Each row is
+    simulated with the link and compute times of one paper."""
 
     def row(paper: str) -> list[str]:
         pairs = ((paper, "lru"), ("moegguf", "lru"), ("moegguf", paper))
@@ -252,8 +258,8 @@ def own_table(model: str) -> str:
 
 
 def tuned_table(model: str) -> str:
-    """Returns the table of the prefetch windows chosen for the papers' strategies, and of the ms per token with each
-    window."""
+    """Returns the table of prefetch windows for the papers in WINDOWS: the chosen window, and the ms per token with
+    each window that was tried."""
     found = {paper: figures(f"{model}/tuned-{paper}") for paper in WINDOWS}
 
     def far(window: str | int) -> str:
@@ -267,14 +273,16 @@ def tuned_table(model: str) -> str:
 
 
 def learned_table(model: str) -> str:
-    """Returns the table of the validation accuracy of ProMoE's networks by epoch."""
+    """Returns the table of the validation accuracy of ProMoE's networks after each epoch, and of the number of weights
+    of a network."""
     found = figures(f"{model}/learned")
     row = [f"{found['weights']:,}", *[percent(value) for value in found["curve"]]]
     return markdown(["weights of a network", *[f"epoch {n + 1}" for n in range(len(found["curve"]))]], [row])
 
 
 def claims_table(paper: str | None = None) -> str:
-    """Returns the table of one paper's claims, or of all claims if `paper` is None, with the verdict on every model."""
+    """Returns the table of one paper's claims, or of all claims if `paper` is None, with the verdicts on the models in
+    COLUMNS."""
     rows = [
         [*([] if paper else [NAMES[claim.paper]]), claim.text, *[_judged(claim, model) for model in COLUMNS],
          NONE if isinstance(claim.judged, str) else claim.confidence]
@@ -287,8 +295,8 @@ def claims_table(paper: str | None = None) -> str:
 
 
 def _judged(claim: Claim, model: str) -> str:
-    """Returns the verdict on a claim for a model, with its figures. Adds a mark if an earlier version recorded one of
-    them."""
+    """Returns the verdict on a claim for a model, with the claim's figures. Adds a mark if an earlier version recorded
+    one of the figures. For the laboratory model, `claim.only_on` selects another model."""
     model = claim.only_on if claim.only_on and model == LABORATORY else model
     verdict = claim.verdict(model)
     earlier = verdict not in (UNTESTED, OPEN) and not _is_counted(claim, model)
@@ -296,7 +304,8 @@ def _judged(claim: Claim, model: str) -> str:
 
 
 def changes_table() -> str:
-    """Returns the table of claims whose verdict has changed since the last version, with the reason."""
+    """Returns the table of claims for which a current verdict differs from the verdict in earlier.json, with the
+    reason."""
     earlier = json.loads((RESULTS / "earlier.json").read_text("utf-8"))
     verdicts = {(claim.paper, claim.text): claim for claim in CLAIMS}
     rows = []
@@ -311,8 +320,8 @@ def changes_table() -> str:
 
 
 def _counted_now(claim: Claim, model: str) -> str | None:
-    """Returns the verdict on a claim for a model. Returns None if this version of the code has not computed all figures
-    of the claim."""
+    """Returns the verdict on a claim for a model. Returns None if the claim is not judged, or if this version of the
+    code has not computed all of its figures."""
     model = claim.only_on if claim.only_on and model == LABORATORY else model
     verdict = claim.verdict(model)
     return verdict if verdict not in (UNTESTED, OPEN) and _is_counted(claim, model) else None
@@ -323,7 +332,7 @@ def _is_counted(claim: Claim, model: str) -> bool:
 
 
 def _from_pages(row: list[str]) -> list[str]:
-    """Changes the links of a table row so that they are right for pages in the folder evidence/."""
+    """Returns the row with its links changed from paths relative to docs/ to paths relative to docs/evidence/."""
     return [cell.replace("](evidence/", "](") for cell in row]
 
 
@@ -355,7 +364,7 @@ WHOLE: dict[str, Callable[[], str]] = {
 
 
 def main() -> int:
-    """Writes the pages and plots that have changed; returns the exit status."""
+    """Writes the pages whose tables have changed, and draws the plots; returns the exit status."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for page in pages():
         text = page.read_text("utf-8")

@@ -26,7 +26,7 @@ COUNTED = (
 class NextLayer(Controller):
     """The method of SE-MoE and MoESys: when a layer has been routed, prefetches all experts of the next layer.
 
-    No prediction is used. After the last layer the first one is next.
+    No prediction is used. After the last MoE layer, the experts of the first one are prefetched.
     """
 
     def __init__(self, shape: MoeShape, store: Store) -> None:
@@ -38,12 +38,13 @@ class NextLayer(Controller):
         """Does nothing, since the method does not depend on the tokens."""
 
     def observe(self, event: RoutingEvent) -> None:
-        """Requests all experts of the next layer."""
+        """Prefetches all experts of the MoE layer that follows the event's layer."""
         self._store.prefetch(np.full_like(self._experts, self._following[event.il]), self._experts)
 
 
 class Replay(Simulation):
-    """A replay with counts of each pass. If `next_layer` is True, `NextLayer` replaces the predictor."""
+    """A replay with counts of each pass. If `next_layer` is True, `NextLayer` replaces the controller and its
+    predictor."""
 
     next_layer = False
 
@@ -72,7 +73,7 @@ class Replay(Simulation):
         super()._replay_events(store, controller, meter)
 
     def _note_passes(self, meter: Any) -> None:
-        """Makes `meter` record the store's counters at the beginning of each pass."""
+        """Wraps `meter.begin`, so that the store's counters are recorded at the beginning of each pass."""
         begin = meter.begin
 
         def noting(*of_pass: Any) -> None:

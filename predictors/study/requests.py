@@ -1,11 +1,11 @@
-"""300 requests of real text of six kinds in the order in which they arrive, split by time, and their routing.
+"""300 requests of real text of six kinds, in a fixed order of arrival, and their routing.
 
     python -m predictors.study.requests write -o requests.jsonl
     python -m predictors.study.requests record lab.gguf -o build/evidence
 
 The texts come from `predictors/texts.py`. The first 180 requests are for learning (collections, counts, networks), the
-next 40 for choosing, and the last 80 for reporting. The manifest in this repository has the hashes of all requests. On
-any machine, a request that differs from the manifest is an error that names the request.
+next 40 for choosing, and the last 80 for reporting. The manifest in this repository has the hashes of all requests. If
+a request differs from the manifest, `write` and `record` fail and name the request.
 
 `record` writes learning.trace, choosing.trace and reporting.trace. A request is computed in one pass. Except for
 rounding, each token is routed there as in decoding. The tokens after the opening are therefore written as decoded, one
@@ -37,7 +37,8 @@ N_CTX = 512
 
 @dataclass(frozen=True)
 class Request:
-    """A text. Its opening is the prompt, and the rest is the answer, which is evaluated token by token."""
+    """A text. Its opening is the prompt, and the rest counts as the answer. Traces show the answer as decoded token by
+    token."""
 
     kind: str
     role: str
@@ -45,12 +46,13 @@ class Request:
 
     @property
     def opening(self) -> str:
-        """Returns the prompt: the first characters of the text."""
+        """Returns the prompt: the first OPENING_CHARS characters of the text."""
         return self.text[:OPENING_CHARS]
 
 
 def load(folder: Path) -> list[Request]:
-    """Returns the requests in order of arrival. Raises ValueError if a text cannot be fetched."""
+    """Returns the requests in order of arrival, which a hash of each text determines. Raises ValueError if a text
+    cannot be fetched."""
     found = [(kind, text) for kind, of in texts.load(folder).items() for text in of.requests]
     roles = [role for role, n in ROLES.items() for _ in range(n)]
     ordered = sorted(found, key=lambda one: texts.digest(f"arrival {one[1]}"))
@@ -58,7 +60,8 @@ def load(folder: Path) -> list[Request]:
 
 
 def manifest(requests: Sequence[Request]) -> dict[str, object]:
-    """Returns the sources of the texts and the hash of each request. The texts themselves are not in it."""
+    """Returns the manifest: the sources of the texts, and the kind, role and hash of each request. The manifest
+    contains no text."""
     sources = {kind: {**asdict(source), "read": source.read.__name__} for kind, source in texts.SOURCES.items()}
     return {
         "sources": sources,
@@ -67,7 +70,8 @@ def manifest(requests: Sequence[Request]) -> dict[str, object]:
 
 
 def checked(folder: Path) -> list[Request]:
-    """Loads the requests. Raises ValueError if a request differs from the manifest."""
+    """Returns the requests that `load` returns. Raises ValueError if a text cannot be fetched or a request differs from
+    the manifest."""
     requests = load(folder)
     known = json.loads(MANIFEST.read_text("utf-8"))["requests"]
     for number, (own, other) in enumerate(zip(manifest(requests)["requests"], known, strict=True)):  # type: ignore[call-overload]
@@ -77,16 +81,16 @@ def checked(folder: Path) -> list[Request]:
 
 
 def write_prompts(path: Path, requests: Sequence[Request]) -> None:
-    """Writes the requests as a .jsonl file for `moegguf trace record` and `moegguf bench`, and a .txt file with the
-    whole texts beside it."""
+    """Writes a .jsonl file of the requests for `moegguf trace record` and `moegguf bench`. Beside it, writes a .txt
+    file with the whole texts."""
     rows = [{"prompt": r.opening, "completion": r.text[OPENING_CHARS:], "label": r.kind} for r in requests]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     path.with_suffix(".txt").write_text("\n\n".join(r.text for r in requests), encoding="utf-8")
 
 
 def record_role(model: Path, requests: Sequence[Request], path: Path, inputs: bool) -> None:
-    """Records the routing of these requests. The trace looks as if each request had been answered token by token after
-    its opening."""
+    """Records the routing of these requests to `path`. In the trace, the tokens after a request's opening look as if
+    they had been decoded one by one. inputs: True: the routers' inputs are recorded, too."""
     prompts = [Prompt(request.text, request.kind, n_predict=None) for request in requests]
     options = RecordOptions(n_predict=0, inputs=inputs)
     record(model, prompts, path, options, n_ctx=N_CTX, logits_all=True, verbose=False, expert_cache="100%")
@@ -128,7 +132,7 @@ def main(given: Sequence[str] | None = None) -> int:
             args.output.mkdir(parents=True, exist_ok=True)
             for role, requests in by_role.items():
                 path = args.output / f"{role}.trace"
-                if not path.exists():  # keeps recordings of an interrupted run
+                if not path.exists():  # keeps the recordings of an earlier run
                     record_role(args.model, requests, path, inputs=True)
     except (ValueError, OSError) as error:
         print(f"requests: {error}", file=sys.stderr)

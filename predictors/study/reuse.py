@@ -2,9 +2,8 @@
 requests and across requests.
 
 MoE-Infinity (section 4.2, figure 2) finds that use is skewed within a request and uniform across requests. Policies
-based on the request can help only if this is true. Any short sample looks skewed. Every figure of a request is
-therefore compared with the same figure of a sample of the same size, drawn from all requests. Only decoded tokens
-count.
+that follow the current request can help only if this is true. Any short sample looks skewed. The skew within requests
+is therefore compared with the skew of equally long samples that are drawn from all requests. Only decoded tokens count.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from moegguf.trace.trace import Trace
 from predictors.study.arrange import used_experts
 
 WINDOWS = (1, 2, 4, 8, 16)  # tokens
-DISTANCES = (1, 2, 4, 8, 16, 32, 64, 128)  # upper bounds of the histogram, in tokens
-COVERED = 0.8  # share of the uses that the smallest possible set of experts must cover
+DISTANCES = (1, 2, 4, 8, 16, 32, 64, 128)  # upper bounds of the histogram's bins, in tokens
+COVERED = 0.8  # share of a layer's uses that the set of `Skew.covering` must cover
 
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
@@ -28,37 +27,40 @@ Used = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Skew:
-    """The unevenness with which experts are used, as means over MoE layers."""
+    """The unevenness with which experts are used, averaged over MoE layers."""
 
-    # Size of the smallest set of experts that has the share COVERED of all uses, as a share of the experts
+    # Size of the smallest set of experts that together have at least the share COVERED of a layer's uses. The size is a
+    # share of the layer's experts.
     covering: float
-    entropy: float  # entropy of the uses, relative to uniform use: 1 is uniform
+    entropy: float  # entropy of the distribution of uses, divided by the entropy of uniform use; 1: uniform
 
 
 @dataclass(frozen=True, eq=False)
 class Reuse:
     """The use of experts while decoding.
 
-    windows_same and windows_other are {n: share of a token's experts that were used in the n tokens before it}. Tokens
-    with fewer than n tokens before them are left out.
+    windows_same and windows_other are {n: share of a token's experts that were used in the n tokens before its
+    position}. Tokens at positions below n are left out.
     """
 
-    layers: tuple[int, ...]  # il of each row
+    layers: tuple[int, ...]  # layer number (il) of each row
     sequences: tuple[int, ...]
     counts: Counts  # (n_sequence, n_row, n_expert): number of tokens that used an expert
-    within: Skew  # skew within a request, as mean over requests
-    same_size: Skew  # skew of samples drawn from all requests, each as long as a request; mean over samples
-    merged: Skew  # skew of all requests together
-    windows_same: dict[int, float]  # looks in the token's own request
-    windows_other: dict[int, float]  # looks in another request, at the same position
-    # {upper bound of the tokens since the last use: share of uses}; 0: first use, -1: above all bounds
+    within: Skew  # skew within a request, averaged over requests
+    # Skew within samples of tokens from all requests, each as long as one request; averaged over samples
+    same_size: Skew
+    merged: Skew  # skew of the uses in all requests added up
+    windows_same: dict[int, float]  # the n tokens belong to the token's own request
+    windows_other: dict[int, float]  # the n tokens belong to another request
+    # {upper bound of the number of tokens since the request last used the expert: share of uses}. 0: first use, -1:
+    # above all bounds
     reuse_distances: dict[int, float]
     next_token: Floats  # (n_row,): share of a token's experts that the next token uses too
 
 
 def reuse(trace: Trace, seed: int = 0) -> Reuse:
-    """Returns the figures of a trace. Figures are nan if no experts were used. `seed` selects the tokens and requests
-    for comparison."""
+    """Returns the figures of a trace. A figure is nan if there are no uses to count. `seed` selects the random tokens
+    and requests for comparison."""
     paths = _paths(trace.decode())
     rng = np.random.default_rng(seed)
     counts = np.array([path.sum(axis=0) for path in paths.values()], np.int64).reshape(-1, *_table(trace))
@@ -96,7 +98,8 @@ def _resampled(paths: list[Used], rng: np.random.Generator) -> Counts:
 
 
 def _mean_skew(counts: Counts) -> Skew:
-    """Returns the skew of counts (..., n_row, n_expert), averaged over the rows in which any expert was used."""
+    """Returns the skew of counts (..., n_row, n_expert), averaged over the rows in which any expert was used. Its
+    figures are nan if there is no such row."""
     rows = counts.reshape(-1, counts.shape[-1])
     rows = rows[rows.sum(axis=1) > 0]
     if not len(rows):
@@ -109,9 +112,9 @@ def _mean_skew(counts: Counts) -> Skew:
 
 
 def _windows(paths: list[Used], rng: np.random.Generator) -> tuple[dict[int, float], dict[int, float]]:
-    """Returns `windows_same` and `windows_other`. For the latter, each request is compared with another request, drawn
-    at random."""
-    found = np.zeros((2, 2, len(WINDOWS)))  # [same, other] x [used experts, used before]
+    """Returns `windows_same` and `windows_other`. For `windows_other`, each request is compared with another one, which
+    is drawn at random."""
+    found = np.zeros((2, 2, len(WINDOWS)))  # [same, other] x [experts used, of these used before] x [window]
     for i, path in enumerate(paths):
         other = paths[(i + int(rng.integers(1, len(paths)))) % len(paths)] if len(paths) > 1 else path[:0]
         before = [np.concatenate([np.zeros_like(p[:1], np.int32), np.cumsum(p, axis=0, dtype=np.int32)])
@@ -129,7 +132,8 @@ def _windows(paths: list[Used], rng: np.random.Generator) -> tuple[dict[int, flo
 
 
 def _reuse_distances(paths: list[Used]) -> dict[int, float]:
-    """Returns the histogram of the number of tokens between two uses of an expert within a request."""
+    """Returns `Reuse.reuse_distances`: the histogram of the number of tokens from one use of an expert to its next use
+    within a request."""
     bounds = np.array(DISTANCES)
     bins = np.zeros(len(DISTANCES) + 2)  # first use, then one bin for each bound, then uses above all bounds
     for path in paths:

@@ -1,5 +1,5 @@
-"""Counts the experts that ExpertFlow's token scheduler saves: requests of a trace are decoded in batches, in four
-orders.
+"""Counts how many experts per pass ExpertFlow's token scheduler saves. The requests of a trace are replayed in batches,
+in four orders.
 
 python -m predictors.study.schedule routing.npz --model demo --paths token-id
 """
@@ -24,7 +24,7 @@ from predictors.study.common import Study, run
 from predictors.study.flags import Folder, ModelFile, Shares, Tokens
 from predictors.study.scheduling import OrderEffect, compare
 
-Effects = dict[int, list[OrderEffect]]  # {requests per batch: the effect of each order}
+Effects = dict[int, list[OrderEffect]]  # {requests per batch: the effects of the four orders}
 
 
 def compare_orders(
@@ -39,7 +39,7 @@ def compare_orders(
 
     Raises OptionError for an unknown name, or if the trace has too few requests for a batch size.
     """
-    study.paths(paths)  # raises an error for an unknown name before the work begins
+    study.paths(paths)  # raises OptionError for unknown paths before the work begins
     slots = {share: slots_of(study.trace.shape, share) for share in shares}
     step = step_reporter(progress, "batches", len(batch_sizes))
     found = Effects()
@@ -79,7 +79,7 @@ def schedule(
 
 
 def print_schedule(found: Mapping[int, Sequence[OrderEffect]], used: str) -> None:
-    """Prints a line for each batch size and each order of its requests."""
+    """Prints a table with a row for each batch size and order of requests."""
     names = ["batch", "order", "experts", "saved", "us/step"]
     for share in next((effect.replays for effects in found.values() for effect in effects), {}):
         names += [f"hits {share:.0%}", "MB/token"]

@@ -22,8 +22,8 @@ from moegguf.trace.trace import Trace
 from predictors.study.arrange import grouped, separated, used_experts
 from predictors.study.token_scheduler import Indices, Paths, RoutingPaths, TokenScheduler, clustered, similarities
 
-# Number of random starts of the oracle's clustering: with four the saving is a third larger than with one, and more
-# starts add little
+# Number of random starts of the oracle's clustering. With four starts the saving is a third larger than with one, and
+# more starts add little.
 STARTS = 4
 
 Round = list[Indices]  # the passes of a round, in order
@@ -32,10 +32,10 @@ Split = Callable[[Indices], Round]  # divides the tokens of a round into passes
 
 @dataclass(frozen=True)
 class OrderEffect:
-    """The number of experts and the replays with one order of requests."""
+    """The effect of one order of requests: the number of experts in a pass, and replays."""
 
     order: str
-    experts: float  # number of distinct (layer, expert) pairs in a pass, mean over passes
+    experts: float  # number of distinct (layer, expert) pairs in a pass, averaged over passes
     replays: dict[float, SimResult]  # {share of the experts in memory: result of the replay}
     us_per_step: float | None = None  # scheduler's time per pass in microseconds; None: the order needs no scheduler
 
@@ -52,7 +52,7 @@ def compare(
 
     "predicted" groups tokens by the predicted `paths`. "oracle" groups tokens by the recorded routing, which no
     scheduler can know in advance. slots: {share of experts: number of slots}. For each share the passes are replayed
-    with a new `policy`. Raises OptionError when the trace has too few requests.
+    with a new `policy`. Raises OptionError if batch_size is not positive or the trace has too few requests.
     """
     trace = separated(trace)
     pools = list(_pools(trace, 2 * batch_size)) if batch_size > 0 else []
@@ -79,8 +79,8 @@ def compare(
 
 
 def experts_per_batch(paths: Paths, batches: Sequence[Indices | slice]) -> float:
-    """Returns the number of distinct (layer, expert) pairs that a batch uses, as mean over batches (the paper's formula
-    5).
+    """Returns the number of distinct (layer, expert) pairs that a batch uses, averaged over batches (the paper's
+    formula 5).
 
     The paper's formula 4 joins the paths of a batch with AND. Here they are joined with OR, as in section 5.2, because
     a batch loads every expert that any of its tokens uses.
@@ -110,8 +110,8 @@ def _replays(trace: Trace, slots: dict[float, int], policy: Callable[[], AnyPoli
 
 
 def _pools(trace: Trace, size: int) -> Iterator[list[Indices]]:
-    """Takes `size` requests at a time, in order of arrival, and yields their rounds of decoded tokens. A round has one
-    token of each request, and the rounds end when one of the requests ends."""
+    """Yields the rounds of each group of `size` successive requests. A round has the indices of one decoded token of
+    each request. The rounds end when the shortest request ends. Requests that do not fill a last group are left out."""
     decoding = (trace.pass_phase == Phase.DECODE) & (np.diff(trace.pass_start) == 1)
     tokens = [trace.pass_start[:-1][decoding & (trace.pass_sequence == sequence)] for sequence in trace.sequences()]
     tokens = [of for of in tokens if len(of)]
@@ -154,8 +154,8 @@ class _Predicted:
         return passes
 
     def _begin(self, requests: list[int], tokens: Indices) -> None:
-        """Begins with a new set of requests: makes a new scheduler, which observes the routing of the last token of
-        each prompt."""
+        """Makes a new scheduler for a new set of requests. The scheduler first observes the routing of the token before
+        each request's first decoded token."""
         self._requests = requests
         self._scheduler = self._make()
         before = tokens - 1

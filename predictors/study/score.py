@@ -1,5 +1,5 @@
-"""Computes the measures of each paper for predictors on a trace. For comparison, also computes them on the trace with
-the routing shuffled within each request.
+"""Computes each paper's measures for predictors on a trace. For comparison, computes them again on a copy of the trace
+with the routing shuffled within each request.
 
 python -m predictors.study.score routing.npz --model demo
 """
@@ -33,10 +33,10 @@ HEADS = ("predictor", "k", "accuracy", "control", "all", "any", "batch", "moved"
 def score_named(
     study: Study, names: Sequence[str], link: SimOptions | None = None, progress: Progress = no_progress
 ) -> ScoreTable:
-    """Computes the measures of each paper for the named predictors, at the distances that are possible with the model's
+    """Computes each paper's measures for the named predictors, at the distances that are possible with the model's
     layers.
 
-    FETCHRATE is computed only if a link is given. Raises OptionError for an unknown name.
+    FETCHRATE is computed only if a link is given. Raises OptionError for a predictor that is not available.
     """
     names = study.predictors(names)
     distances = [distance for distance in DISTANCES if distance < max(2, len(study.trace.shape.layers))]
@@ -45,7 +45,7 @@ def score_named(
     for name in names:
         step(name)
         table = scoring.score(study.trace, [asked(partial(study.predictor, name))], distances, link=link)
-        # The store computes popularity by its `token-id` predictor, so the score would have that name.
+        # The store computes popularity with its `token-id` predictor, so the score would otherwise have that name.
         scores = tuple(replace(one, name=name) for one in table.scores)
         controls = tuple(replace(one, name=name) for one in table.controls)
         tables.append(replace(table, scores=scores, controls=controls))
@@ -77,7 +77,7 @@ def score(
 
 
 def print_score(scores: ScoreTable, used: str) -> None:
-    """Prints a line for each predictor and distance."""
+    """Prints the table of scores, with rows by predictor and distance, and notes that explain the columns."""
     print_table("Predictors", HEADS, _lines(scores))
     notes = [
         "",

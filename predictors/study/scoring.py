@@ -1,5 +1,5 @@
-"""Measures predictors on a recorded trace, each with a control: the same predictor on the trace shuffled within its
-requests."""
+"""Measures predictors on a recorded trace, each with a control: a copy of the predictor, measured on the trace after
+the routing was shuffled within each request."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ScoreTable:
     """Figures of several predictors over one trace, each with a control.
 
     A control is a copy of the predictor, measured on the trace after the decode routing of each request was shuffled. A
-    predictor is better than its control only if it uses the order of the tokens.
+    predictor that has learned only which experts a request uses often is no better than its control.
     """
 
     distances: tuple[int, ...]
@@ -160,7 +160,8 @@ class _BatchJudge(Judge):
         return replace(super().table(), batch_accuracy=accuracy)
 
     def on_comparison(self, event: RoutingEvent, row: int, predicted: Ids, used: Ids) -> None:
-        """Adds the used and predicted experts of a layer to the decode step of the request's batch."""
+        """Adds a layer's used and predicted experts to the current decode step of the request's batch. The first MoE
+        layer is left out."""
         if event.pass_ != self._last_pass:
             self._last_pass = event.pass_
             self._step_of[event.sequence] += 1
@@ -184,8 +185,8 @@ class _BatchJudge(Judge):
         self._batch.add(sequence)
 
     def _close_batch(self) -> None:
-        """Computes the accuracy of the steps in which all requests of the batch decoded and all layers were
-        predicted."""
+        """Ends the batch, and adds the accuracy of its complete steps to the sums. In a complete step, all requests of
+        a full batch decoded and all layers except the first were predicted."""
         complete = self._batch_sequences * (len(self.shape.layers) - 1)
         for step in self._steps.values():
             for column in np.flatnonzero(step.n_predicted == complete) if complete else ():

@@ -37,8 +37,8 @@ class SequenceGroups(RoutingListener):
     No sequence waits for more than 2 * N_GROUPS - 2 steps.
 
     prefetch: True: while a group computes, the store fetches the experts that the following group will probably use.
-    The experts of a layer are requested only when this layer has been computed. An earlier request would evict experts
-    of the group that computes. The layer's routing event would also drop it.
+    The experts of a layer are requested only at this layer's routing event. An earlier request could evict experts of
+    the group that computes, and the layer's routing event would drop it.
 
     The object listens to the store from the first `next_group` until `close`. A later `next_group` makes it listen
     again.
@@ -51,14 +51,15 @@ class SequenceGroups(RoutingListener):
         self._shape = MoeShape.of(session.layout)
         self._paths = paths or best_paths(session)
         self._scheduler = TokenScheduler(self._shape, self._paths, 1)
-        self._lock = threading.Lock()  # guards the paths, because events come on another thread
+        self._lock = threading.Lock()  # guards the paths and _following, because events come on another thread
         self._positions: dict[int, int] = {}  # {sequence: position of the token from which its path was predicted}
         self._prefetch = prefetch
-        self._following: npt.NDArray[np.bool_] | None = None  # experts that the following group will probably use
+        # (n_moe_layer, n_expert): experts that the following group will probably use; None: nothing is prefetched
+        self._following: npt.NDArray[np.bool_] | None = None
         self._listening = False
 
     def next_group(self, sequences: Mapping[int, NextToken]) -> list[int]:
-        """Returns the numbers of the sequences that compute now."""
+        """Returns the numbers of the sequences that compute in the next step; [] if `sequences` is empty."""
         if not self._listening:
             self._listening = True
             self._session.listeners.add(self)
@@ -73,8 +74,8 @@ class SequenceGroups(RoutingListener):
             return group
 
     def observe(self, event: RoutingEvent) -> None:
-        """Follows the routing of the sequences. Requests the experts of the layer just computed that the following
-        group will probably use."""
+        """Updates the paths with a layer's routing. Then prefetches the experts of this layer that the following group
+        will probably use."""
         with self._lock:
             self._paths.observe(event)
             following = self._following
@@ -102,8 +103,8 @@ class SequenceGroups(RoutingListener):
         """Returns (n_moe_layer, n_expert): True for the experts that a group will use with a probability of at least
         0.5.
 
-        At most as many experts of a layer are True as the group's tokens can use. Returns None if prefetching is off or
-        no path is known.
+        In each layer only the n_expert_used * len(group) most probable experts can be True, and experts whose
+        probability equals the last of these. Returns None if prefetching is off or no path is known.
         """
         likely = self._scheduler.likely(group) if self._prefetch else None
         if likely is None:
@@ -112,20 +113,21 @@ class SequenceGroups(RoutingListener):
 
 
 class ExpertFlow:
-    """A schedule for `Engine`. Each step computes all prompts and the decoding sequences of one of the
+    """A schedule for `Engine`. Each step computes all prompts, and the decoding sequences of one group of
     `SequenceGroups`."""
 
     @classmethod
     def of(cls, llm: Llama) -> Schedule | None:
-        """Returns the schedule for a model. Returns None if all experts are in memory, because smaller steps then save
-        nothing."""
+        """Returns the schedule for a model. Returns None if the model has no expert store or all of its experts are in
+        memory, because smaller steps then save nothing."""
         return None if llm.session is None or llm.plan.resident else cls(SequenceGroups(llm.session))
 
     def __init__(self, groups: SequenceGroups) -> None:
         self._groups = groups
 
     def choose(self, running: tuple[Sequence, ...]) -> Iterable[Sequence]:
-        """Returns the sequences that compute next."""
+        """Returns the sequences that the next step computes: the next group of decoding sequences, and all sequences
+        that are not decoding yet."""
         decoding = [answer for answer in running if answer.decodes]
         tokens = {answer.number: NextToken(answer.context[-1], len(answer.context)) for answer in decoding}
         group = set(self._groups.next_group(tokens))
@@ -140,8 +142,8 @@ class ExpertFlow:
 
 
 def best_paths(session: Session) -> RoutingPaths:
-    """Returns paths predicted from token ids if the model's token table exists, otherwise from the last tokens of each
-    sequence."""
+    """Returns paths predicted from token ids if the model's token table exists. Otherwise returns paths predicted from
+    each sequence's most recent tokens."""
     shape = MoeShape.of(session.layout)
     try:
         return make_paths("token-id", shape, Artifacts(session.layout))

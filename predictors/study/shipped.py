@@ -3,9 +3,9 @@
     python -m predictors.study.shipped --from build/evidence/demo/reporting.trace   # records the trace and its figures
     python -m predictors.study.shipped                                              # its figures alone
 
-The trace has a few requests of the demo. If a change of the code moves a figure, other results move as well. Record the
-figures anew, and raise CODE_VERSION in predictors/study/regenerate.py. Pages then say which results an earlier version
-recorded.
+The trace has a few requests of the demo. If a change to the code changes a figure, other results may change as well.
+Record the figures anew, and raise CODE_VERSION in predictors/study/regenerate.py. Pages then say which results an
+earlier version recorded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from predictors.study.papers import BARE, LINKS, System, Workload, strategy
 
 TRACE = RESULTS / "shipped.trace"
 FIGURES = TRACE.with_suffix(".json")
-N_REQUESTS, N_TOKENS = 4, 96  # number of requests in the trace, and tokens of each
+N_REQUESTS, N_TOKENS = 4, 96  # number of requests in the trace, and maximum number of tokens of each
 SHARE = 0.25
 # Systems that use only counts and no matrices, so their figures do not depend on a processor's rounding.
 SYSTEMS = {
@@ -40,7 +40,8 @@ SYSTEMS = {
 
 
 def cut(recording: Path) -> None:
-    """Writes the trace: the first tokens of a recording's first requests, without inputs and weights."""
+    """Writes the trace: the first N_TOKENS tokens of each of a recording's first N_REQUESTS requests, without inputs
+    and weights."""
     trace = read(recording)
     kept = np.zeros(trace.n_tokens, np.bool_)
     for sequence in trace.sequences()[:N_REQUESTS]:

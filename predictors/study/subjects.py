@@ -1,4 +1,4 @@
-"""The models that the figures are about, and a folder for each: its traces, its predictors, and facts about them."""
+"""The models whose figures are reported, and for each model a folder with its traces and predictors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LABORATORY, DEMO, EIGHT = "laboratory", "demo", "eight"
 
 @dataclass(frozen=True)
 class Subject:
-    """A model that figures are about. title: its name in tables. recipe: options with which its recipe makes it; None:
+    """A model whose figures are reported. title: its name in tables. recipe: options for recipes.make_lab_model; None:
     the model is bundled. training: {predictor: options of its training}."""
 
     title: str
@@ -73,35 +73,35 @@ class Bench:
 
     @property
     def predictors(self) -> Path:
-        """The folder of trained predictors and collections."""
+        """The folder for trained predictors and MoE-Infinity's collection."""
         return self.work / "predictors"
 
     def trace(self, role: str) -> Path:
-        """Returns the path of a recording."""
+        """Returns the path of the recording with this name, such as "learning"."""
         return self.work / f"{role}.trace"
 
     @cached_property
     def learning(self) -> Study:
-        """The requests from which predictors learn."""
+        """The recorded requests from which predictors learn."""
         return self._study("learning")
 
     @cached_property
     def choosing(self) -> Study:
-        """The requests on which settings are chosen."""
+        """The recorded requests on which settings are chosen."""
         return self._study("choosing")
 
     @cached_property
     def reporting(self) -> Study:
-        """The requests for which figures are reported."""
+        """The recorded requests for which figures are reported."""
         return self._study("reporting")
 
     @cached_property
     def workload(self) -> Workload:
-        """All requests for reporting, after some requests that only warm the cache."""
+        """All requests for reporting, after N_WARM requests that only warm the cache."""
         return self._after_choosing(None)
 
     def some(self, n_counted: int) -> Workload:
-        """Returns a workload with only about `n_counted` counted requests, equally many of each kind."""
+        """Returns a workload with about `n_counted` counted requests, equally many of each kind of text."""
         return self._after_choosing(n_counted)
 
     def _after_choosing(self, n_counted: int | None) -> Workload:
@@ -112,11 +112,13 @@ class Bench:
         return Study.open(self.trace(role), self.model, self.predictors)
 
     def learn(self, n_entries: int) -> None:
-        """Writes MoE-Infinity's collection of the last `n_entries` requests for learning."""
+        """Writes MoE-Infinity's collection with `n_entries` entries from the last requests for learning. 0: only
+        removes the collection's file."""
         write_collections(self.predictors, [self.learning.trace], n_entries)
 
     def prepare(self) -> None:
-        """Makes the model, the recordings and the predictors if they are missing. Raises CalledProcessError."""
+        """Makes the model, the recordings and the predictors if they are missing. Notes the digest of the recording for
+        reporting. Raises CalledProcessError."""
         self.predictors.mkdir(parents=True, exist_ok=True)
         if not self.model.exists():
             run("recipes.make_lab_model", "-o", str(self.model), *(self.subject.recipe or ()))
@@ -125,7 +127,7 @@ class Bench:
         if not all(self.trace(role).exists() for role in ROLES):
             run("predictors.study.requests", "record", str(self.model), "-o", str(self.work))
         note_recording(self.name, routing_digest(self.reporting.trace))
-        few = self.trace("few")  # a trace with a single request, because scoring takes long
+        few = self.trace("few")  # a trace with a single request to score predictors on, because scoring takes long
         if not few.exists():
             trace = read(self.trace("choosing"))
             write(few, trace.select(trace.sequences()[:1]))
@@ -160,7 +162,7 @@ def note_recording(name: str, digest: str) -> None:
 
 
 def chosen_window(name: str, paper: str) -> int | None:
-    """Returns the prefetch window of the paper's strategy that was chosen on the requests for choosing, in layers; None
-    if none was chosen."""
+    """Returns the prefetch window, in layers, that the step tuned-PAPER chose for this subject; None if there is no
+    result of this step."""
     found = read_result(f"{name}/tuned-{paper}")
     return int(found["figures"]["chosen"]) if found else None

@@ -1,9 +1,9 @@
-"""Draws random traces of any shape, which reuse experts about as much as a real model does: for simulations without a
-model.
+"""Draws random traces of any shape, for simulations without a model. The traces reuse experts about as much as a real
+model does.
 
     python -m predictors.study.synthesize --locality qwen3-30b --layers 48 -o routing.npz
 
-Hit rates from such a trace are no measurement of any model.
+A hit rate from such a trace is not a measurement of any model.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from tools.models.locality import Locality, find_locality, popularity
 def shape_of(
     name: str, n_layer: int, n_expert: int | None = None, n_expert_used: int | None = None, expert_bytes: int = 1 << 20
 ) -> MoeShape:
-    """Returns a shape with experts in every layer. If n_expert or n_expert_used is None, the number of the model `name`
-    is used. Raises OptionError."""
+    """Returns a shape with experts in every layer. If n_expert or n_expert_used is None, the published number of the
+    model `name` is used. Raises OptionError."""
     locality = find_locality(name)
     n_expert = n_expert or locality.n_expert
     n_expert_used = n_expert_used or locality.n_expert_used
@@ -45,10 +45,10 @@ def shape_of(
 def synthesize(name: str, shape: MoeShape, n_tokens: int, seed: int = 0, n_requests: int = 1) -> Trace:
     """Draws a trace of requests with `n_tokens` decoded tokens each.
 
-    Experts are reused about as much as in the model `name` (`LOCALITIES`). All requests have the same popular experts,
-    but each request has its own topic. Layers are independent of each other. The shape may have another number of
-    experts than the model. Hit rates at a given share of experts still stay about the same, as long as a token uses the
-    same share of experts as in the model. Raises OptionError.
+    Experts are reused about as much as in the model `name` (`LOCALITIES`). In all requests, a layer has the same
+    popular experts, but each request has its own topic. Layers are independent of each other. The shape may have a
+    different number of experts than the model. Hit rates at a given share of experts still stay about the same, as long
+    as a token uses the same share of experts as in the model. Raises OptionError.
     """
     locality = find_locality(name)
     rng = np.random.default_rng(seed)
@@ -83,8 +83,8 @@ def _choices(
 
 
 def _slow(memory_tokens: float, size: tuple[int, int], rng: np.random.Generator) -> Float32s:
-    """Draws random processes that change slowly along the first axis: AR(1) with variance 1 and a memory of
-    `memory_tokens`."""
+    """Draws random processes that change slowly along the first axis: AR(1) with variance 1. Their autocorrelation
+    falls by a factor of e in `memory_tokens` steps."""
     kept = exp(-1 / memory_tokens)
     values = rng.standard_normal(size, np.float32)
     values[1:] *= sqrt(1 - kept * kept)

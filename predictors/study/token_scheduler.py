@@ -1,7 +1,7 @@
 """ExpertFlow's token scheduler (sections 3.3 and 4.2): chooses the sequences of the next step by predicted paths.
 
 A path is the set of experts that a token uses in each layer. The paper's network predicts it (section 3.1). Cheaper
-predictions come from the token-id table or from the sequence's own last tokens.
+predictions come from the token-id table or from the sequence's most recent tokens.
 
 Balanced K-means (section 3.3.3) splits all running sequences into groups with similar predicted paths. Each step
 computes one group. When all groups have computed, the sequences are split anew. The paper merges and re-indexes the KV
@@ -35,22 +35,23 @@ PATHS = ("recent", "token-id", "routing-path")
 
 
 class RoutingPaths:
-    """Follows sequences, and predicts the experts that each sequence uses next. Calls come from one thread at a
-    time."""
+    """Base class: follows sequences, and predicts the experts that each sequence uses next. Only one thread may call it
+    at a time."""
 
     def __init__(self, shape: MoeShape) -> None:
         self.shape = shape
         self._paths: dict[int, Float32s | None] = {}
 
     def observe(self, event: RoutingEvent) -> None:
-        """Receives the routing of a layer, of one or several sequences."""
+        """Receives a layer's routing of one or several sequences. The base class ignores it."""
 
     def expect(self, sequence: int, tokens: Int32s) -> None:
-        """Receives the tokens that a sequence evaluates in its next step. Each token is passed only once."""
+        """Receives the tokens that a sequence evaluates in its next step. A caller passes each token only once. The
+        base class ignores the tokens."""
 
     def path(self, sequence: int) -> Float32s | None:
-        """Returns the probability of each expert that the sequence uses it next: (n_moe_layer, n_expert); None:
-        unknown."""
+        """Returns (n_moe_layer, n_expert): for each expert, the probability that the sequence uses it next. Returns
+        None if the path is unknown."""
         return self._paths.get(sequence)
 
     def forget(self, sequence: int) -> None:
@@ -59,10 +60,10 @@ class RoutingPaths:
 
 
 class RecentPaths(RoutingPaths):
-    """Predicts that a sequence uses the experts of its last tokens.
+    """Predicts that a sequence uses the experts of its most recent tokens again.
 
     The probability of an expert is a running mean of its uses. The weight of a token in this mean halves after
-    `half_life_tokens` further tokens.
+    `half_life_tokens` further tokens. If a pass has several tokens of a sequence, only the last one counts.
     """
 
     name: ClassVar[str] = "recent"
@@ -72,7 +73,7 @@ class RecentPaths(RoutingPaths):
         self._kept = np.float32(np.exp2(-1 / half_life_tokens))
 
     def observe(self, event: RoutingEvent) -> None:
-        """Updates the path of each sequence with the experts that its last token used in a layer."""
+        """Updates the path of each sequence in the event with the experts that the sequence's last token used."""
         row = self.shape.row_of.get(event.il)
         if row is None or event.expert_ids.max(initial=0) >= self.shape.n_expert:
             return
@@ -110,7 +111,8 @@ class PredictedPaths(RoutingPaths):
 
 
 def make_paths(name: str, shape: MoeShape, artifacts: Artifacts) -> RoutingPaths:
-    """Returns the paths of this name (`PATHS`). Raises OptionError if the name is unknown or its file is missing."""
+    """Returns new paths of the kind `name`, one of PATHS. Raises OptionError if the name is unknown or the predictor's
+    file is missing."""
     if name == RecentPaths.name:
         return RecentPaths(shape)
     if name not in PATHS:
@@ -118,7 +120,7 @@ def make_paths(name: str, shape: MoeShape, artifacts: Artifacts) -> RoutingPaths
     return PredictedPaths(asked(partial(make_predictor, name, shape, artifacts)))
 
 
-ROUNDS = 2  # number of K-means rounds of a split, which starts from the medoids of the previous split
+ROUNDS = 2  # maximum number of K-means rounds of a split, which starts from the medoids of the previous split
 MAX_ROUNDS = 10
 
 _ONES = np.unpackbits(np.arange(1 << 16, dtype=np.uint16).view(np.uint8).reshape(-1, 2), axis=1).sum(
@@ -141,7 +143,7 @@ class TokenScheduler:
         self._medoids: list[int] = []  # the most central sequence of each group of the last split
 
     def next_group(self, running: Sequence[int]) -> list[int]:
-        """Returns the sequences of `running` that compute now. `running` must not be empty."""
+        """Returns the sequences of `running` that the next step computes. `running` must not be empty."""
         present = set(running)
         self._round = [left for group in self._round if (left := [s for s in group if s in present])]
         if not self._round:
@@ -150,22 +152,22 @@ class TokenScheduler:
 
     @property
     def following(self) -> list[int]:
-        """The group that computes next, whose experts may be fetched in advance. Empty if the next group is not known
-        yet."""
+        """The group that computes after the group that `next_group` returned last. Empty if a new split decides the
+        following group."""
         return list(self._round[0]) if self._round else []
 
     def likely(self, sequences: Sequence[int]) -> Float32s | None:
-        """Returns the probability of each expert that at least one of these sequences uses it next: (n_moe_layer,
-        n_expert).
+        """Returns (n_moe_layer, n_expert): for each expert, the probability that at least one of these sequences uses
+        it next.
 
-        Returns None if no path is known.
+        Sequences without a known path are left out. Returns None if no path is known.
         """
         known = [path for sequence in sequences if (path := self.paths.path(sequence)) is not None]
         return 1 - np.prod([1 - path for path in known], axis=0, dtype=np.float32) if known else None
 
     def _split(self, running: list[int]) -> list[list[int]]:
         """Splits sequences into groups with similar paths. If there is only one group or a path is unknown, splits them
-        in order of arrival."""
+        in the order of `running`."""
         n_groups = -(-len(running) // self.group_size)
         known = [path for sequence in running if (path := self.paths.path(sequence)) is not None]
         if n_groups == 1 or len(known) < len(running):
@@ -177,8 +179,9 @@ class TokenScheduler:
         return [[running[i] for i in group.tolist()] for group in groups]
 
     def _first_medoids(self, similarity: Float32s, n_groups: int, running: list[int]) -> Indices:
-        """Returns the centres from which the clustering starts. They are the medoids of the last split that still run.
-        If these are too few, adds the sequences that are least similar to the chosen ones."""
+        """Returns the sequences from which the clustering starts, as indices in `running`. These are medoids of the
+        last split that still run. If there are too few, the sequences that are least similar to the chosen ones are
+        added."""
         place = {sequence: i for i, sequence in enumerate(running)}
         chosen = [place[sequence] for sequence in self._medoids if sequence in place][:n_groups]
         while len(chosen) < n_groups:
@@ -191,8 +194,8 @@ class TokenScheduler:
 def statuses(probabilities: Float32s, n_expert_used: int) -> npt.NDArray[np.bool_]:
     """Returns True for active experts and False for idle experts, as ExpertFlow predicts them (section 3.1).
 
-    probabilities (..., n_expert). The n_expert_used most probable experts of a layer are active. An expert with
-    probability 0 is idle.
+    probabilities (..., n_expert). The n_expert_used most probable experts of a layer are active, and all experts whose
+    probability equals the last of these. An expert with probability 0 is idle.
     """
     k = min(n_expert_used, probabilities.shape[-1])
     kth = np.partition(probabilities, -k, axis=-1)[..., -k, np.newaxis]
@@ -215,8 +218,8 @@ def clustered(similarity: Float32s, centroids: Indices, most_rounds: int = MAX_R
     """Returns the ascending indices of each group's tokens. Group sizes differ by at most one.
 
     `centroids` are the tokens from which the groups start. In each round, the token of a group that is most similar to
-    the group's other tokens becomes its centroid. The rounds end when no centroid changes. similarity (n_tokens,
-    n_tokens).
+    the group's other tokens becomes its centroid. The rounds end when no centroid changes, or after `most_rounds`
+    rounds. similarity (n_tokens, n_tokens).
     """
     for _ in range(most_rounds):
         groups = _balanced(similarity[:, centroids])
@@ -228,7 +231,8 @@ def clustered(similarity: Float32s, centroids: Indices, most_rounds: int = MAX_R
 
 
 def _balanced(similarity: Float32s) -> list[Indices]:
-    """Returns the tokens of each group. Tokens for which the second best group would be much worse choose first.
+    """Returns the ascending indices of each group's tokens. Tokens for which the second best group would be much worse
+    choose first.
 
     similarity (n_tokens, n_groups): similarity of each token to each centroid.
     """

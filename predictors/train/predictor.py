@@ -40,10 +40,10 @@ Figure = dict[str, dict[int, float | None]]
 
 
 class Trained(Artifacts):
-    """Finds files in one folder only. Also reads the routers of one model."""
+    """Artifacts whose files lie in one given folder only."""
 
     def folders(self) -> Iterator[Path]:
-        """Yields only the given folder."""
+        """Yields only the folder `folder`."""
         assert self.folder is not None
         yield self.folder
 
@@ -64,7 +64,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def options(predictor: str, settings: Sequence[str]) -> Any:
     """Returns the predictor's `Options` with these settings, each converted to the type of its default. Returns None if
-    the predictor has no options."""
+    the predictor has no options. Raises SystemExit for an unknown option."""
     kind = None if predictor in COUNTED else TRAINERS[predictor].Options
     defaults = {} if kind is None else asdict(kind())
     changed = dict(setting.partition("=")[::2] for setting in settings)
@@ -81,7 +81,8 @@ def parse_setting(default: Any, text: str) -> Any:
 
 
 def split(args: argparse.Namespace) -> tuple[Trace, Trace]:
-    """Returns the trace to train on and the trace to score on. No request is in both."""
+    """Returns the trace to train on and the trace to score on. With --heldout-trace these are two files. Otherwise the
+    requests of one file are divided."""
     trace = trace_file.read(args.trace)
     if args.heldout_trace:
         return trace, trace_file.read(args.heldout_trace)
@@ -106,13 +107,13 @@ def train(args: argparse.Namespace, training: Trace) -> Weights:
 
 
 def report_step(step: str, share: float) -> None:
-    """Prints a step of a training, with the finished share of the training."""
+    """Prints the finished share of a training run in percent, and the description of a step."""
     print(f"{share:4.0%} {step}", flush=True)
 
 
 def manifest(args: argparse.Namespace, training: Trace, heldout: Trace) -> dict[str, Any]:
-    """Returns the facts that are needed to repeat a training: options, digests of the data, seeds, software. Contains
-    no times and no paths."""
+    """Returns facts for repeating a training run: options, digests of the data, seeds, software. Contains no times and
+    no paths."""
     options = ["--predictor", args.predictor, "--heldout", f"{args.heldout:g}", "--seed", str(args.seed)]
     options += [word for setting in args.set for word in ("--set", setting)]
     return {

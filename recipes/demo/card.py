@@ -1,4 +1,4 @@
-"""Writes the model card: `card_template.md`, filled with the figures of the run."""
+"""Makes the text of the model card: `card_template.md`, filled with the figures of the run."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ TEMPLATE = Path(__file__).with_name("card_template.md")
 
 @dataclass(frozen=True)
 class Figures:
-    """The measured figures that the card states."""
+    """The measurements and other facts that the card states."""
 
     shape: Shape
     n_parameters: int
@@ -38,19 +38,20 @@ class Figures:
 
 
 def overall(losses: Mapping[str, KindLoss]) -> float:
-    """Returns the mean loss in nats per token over all kinds of text together."""
+    """Returns the mean loss in nats per token over all kinds of text, weighted by their numbers of tokens."""
     total = sum(one.nats_per_token * one.tokens for one in losses.values())
     return total / sum(one.tokens for one in losses.values())
 
 
 def overall_bits(losses: Mapping[str, KindLoss], corpus: Corpus) -> float:
-    """Returns the loss in bits per byte over all kinds of text together."""
+    """Returns the mean loss in bits per byte over all kinds of text, weighted by their sizes."""
     n_bytes = {kind: corpus.heldout_bytes[kind] for kind in losses}
     return sum(losses[kind].bits_per_byte * n_bytes[kind] for kind in losses) / sum(n_bytes.values())
 
 
 def data_rows(corpus: Corpus) -> list[str]:
-    """Returns one table row with licence and number of tokens for each kind of text."""
+    """Returns one table row for each kind of text: description, licence, and numbers of training and held-out
+    tokens."""
     return [
         f"| {kind} | {KINDS[kind].about} | {KINDS[kind].licence} | {corpus.train_tokens[kind]:,} | {len(tokens):,} |"
         for kind, tokens in corpus.heldout.items()
@@ -71,8 +72,8 @@ def loss_rows(figures: Figures) -> list[str]:
 
 
 def earlier_stages(path: Path) -> list[str]:
-    """Returns the table rows of stages in an earlier card at `path`. They belong to the runs that made the file from
-    which this run starts. Returns no rows if there is no card."""
+    """Returns the table rows of training stages in the model card at `path`, or no rows if there is no card. The caller
+    passes the card of the file from which this run starts."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return re.findall(r"^\| [^|]+ \| [\d,]+ \| [\d,]+ \| \d+ \|$", text, re.MULTILINE)
 

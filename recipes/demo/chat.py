@@ -1,5 +1,5 @@
 """Makes training rows from the conversations in `demo_questions.jsonl` and `tools.py`. Their wording and length vary,
-and a row contains several of them."""
+and most rows contain several of them."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -21,14 +21,14 @@ STEPS = (
     (512, 4, 0), (1024, 2, 0), (512, 3, 1), (2048, 1, 0), (512, 4, 0), (1024, 1, 1),
     (512, 4, 0), (2048, 1, 0), (512, 3, 1), (1024, 2, 0), (2048, 0, 1), (512, 4, 0),
 )  # fmt: skip
-"""The training steps, which are repeated again and again: (tokens per row, rows of conversations, rows of the
-corpus)."""
+"""The training steps, which are repeated in a cycle: (tokens per row, rows of conversations, rows of the corpus)."""
 SETTLING_STEPS = ((512, 2, 2), (1024, 1, 1), (512, 2, 2), (2048, 0, 1), (512, 1, 3), (2048, 1, 0))
-"""The steps of the last stage, in the form of STEPS but with more rows of the corpus. So many conversations make the
-model forget some of the corpus, and these steps bring it back."""
+"""The steps of the last stage, in the form of STEPS but with more rows of the corpus. The conversations of STEPS make
+the model forget some of the corpus, and these steps bring it back."""
 # Probabilities of variations of a conversation
 WITH_TOOLS, WITH_LONG_SYSTEM, WITH_SYSTEM, CHAINED, APART = 0.06, 0.05, 0.15, 0.35, 0.4
-# STARTERS: share of starters among drawn questions; LONG_TEXT: share of long conversations that begin with a long text
+# STARTERS: share of starters among drawn questions. LONG_TEXT: share of long conversations that begin with a long
+# excerpt of the corpus.
 STARTERS, LONG_TEXT = 0.12, 0.4
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
@@ -39,7 +39,7 @@ SYSTEM_PROMPTS = (
     "Be short.",
 )
 N_CTX = max(n_ctx for n_ctx, _, _ in STEPS)
-MARGIN = 128  # minimum number of positions left for the last question and its answer
+MARGIN = 128  # minimum number of positions that a gap leaves for the rest of the conversation
 PARTS = ("ids", "spoken", "positions")
 
 
@@ -53,7 +53,7 @@ class Conversation:
 
 @dataclass
 class Encoded:
-    """The tokens of a conversation."""
+    """The tokens of a conversation, or of a row of several conversations."""
 
     ids: list[int] = field(default_factory=list)
     # The ids in the model's own turns, and IGNORED in place of all other ids
@@ -61,8 +61,8 @@ class Encoded:
     positions: list[int] = field(default_factory=list)
 
     def add(self, ids: Sequence[int], *, own: bool = False, gap: int = 0) -> None:
-        """Appends ids, whose positions begin `gap` positions after the previous id. own: True: the model writes these
-        ids in its own turn."""
+        """Appends ids. `gap` positions are left out between the previous id and the first of them. own: True: the model
+        writes these ids in its own turn."""
         start = self.positions[-1] + 1 + gap if self.positions else 0
         self.ids.extend(ids)
         self.spoken.extend(ids if own else [IGNORED] * len(ids))
@@ -110,8 +110,8 @@ class Chat:
         return [m for m in self.draw(rng) if m["role"] != "system"]
 
     def vary(self, rng: random.Random, n_tokens: int) -> Conversation:
-        """Returns a random conversation. About one in three continues with further questions, up to about `n_tokens`
-        tokens."""
+        """Returns a random conversation, with random variations: tools, a system message, or further questions. About
+        one in three conversations without tools continues with further questions, up to about `n_tokens` tokens."""
         if rng.random() < WITH_TOOLS:
             messages, defined = tools.conversation(rng, lambda: self.plain(rng))
             if rng.random() < 0.2:
@@ -129,8 +129,8 @@ class Chat:
         return Conversation(messages)
 
     def long(self, rng: random.Random, n_tokens: int) -> Encoded:
-        """Returns the tokens of one conversation of almost `n_tokens` tokens. The conversation has a long system
-        message or many turns."""
+        """Returns the tokens of one conversation of at most `n_tokens` tokens. Random questions are appended until the
+        next one does not fit. A share LONG_TEXT of the conversations begins with a long system message."""
         messages: list[Message] = []
         if rng.random() < LONG_TEXT:
             text = self.excerpt(rng, rng.randrange(n_tokens // 4, n_tokens * 3 // 4))
@@ -146,8 +146,8 @@ class Chat:
     def encode(self, conversation: Conversation, rng: random.Random | None = None) -> Encoded:
         """Returns the tokens of a conversation, as the chat template writes it.
 
-        With `rng`, there are gaps between the positions of its turns, of up to the context's length in all. The model
-        thereby learns larger distances between turns than a short row contains.
+        With `rng`, random gaps are left between the positions of its turns, together less than N_CTX. The model thereby
+        learns larger distances between turns than a short row contains.
         """
         messages, done, encoded = conversation.messages, "", Encoded()
         gap = 0
@@ -174,13 +174,13 @@ class Chat:
         return str(self.template.render(**variables, add_generation_prompt=add_generation_prompt))
 
     def deltas(self, rng: random.Random, n_tokens: int) -> Iterator[Encoded]:
-        """Yields the tokens of random conversations, without end."""
+        """Yields the tokens of random conversations endlessly."""
         while True:
             yield self.encode(self.vary(rng, n_tokens), rng if rng.random() < APART else None)
 
     def row(self, rng: random.Random, n_ctx: int) -> tuple[Encoded, list[int]]:
-        """Returns a row of n_ctx + 1 ids that contains several conversations, and for each id the number of its
-        conversation. The row ends with padding, whose number is -1."""
+        """Returns a row of n_ctx + 1 ids that is filled with random conversations, and for each id the number of its
+        conversation. Padding at the end of the row has the number -1."""
         size = n_ctx + 1
         row, numbers = Encoded(), list[int]()
         n_refused = 0
@@ -202,7 +202,7 @@ class Chat:
         return row
 
     def batch(self, step: int) -> Batch:
-        """Returns the batch of a step, which depends only on the step's number.
+        """Returns the batch of a step. The same step number always gives the same batch.
 
         In a row of several conversations, tokens attend only to their own conversation. A row of the corpus, or of one
         long conversation, is not divided.

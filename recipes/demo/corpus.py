@@ -1,7 +1,8 @@
 """Collects freely licensed text from a Linux machine with Python. Selection and split are the same in every run.
 
-A source that is missing on the machine gives no documents. The selection and the split into training and held-out texts
-depend only on the documents' names. Two machines with the same packages therefore train on the same text.
+A source that is missing on the machine gives no documents. The order of selection, and the split into training and
+held-out texts, depend only on the documents' names. Two machines with the same packages therefore train on the same
+text.
 """
 
 import gzip
@@ -16,13 +17,13 @@ from pydoc_data import topics
 HELDOUT_ONE_IN = 30
 MAX_DOCUMENT_CHARS = 60_000
 MIN_DOCUMENT_CHARS = 200
-# Beginnings of the names of thousands of generated pages that have no free licence
+# Prefixes of the names of thousands of generated pages without a free licence
 NOT_FREE = ("gcloud", "google-cloud", "bq.", "gsutil")
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text. `name` identifies it on every machine, and `kind` is a key of KINDS."""
+    """One text of the corpus. `name` identifies it on every machine, and `kind` is a key of KINDS."""
 
     kind: str
     name: str
@@ -35,13 +36,14 @@ class Document:
 
     @property
     def heldout(self) -> bool:
-        """True: this document is left out of training."""
+        """True if this document is left out of training."""
         return self.digest % HELDOUT_ONE_IN == 0
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of text: its description, its licences, and the maximum number of characters to take."""
+    """A kind of text: its description and its licences. max_chars: when the selected texts have this number of
+    characters, no further text is selected."""
 
     about: str
     licence: str
@@ -61,7 +63,8 @@ KINDS = {
 
 
 def read_text(path: Path) -> str:
-    """Returns the text of a file, which may be compressed by gzip. Returns "" if the file cannot be read as UTF-8."""
+    """Returns the text of a file, decompressed if its name ends with .gz. Returns "" if the file cannot be opened or is
+    not UTF-8."""
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         return raw.decode("utf-8")
@@ -84,7 +87,8 @@ ROFF_FONT_MACROS = {"B", "I", "R", "BR", "IR", "RB", "RI", "BI", "IB", "SM", "SB
 
 
 def plain_roff(text: str) -> str:
-    """Returns a man(7) page as plain text; "" if the page uses other macros or only refers to another page."""
+    """Returns a man(7) page as plain text. Returns "" if the page has no title line (.TH), because it uses other macros
+    or only refers to another page."""
     if not re.search(r"^\.TH\b", text, re.M):
         return ""
     lines = []
@@ -107,13 +111,14 @@ def plain_roff(text: str) -> str:
 
 
 def files(root: Path, pattern: str) -> Iterator[Path]:
-    """Yields the regular files in a folder that match the pattern, in sorted order. Links are left out. Yields nothing
-    if the folder does not exist."""
+    """Yields the regular files in a folder that match the pattern, in sorted order. Symbolic links are left out. Yields
+    nothing if the folder does not exist."""
     return (p for p in sorted(root.glob(pattern)) if p.is_file() and not p.is_symlink())
 
 
 def python_documents() -> Iterator[Document]:
-    """Yields the modules of Python's standard library, without tests and without installed packages."""
+    """Yields the modules of Python's standard library. Tests, installed packages and a few other folders are left
+    out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "pydoc_data", "ensurepip"}
     for path in files(root, "**/*.py"):
@@ -151,8 +156,8 @@ def usable(text: str) -> bool:
 
 
 def select(documents: Iterable[Document]) -> list[Document]:
-    """Returns the documents of the corpus in the order of their digests. Drops copies, cuts long texts, and takes at
-    most `max_chars` characters of each kind."""
+    """Returns the documents of the corpus in the order of their digests. Drops texts that begin like an earlier one,
+    and cuts long texts. When a kind has `max_chars` characters, drops its further texts."""
     left = {kind: facts.max_chars for kind, facts in KINDS.items()}
     seen: set[str] = set()
     chosen = []

@@ -1,4 +1,5 @@
-"""Stores the tokens of the corpus on disk, and makes training batches that depend only on the step number."""
+"""Stores the tokens of the corpus on disk, and makes training batches. The batch of a step number is the same in every
+run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class Corpus:
     train: Tokens
     train_tokens: dict[str, int]  # number of tokens
     heldout: dict[str, Tokens]
-    heldout_bytes: dict[str, int]  # bytes of the held-out text of each kind
+    heldout_bytes: dict[str, int]  # size of the held-out text of each kind, in bytes
 
 
 def encode(tokenizer: Tokenizer, documents: Sequence[corpus.Document]) -> Tokens:
@@ -58,7 +59,7 @@ def load(path: Path) -> Corpus:
 
 
 def save(path: Path, tokenizer: Tokenizer, documents: Sequence[corpus.Document]) -> None:
-    """Tokenises the corpus and saves it as one .npz file."""
+    """Tokenises the corpus and saves it as one .npz file. A kind of text without held-out documents is left out."""
     arrays: dict[str, NDArray[Any]] = {}
     train = []
     for kind in corpus.KINDS:
@@ -84,7 +85,7 @@ class Windows:
         self.epoch, self.order = -1, np.arange(0)
 
     def window(self, index: int) -> Tokens:
-        """Returns the window number `index` of an endless sequence of epochs. It has n_ctx + 1 tokens."""
+        """Returns the window at `index` in an endless sequence of epochs: n_ctx + 1 tokens."""
         epoch, position = divmod(index, self.n_windows)
         if epoch != self.epoch:
             self.epoch = epoch
@@ -100,7 +101,7 @@ class Windows:
 
 
 class Lengths:
-    """Makes batches of windows. The length of the windows changes from step to step."""
+    """Makes batches of windows. The length and number of the windows change from step to step."""
 
     def __init__(self, tokens: Tokens, steps: Sequence[tuple[int, int]]) -> None:
         self.steps = steps

@@ -1,5 +1,5 @@
-"""Computes held-out loss and routing in torch. Computes the same loss, and answers, from the GGUF file with
-llama.cpp."""
+"""Computes a trained model's loss on held-out text: in torch, together with the loads of the experts, or with llama.cpp
+from a GGUF file. Also generates answers with llama.cpp."""
 
 import math
 from dataclasses import dataclass
@@ -16,7 +16,8 @@ from recipes.demo.model import DemoModel
 from recipes.demo.train import loss_of
 
 LOSS_CTX = 512  # tokens of a window
-# Minimum number of windows of each kind of text to compute; of a longer text only every n-th window is used
+# Minimum number of windows of each kind of text to compute, if the text has as many. If a text has at least twice as
+# many, only every n-th window is computed.
 LEAST_WINDOWS = 10
 
 
@@ -24,14 +25,14 @@ LEAST_WINDOWS = 10
 class KindLoss:
     """The mean loss over one kind of held-out text, computed in windows that do not overlap."""
 
-    tokens: int  # length of the text in tokens
+    tokens: int  # length of the held-out text in tokens
     nats_per_token: float
     bits_per_byte: float
 
 
 def windows(tokens: Tokens, n_ctx: int) -> NDArray[np.int64]:
     """Returns rows of n_ctx + 1 tokens, spread over the whole text. Tokens at the end that do not fill a row are left
-    out."""
+    out. Raises ValueError if the text does not fill one row."""
     n_rows = (len(tokens) - 1) // n_ctx
     if n_rows == 0:
         raise ValueError(f"{len(tokens)} held-out tokens do not fill one window of {n_ctx}")
@@ -40,8 +41,8 @@ def windows(tokens: Tokens, n_ctx: int) -> NDArray[np.int64]:
 
 
 def kind_loss(total: float, rows: NDArray[np.int64], n_tokens: int, n_bytes: int) -> KindLoss:
-    """Returns the mean loss. `total` is the summed loss of the rows, which were cut from a text of `n_tokens` tokens
-    and `n_bytes` bytes."""
+    """Returns the mean loss per token and per byte. `total` is the summed loss of the rows, which were cut from a text
+    of `n_tokens` tokens and `n_bytes` bytes."""
     scored = rows[:, 1:].size
     mean = total / scored
     return KindLoss(n_tokens, mean, mean * n_tokens / (n_bytes * math.log(2)))
@@ -49,8 +50,8 @@ def kind_loss(total: float, rows: NDArray[np.int64], n_tokens: int, n_bytes: int
 
 @torch.no_grad()
 def torch_losses(model: DemoModel, corpus: Corpus, n_ctx: int = LOSS_CTX) -> tuple[dict[str, KindLoss], torch.Tensor]:
-    """Returns the loss by kind of text. Also returns the share of choices of each expert: (n_layer, n_expert); each row
-    sums to 1."""
+    """Returns the loss by kind of text. Also returns each expert's share of the router's choices: (n_layer, n_expert);
+    each row sums to 1."""
     losses = {}
     load = torch.zeros(model.shape.n_layer, model.shape.n_expert)
     for kind, tokens in corpus.heldout.items():
@@ -86,8 +87,8 @@ def gguf_losses(path: Path, corpus: Corpus, n_ctx: int = LOSS_CTX) -> dict[str, 
 
 
 def answers(path: Path, questions: list[str], n_ctx: int) -> dict[str, str]:
-    """Returns {question: llama.cpp's greedy answer}. Uses the file's chat template. " [cut]" follows an answer that was
-    cut off."""
+    """Returns {question: llama.cpp's greedy answer of at most 120 tokens}. Uses the file's chat template. " [cut]"
+    follows an answer that was cut off."""
     llm = open_gguf(path, n_ctx)
     found = {}
     for question in questions:

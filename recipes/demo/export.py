@@ -87,7 +87,8 @@ def write_f32(path: Path, model: DemoModel, tokenizer: Tokenizer) -> None:
     writer.add_description(DESCRIPTION)
     writer.add_license(LICENCE)
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
-    writer.add_sampling_temp(0.0)  # greedy by default, because sampling leads so small a model into mistakes
+    # Greedy by default, because a model this small makes more mistakes if tokens are sampled
+    writer.add_sampling_temp(0.0)
     add_shape(writer, model.shape)
     add_tokenizer(writer, tokenizer)
     for name, weight in model.state_dict().items():
@@ -99,8 +100,8 @@ def write_f32(path: Path, model: DemoModel, tokenizer: Tokenizer) -> None:
 
 
 def quantise(source: Path, target: Path) -> None:
-    """Quantises a file with llama.cpp: matrices in Q4_0, but the embedding and the output matrix in Q8_0, and the
-    routers and norms in F32."""
+    """Quantises a file with llama.cpp: the embedding and the output matrix in Q8_0, the other matrices in Q4_0.
+    Routers, norms and biases stay F32. Raises RuntimeError."""
     llama_cpp = library.llama_cpp()
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0

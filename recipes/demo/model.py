@@ -1,4 +1,5 @@
-"""The demo's network: qwen2moe with a shared expert. It computes the same as llama.cpp's `src/models/qwen2moe.cpp`.
+"""The demo's network: qwen2moe with a shared expert. The network computes the same function as llama.cpp's
+`src/models/qwen2moe.cpp`.
 
 Matrices have the shape [rows, row length], and experts [n_expert, rows, row length], as in GGUF files.
 """
@@ -14,7 +15,8 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of the network, with the names that GGUF uses. Every row length is a multiple of 64."""
+    """Sizes of the network, with the names that GGUF uses. With the default sizes, every row length is a multiple of
+    64."""
 
     n_vocab: int = 4096
     n_layer: int = 6
@@ -36,8 +38,8 @@ class Shape:
 
 
 def matrix(*sizes: int, gain: float = 1.0) -> nn.Parameter:
-    """Returns a random normal matrix. The standard deviation of its output is about `gain` times the standard deviation
-    of its input."""
+    """Returns a random normal matrix. If the elements of an input are independent with mean 0, the output's standard
+    deviation is about `gain` times the input's."""
     return nn.Parameter(torch.randn(*sizes) * (gain / math.sqrt(sizes[-1])))
 
 
@@ -192,7 +194,8 @@ class DemoModel(nn.Module):
         return functional.linear(self.output_norm(x if wanted is None else x[wanted]), self.output)
 
     def mixtures(self) -> list[MoE]:
-        """Returns the mixtures of all layers, whose `load` and `balance_loss` the caller reads."""
+        """Returns the MoE modules of all layers, in order. Each has the `load` and the `balance_loss` of its last
+        forward pass."""
         return [module for module in self.modules() if isinstance(module, MoE)]
 
 

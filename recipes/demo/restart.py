@@ -26,7 +26,8 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def read_weights(path: Path, model: DemoModel) -> None:
-    """Copies the file's weights into a model of the same shape. Raises ValueError if the shapes differ."""
+    """Copies the file's weights into a model of the same shape. Raises ValueError if a tensor has a different number of
+    weights."""
     tensors: Mapping[str, gguf.ReaderTensor] = {t.name: t for t in gguf.GGUFReader(path).tensors}
     state = {}
     for name, weight in model.state_dict().items():

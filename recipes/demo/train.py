@@ -22,7 +22,7 @@ LOG_EVERY_STEPS = 20
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of training: its data, its length and its peak learning rate."""
+    """A stage of training: its data, its duration and its peak learning rate."""
 
     name: str
     minutes: float
@@ -56,12 +56,12 @@ def optimiser(model: nn.Module) -> torch.optim.AdamW:
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """Returns the mean loss in nats per token."""
+    """Returns the mean cross-entropy in nats per token."""
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
-    """Writes a checkpoint to a temporary file, then replaces the old checkpoint by it."""
+    """Writes a checkpoint to a temporary file, then replaces the old checkpoint with it."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": asdict(progress)}
     torch.save(state, path.with_suffix(".tmp"))
     os.replace(path.with_suffix(".tmp"), path)

@@ -2,7 +2,7 @@
 tokens come into one cluster.
 
 One clustering uses each neuron once. If the model needs more experts, the neurons are clustered again by other tokens.
-A neuron then belongs to several experts, as several experts of a trained model have some knowledge in common.
+A neuron then belongs to several experts, just as several experts of a trained model share some knowledge.
 
 The methods are from MoEfication (Zhang et al., 2022, section 3.2, co-activation graph split) and from CMoE (Pei et al.,
 2025, section 3.1: shared neurons, then balanced k-means). MoEfication counts activations that are not 0, but the
@@ -20,8 +20,8 @@ ROUNDS = 8
 
 
 def order_neurons(contributions: Tensor, n_shared: int, n_expert: int, n_ff_exp: int) -> Tensor:
-    """Returns the neurons in the order of a Mixture: first the shared neurons, then the neurons of each expert.
-    contributions: (n_tokens, n_ff)."""
+    """Returns the indices of the neurons in the order of a Mixture: first the shared neurons, then the neurons of each
+    expert. contributions: (n_tokens, n_ff)."""
     by_size = contributions.square().mean(dim=0).argsort(descending=True)
     shared, others = by_size[:n_shared], by_size[n_shared:].sort().values
     order, n_clusters = [shared], len(others) // n_ff_exp
@@ -35,7 +35,7 @@ def order_neurons(contributions: Tensor, n_shared: int, n_expert: int, n_ff_exp:
 
 def balanced_clusters(rows: Tensor, n_clusters: int, seed: int = 0) -> Tensor:
     """Returns the cluster of each row, by k-means of the rows scaled to length 1. All clusters have the same number of
-    rows."""
+    rows. The number of rows must be a multiple of n_clusters."""
     rows = functional.normalize(rows, dim=1)
     start = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:n_clusters]
     centres, clusters = rows[start], torch.empty(0)
@@ -48,7 +48,7 @@ def balanced_clusters(rows: Tensor, n_clusters: int, seed: int = 0) -> Tensor:
 
 def fill_evenly(similarity: Tensor) -> Tensor:
     """Returns a column for each row, so that each column is chosen equally often. Rows whose best column is clearly
-    better than the second best choose first."""
+    better than the second best choose first. The number of rows must be a multiple of the number of columns."""
     n_rows, n_columns = similarity.shape
     best = similarity.topk(min(2, n_columns), dim=1).values
     wishes = similarity.argsort(dim=1, descending=True).tolist()

@@ -1,8 +1,8 @@
 """Converts a dense network to a mixture of experts, layer by layer, using the activations of tokens of text.
 
 A layer's input is the output of the converted layers before it. Its down matrices are fitted so that the residual
-stream after the layer equals the dense network's. Each layer thereby also corrects the error of the earlier layers,
-which compute only some of their experts.
+stream after the layer is as near as possible to the dense network's. Each layer thereby also corrects the error of the
+earlier layers, which compute only some of their experts.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from recipes.moefication.network import FeedForward, Layer, Mixture, Network, ro
 CLUSTERING_TOKENS = 4096
 ROWS_AT_ONCE = 8
 ROUTER_RIDGE, DOWN_RIDGE = 0.1, 0.03  # ridge penalties of the fits, as shares of the Gram matrix's diagonal
-# A router is fitted to its own layer's input and, with less weight, to the inputs of the layers before it. Its target
-# is the clusters' contribution at its token and, with more weight, at the tokens before. Its choices then depend on
-# features that neighbouring layers and tokens have in common, as in trained models. The experts that are not chosen
-# contribute no more to the output than with a fit to the token alone.
+# A router is fitted to its own layer's input and, with less weight, to the inputs of at most LAYERS_BEFORE layers
+# before it. The target for a token is the clusters' contributions at this token and, with more weight, at the tokens
+# before. The choices then depend on features that neighbouring layers and tokens have in common, as in trained models.
+# The experts that are not chosen contribute no more to the output than with a fit to the token alone.
 LAYERS_BEFORE, WEIGHT_BEFORE = 8, 0.5
 # TOKENS_BEFORE: weight of the running mean over tokens; SMOOTHING: share of this mean that is kept from token to token
 TOKENS_BEFORE, SMOOTHING = 0.75, 0.8
@@ -54,8 +54,8 @@ class Split:
         return f"{self.n_expert}x{self.n_ff_exp}-{self.n_expert_used}-{self.n_expert_shared}"
 
     def check(self, n_ff: int) -> None:
-        """Raises ValueError if the experts cannot hold each of the n_ff neurons that is not shared at least once, in
-        whole experts. Also raises it for an impossible number of used experts."""
+        """Raises ValueError unless the neurons that are not shared fill whole experts, and the experts can hold each of
+        them at least once. Also raises it for an impossible number of used experts."""
         n_routed = n_ff - self.n_shared
         if n_routed < self.n_ff_exp or n_routed % self.n_ff_exp or self.n_expert * self.n_ff_exp < n_routed:
             raise ValueError(
@@ -68,10 +68,10 @@ class Split:
 
 @torch.no_grad()
 def convert(network: Network, split: Split, ids: Tensor, rounded: Rounding, progress: Callable[[str], None]) -> None:
-    """Replaces each layer's feed-forward network by a Mixture. ids: (B, T), the text to fit on.
+    """Replaces each layer's feed-forward network with a Mixture. ids: (B, T), the text to fit on.
 
     `rounded` rounds a matrix to the values that the file can hold. The down matrices are fitted to the rounded gate and
-    up matrices.
+    up matrices. Raises ValueError if the split does not suit the network.
     """
     split.check(network.shape.n_ff)
     angles = rope(network.shape, ids.shape[1])
@@ -120,8 +120,8 @@ def mixture(
 
 
 def fit_router(inputs: Sequence[Tensor], wanted: Tensor, std: float) -> Tensor:
-    """Returns a router (n_expert, n_embd), fitted by least squares from the inputs to the wanted logits. Its logits are
-    scaled to the standard deviation `std`.
+    """Returns a router (n_expert, n_embd), fitted by ridge regression from the inputs to the wanted logits. Its logits
+    are scaled to the standard deviation `std`.
 
     MoEfication fits a small network to the clusters' activation (section 3.3). A router of llama.cpp must be linear.
     """
@@ -161,8 +161,8 @@ def _balance(layer: Mixture, order: Tensor, x: Tensor, contributions: Tensor) ->
 
 
 def correct(layer: Mixture, x: Tensor, target: Tensor, sizes: Tensor) -> tuple[Tensor, float]:
-    """Fits the down matrices so that the output of the chosen neurons is as near as possible to the target. Returns
-    (output, missing share).
+    """Fits the down matrices so that the output of the chosen neurons is as near as possible to the target. Returns the
+    output and the share of the target that is missing.
 
     Errors are divided by the size of their token's residual stream, because the next norm divides by this size. Without
     this, a few tokens with a huge stream would dominate the fit.
@@ -175,14 +175,14 @@ def correct(layer: Mixture, x: Tensor, target: Tensor, sizes: Tensor) -> tuple[T
 
 
 def ridge(inputs: Tensor, outputs: Tensor, strength: float) -> Tensor:
-    """Returns the matrix (n_outputs, n_inputs) of a ridge regression. The penalty on an input's weights is in
+    """Returns the matrix (n_outputs, n_inputs) of a ridge regression. The penalty on an input's weights is roughly in
     proportion to the input's sum of squares."""
     return solve(inputs.T @ inputs, inputs.T @ outputs, strength)
 
 
 def solve(gram: Tensor, products: Tensor, strength: float) -> Tensor:
-    """Solves the regression of `ridge`. `gram` is the inputs' Gram matrix, and is overwritten. `products` is the
-    product of inputs and outputs."""
+    """Solves the regression of `ridge`. `gram` is the inputs' Gram matrix, and is overwritten. `products` is inputs.T @
+    outputs."""
     diagonal = gram.diagonal().clone()
     gram.diagonal().add_(strength * (diagonal + diagonal.mean() * 1e-3))
     return torch.cholesky_solve(products, torch.linalg.cholesky(gram)).T.contiguous()

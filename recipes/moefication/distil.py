@@ -23,7 +23,7 @@ LOG_EVERY_STEPS = 4
 
 @dataclass(frozen=True)
 class Schedule:
-    """The length and the learning rate of a training. The rate rises at first, then falls to zero."""
+    """The duration and the learning rate of a training run. The rate rises at first, then falls to zero."""
 
     minutes: float
     n_rows: int = 2  # number of rows of text in a step
@@ -45,9 +45,10 @@ def distil(
     progress: Callable[[str], None],
     checkpoint: Path | None = None,
 ) -> int:
-    """Trains until the time is over; returns the number of tokens. rows: (n_rows, T).
+    """Trains until the schedule's minutes are used up; returns the number of tokens trained on. rows: (n_rows, T).
 
-    checkpoint: a file that is updated during the training. If it exists at the start, the training continues from it.
+    checkpoint: a file that is updated during the training. If it exists at the start, the training continues from it,
+    and the earlier minutes and tokens count, too.
     """
     trained = {name: parameter for name, parameter in network.named_parameters() if name.endswith(".ffn.ffn.down")}
     optimizer = torch.optim.AdamW(trained.values(), betas=(0.9, 0.95), weight_decay=0.0)

@@ -29,7 +29,8 @@ DENSE_FFN = (".ffn_gate.weight", ".ffn_up.weight", ".ffn_down.weight")
 
 
 def write(path: Path, network: Network, split: Split, source: GGUFReader, quant: str) -> None:
-    """Writes the file. Experts have the type `quant`; all other tensors are as in the source file."""
+    """Writes the file. All experts have the type `quant`, and routers are F32. All other tensors are as in the source
+    file."""
     writer = GGUFWriter(path, "deepseek")
     writer.add_name("SmolLM2-135M-Instruct as a mixture of experts")
     writer.add_description("Experts clustered by co-activation from a dense model, by moegguf make_lab_model.py")
@@ -51,13 +52,13 @@ def write(path: Path, network: Network, split: Split, source: GGUFReader, quant:
 
 
 def rounding(quant: str) -> Rounding:
-    """Returns the function that rounds matrices before fitting, as the file will. Q4_0 rounds them; for the finer types
-    the function returns a matrix unchanged."""
+    """Returns the function that rounds matrices before fitting. For q4_0, it rounds them as the file does. For the
+    finer types, it returns a matrix unchanged."""
     return round_q4_0 if quant == "q4_0" else lambda weight: weight
 
 
 def expert_bytes(shape: Shape, split: Split, quant: str) -> int:
-    """Returns the bytes of one expert's three matrices."""
+    """Returns the size of one expert's three matrices in bytes."""
     n_values, n_bytes = GGML_QUANT_SIZES[FILE_TYPES[quant][0]]
     return 3 * shape.n_embd * split.n_ff_exp // n_values * n_bytes
 

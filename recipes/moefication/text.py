@@ -23,12 +23,13 @@ Rows = NDArray[np.int64]
 class Text:
     """Rows of N_CTX tokens each."""
 
-    fit: Rows  # rows to fit on; the kinds of text take turns
+    fit: Rows  # rows to fit on, one row from each kind of text in turn
     heldout: dict[str, Rows]  # held-out rows, {kind of text: rows}
 
 
 def load(model: Path, folder: Path, n_rows: int) -> Text:
-    """Loads the text, with at most n_rows rows to fit on. Raises ValueError when a text cannot be fetched."""
+    """Returns the tokens of the text, with at most n_rows rows to fit on. Raises ValueError if a text cannot be
+    fetched."""
     found = texts.load(folder)
     llm = library.llama_cpp().Llama(str(model), vocab_only=True, verbose=False)
 

@@ -14,7 +14,7 @@ SMALL = ("--temperature", 0, "-t", 1, "-c", 512, "--expert-cache", "50%")
 
 
 def demo_chat(home: Path, *arguments: object, size: tuple[int, int] = (80, 24), **environ: str) -> Terminal:
-    """Returns a chat with the demo model. The history of its messages lies in `home`."""
+    """Returns a terminal that runs a chat with the demo model. `home` has the history of its messages."""
     command = moegguf_command("run", "demo", *SMALL, *arguments)
     return _terminal(command, home, size, environ)
 
@@ -22,7 +22,7 @@ def demo_chat(home: Path, *arguments: object, size: tuple[int, int] = (80, 24), 
 def echo_chat(
     home: Path, *arguments: object, size: tuple[int, int] = (80, 24), term: str = "xterm", **environ: str
 ) -> Terminal:
-    """Returns a chat with the scripted worker of `fake_worker.py`, which echoes messages."""
+    """Returns a terminal that runs a chat with the scripted worker of `fake_worker.py`, which echoes most messages."""
     command = [sys.executable, str(ECHO), "run", "demo", *map(str, (*SMALL, *arguments))]
     return _terminal(command, home, size, environ, term)
 

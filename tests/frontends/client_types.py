@@ -1,6 +1,6 @@
-"""Checks replies against the types of the client packages; `client_of` makes an OpenAI client.
+"""Checks that replies have the fields and types that the client packages declare; `client_of` makes an OpenAI client.
 
-The clients themselves accept any reply, so they would not notice a wrong one.
+The clients do not check this themselves. Types that pydantic can convert are accepted.
 """
 
 import typing
@@ -15,12 +15,12 @@ def client_of(url: str, key: str = "none") -> openai.OpenAI:
 
 
 def kinds_of(union: Any) -> dict[str, type[BaseModel]]:
-    """Returns the classes of a union by the value of their field `type`."""
+    """Returns {value of the field `type`: class} for the classes of a union."""
     while typing.get_origin(union) is typing.Annotated:
         union = typing.get_args(union)[0]
     return {typing.get_args(kind.model_fields["type"].annotation)[0]: kind for kind in typing.get_args(union)}
 
 
 def check(kind: Any, value: Any) -> None:
-    """Fails unless `value` has all required fields of `kind`, each with its type."""
+    """Fails unless `value` has all required fields of `kind`, with types that pydantic can convert."""
     TypeAdapter(kind).validate_python(value, strict=False)

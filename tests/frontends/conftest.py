@@ -1,6 +1,6 @@
 """Fixtures: the command `moegguf`, traces that it recorded, running servers, and headless Chromium.
 
-A test fails if the browser's console has an error or a warning that the test does not expect.
+A test with the fixture `look` fails if the browser's console has an error or a warning that the test does not expect.
 """
 
 import json
@@ -65,7 +65,8 @@ def http(url: str) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="session")
 def moegguf() -> Command:
-    """Returns `moegguf("run", path, ..., stdin="", NAME="value")`, which returns the output and the exit code."""
+    """Returns `moegguf("run", path, ..., stdin="", NAME="value")`, which runs the command in a new process. The
+    function returns the output and the exit code."""
 
     def call(*arguments: object, stdin: str = "", **extra: str) -> subprocess.CompletedProcess[str]:
         return completed(moegguf_command(*arguments), stdin, **extra)
@@ -75,7 +76,7 @@ def moegguf() -> Command:
 
 @pytest.fixture(scope="session")
 def here() -> Command:
-    """Returns a function with the arguments of `moegguf`, which runs the command in this process.
+    """Returns a function like the fixture `moegguf`, but it runs the command in this process.
 
     A call is faster than a new process. Tests of a process, or of its end, use the fixture `moegguf`.
     """
@@ -92,7 +93,7 @@ def here() -> Command:
             code = main(list(map(str, arguments)))
             out.flush()
             said.flush()
-        # Outside tests, the worker ends with the process of the command.
+        # Ends the command's workers. Outside tests, a worker ends with the command's process.
         for left in set(psutil.Process().children()) - before:
             left.kill()
             left.wait()
@@ -104,14 +105,16 @@ def here() -> Command:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path]) -> Iterator[Server]:
-    """`moegguf serve` with the demo and `tiny`, a random model; every test leaves its names as they were."""
+    """A running `moegguf serve` with the demo and the random model `tiny`. Tests share it, so each test leaves the
+    models' names as it found them."""
     with serving(tmp_path_factory.mktemp("server"), models={"tiny": tiny("tiny-qwen2moe")}) as found:
         yield found
 
 
 @pytest.fixture(scope="session")
 def served(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path]) -> Iterator[Server]:
-    """A server with the demo and two random models, one whose template knows tools and one that thinks first."""
+    """A server that has loaded the demo and two random models. `tools` has a template with tools, and `thinker` a
+    template with thinking."""
     models = {"tools": tiny(template="qwen"), "thinker": tiny(template="deepseek")}
     with serving(tmp_path_factory.mktemp("served"), models=models) as found:
         # One thread per model: a second thread would spin while other processes use the cores.
@@ -129,7 +132,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def recorded(moegguf: Command, prompts: Path) -> Path:
-    """A small trace of the demo model, with inputs."""
+    """The path of a small trace of the demo model, with the routers' inputs."""
     path = prompts.with_name("demo.npz")
     done = moegguf("trace", "record", "demo", "--prompts", prompts, "-o", path, *QUICK, "--inputs")
     assert (done.returncode, done.stdout) == (0, "")
@@ -166,6 +169,6 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture
 def look(chromium: Any) -> Iterator[Look]:
-    """Yields the function of `looking`, which opens the page."""
+    """Yields the function of `looking`, which opens a page in the browser."""
     with looking(chromium) as look:
         yield look

@@ -1,7 +1,8 @@
 """A `ModelManager` without processes: scripted answers, and a real HTTP server over it in this process.
 
-`FakeManager` has the methods of `ModelManager`; its answers, errors and waits are set by the test, and the requests are
-recorded. `server_of(manager)` serves it, and `running(app)` any ASGI application, on a free port of loopback.
+`FakeManager` has the methods of `ModelManager` that the server calls. A test sets its answers, errors and waits, and
+reads the recorded requests. `server_of(manager)` serves it, and `running(app)` any ASGI application, on a free port of
+loopback.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ TIMING = AnswerSummary(
 
 
 def entry_of(path: Path, name: str = "demo:latest", **changes: Any) -> ModelEntry:
-    """An entry for a real file, so that its headers can be read."""
+    """Returns the catalog entry of an existing file, so that the server can read the file's header."""
     modified = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
     return ModelEntry(name, "demo", (path,), path.stat().st_size, "ab" * 32, modified, **changes)
 
 
 class FakeCatalog:
-    """`find` and `entries` over a few entries."""
+    """A catalog of a few entries, with only the methods `find` and `entries`."""
 
     def __init__(self, *entries: ModelEntry) -> None:
         self.known = {entry.name: entry for entry in entries}
@@ -73,7 +74,8 @@ class FakeCatalog:
 
 @dataclass
 class FakeLease:
-    """A lease whose `answer` yields the items of `script`. It raises items that are exceptions, and awaits events."""
+    """A lease whose `answer` yields the items of the manager's `script`. Exceptions in the script are raised, and
+    asyncio events are awaited."""
 
     manager: FakeManager
     entry: ModelEntry
@@ -125,7 +127,7 @@ class FakeLease:
 
 
 class FakeManager:
-    """A scripted manager, as the module describes. It raises `enter_error` when a lease is entered."""
+    """A scripted manager, as the module describes. If `enter_error` is set, it is raised when a lease is entered."""
 
     def __init__(self, catalog: FakeCatalog, script: Sequence[Any] = ()) -> None:
         self.catalog = catalog
@@ -198,9 +200,10 @@ class FakeManager:
 
 
 def added(earlier: Snapshot | None, later: Snapshot) -> Snapshot:
-    """Returns the snapshot `later` with counts since the model was loaded: the counts of `earlier` are added.
+    """Returns the snapshot `later` with the counts of `earlier` added to its own counts.
 
-    The counts in `later` alone begin at `earlier`. With None, `later` is the first snapshot.
+    The counts in `later` have 8 bits each; the counts in `earlier` and in the result have 32. earlier: None if `later`
+    is the first snapshot.
     """
     counts = {}
     for name in ("uses", "loads"):
@@ -218,7 +221,7 @@ SNAPSHOT = Snapshot(
 
 
 class FedManager(FakeManager):
-    """A manager whose snapshots come from `send`. `n_asked` counts the requests for a snapshot."""
+    """A manager whose snapshots a test passes to `send`. `n_asked` counts the calls of `snapshots`."""
 
     def __init__(self, *names: str) -> None:
         super().__init__(FakeCatalog(*(entry_of(demo_path(), name) for name in names or ("demo:latest",))))
@@ -236,7 +239,8 @@ class FedManager(FakeManager):
 
 
 class BusyManager(FakeManager):
-    """A manager with one model that never stops computing. Each snapshot has one more token, and a hit rate of 0.9."""
+    """A manager with one model that never stops computing. Each snapshot has one more token than the one before, and a
+    hit rate of 0.9."""
 
     def __init__(self) -> None:
         super().__init__(FakeCatalog(entry_of(demo_path())))
@@ -251,19 +255,19 @@ class BusyManager(FakeManager):
 
 
 def objects(text: str) -> list[dict[str, Any]]:
-    """Returns the JSON objects of a stream, which has the form of JSON lines or of server-sent events."""
+    """Returns the JSON objects of a stream in the form of JSON lines or of server-sent events."""
     lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith(("data: {", "{"))]
     return [json.loads(line) for line in lines]
 
 
 @contextmanager
 def running(app: ASGIApp) -> Iterator[str]:
-    """Yields the URL of `app`, which a thread of this process serves until the end."""
+    """Yields the URL of `app`. A thread of this process serves it until the `with` block ends."""
     options: Any = {"log_config": None, "lifespan": "on", "proxy_headers": False, "timeout_graceful_shutdown": 1}
     config = uvicorn.Config(app, http=Protocol, **options)
     listener, started = listen(Host(port=0)), threading.Event()
 
-    # Streams send their last event when the server ends, even if a page still reads them, as in the real server.
+    # When the server ends, streams send their last event even if a page still reads them, as in the real server.
     def on_end() -> None:
         if isinstance(app, Starlette) and hasattr(app.state, "ending"):
             app.state.ending.set()
@@ -281,14 +285,14 @@ def running(app: ASGIApp) -> Iterator[str]:
 
 
 def server_of(manager: FakeManager, **settings: Any) -> AbstractContextManager[str]:
-    """Returns a context manager of a server over `manager` in this process, whose value is the URL.
+    """Returns a context manager that runs a server over `manager` in this process, and yields the server's URL.
 
-    `settings` are fields of `Settings`. The server stores no responses by default.
+    `settings` are fields of `Settings`. By default, the server stores no responses.
     """
     made = Settings(**{"responses_age_s": 0.0, **settings})
     return running(make_app(cast(Any, manager), cast(Any, manager.catalog), made))
 
 
 def changed(summary: AnswerSummary = TIMING, **changes: Any) -> AnswerSummary:
-    """Returns the default summary with these fields replaced."""
+    """Returns the summary with these fields replaced."""
     return replace(summary, **changes)

@@ -1,4 +1,5 @@
-"""Runs `moegguf.serving.ray:app` on a local Ray. Prints the port once it is ready, and ends Ray when stdin closes."""
+"""Runs `moegguf.serving.ray:app` on a local Ray. As a program, prints the port once it is ready, and ends Ray when
+stdin closes."""
 
 import json
 import os
@@ -40,9 +41,9 @@ def command_line(process: psutil.Process) -> list[str]:
 
 @contextmanager
 def ray_application(arguments: Mapping[str, Any], home: Path) -> Iterator[RayApplication]:
-    """Yields the application with `arguments` on loopback. Removes all of Ray's processes and files afterwards."""
-    # The paths of Ray's sockets lie in this folder and may have at most 107 bytes, so the folder is directly below
-    # /tmp.
+    """Runs the application with `arguments` in another process, on loopback, and yields it. At the end, stops Ray and
+    removes its folder. Fails if a process of Ray still runs."""
+    # Ray's sockets lie in this folder. Their paths may have at most 107 bytes, so the folder is directly below /tmp.
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
     own = {"HOME": str(home), "MOEGGUF_HOME": str(home), "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
     process = subprocess.Popen(
@@ -71,7 +72,8 @@ def ray_application(arguments: Mapping[str, Any], home: Path) -> Iterator[RayApp
 
 
 def main() -> None:
-    """Runs the application of the JSON in the only argument until stdin closes."""
+    """Runs the application until stdin closes. The program's only argument is JSON with the arguments of the
+    application."""
     import ray
     from ray import serve
     from ray.serve.config import HTTPOptions

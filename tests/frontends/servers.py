@@ -1,4 +1,4 @@
-"""Starts `moegguf` as a separate process without a terminal, and `moegguf serve` on a free port without a network."""
+"""Starts `moegguf` as a separate process without a terminal, and `moegguf serve` on a free port and offline."""
 
 import json
 import os
@@ -23,7 +23,8 @@ TinyModel = Callable[..., Path]
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """Returns the caller's environment without variables that change results or name a server.
+    """Returns the environment of a command: a few of the caller's variables, `extra`, and a MOEGGUF_HOST without a
+    server.
 
     The checkout is importable in this environment.
     """
@@ -34,7 +35,8 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def completed(command: Sequence[str], stdin: str = "", **extra: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command and returns its exit code and its output, read as UTF-8. `extra` is added to its environment."""
+    """Runs a command and returns its exit code, stdout and stderr, read as UTF-8. `extra` is added to its
+    environment."""
     return subprocess.run(
         command, input=stdin, capture_output=True, encoding="utf-8", env=environment(**extra), timeout=120
     )
@@ -42,7 +44,8 @@ def completed(command: Sequence[str], stdin: str = "", **extra: str) -> subproce
 
 @contextmanager
 def started(*arguments: object, **extra: str) -> Iterator[subprocess.Popen[str]]:
-    """Yields a process of `moegguf` with these arguments, in a process group of its own. Ends the group afterwards."""
+    """Yields a process of `moegguf` with these arguments, in a process group of its own. Kills the group afterwards if
+    the process still runs."""
     with subprocess.Popen(
         moegguf_command(*arguments),
         stdin=subprocess.DEVNULL,
@@ -85,7 +88,7 @@ class Reply:
 
 @dataclass
 class Server:
-    """A running server with its own folder `home`, and with `models` as MOEGGUF_MODELS."""
+    """A running server. `home` is its MOEGGUF_HOME, and `models` its MOEGGUF_MODELS."""
 
     url: str
     pid: int
@@ -95,17 +98,19 @@ class Server:
     stderr_lines: list[str]
 
     def loaded(self) -> dict[str, Any]:
-        """Returns the entry of /api/ps of each model in memory, by name. Models of other tests are included."""
+        """Returns {name: entry of /api/ps} for each model in memory. Models that other tests loaded are included."""
         return {model["name"]: model for model in self.call("/api/ps").json["models"]}
 
     def log(self) -> str:
-        """Returns the lines that the server wrote to stderr after its address. The server must have ended."""
+        """Returns the lines that the server wrote to stderr after its address. They are complete when the server has
+        ended."""
         return "".join(self.stderr_lines)
 
     def call(
         self, path: str, body: Any = None, *, method: str | None = None, timeout: float = 60, **headers: str
     ) -> Reply:
-        """Sends `body` as `curl -d` does: JSON under the content type of a form. Bytes are sent unchanged."""
+        """Sends a request, and returns the reply. `body` is sent as JSON under the content type of a form, as `curl -d`
+        does. Bytes are sent unchanged."""
         return call(f"{self.url}{path}", body, method=method, timeout=timeout, **headers)
 
 
@@ -127,8 +132,8 @@ def serving(
 ) -> Iterator[Server]:
     """Yields a running server, and ends it afterwards.
 
-    The server's files are in `folder`. `models` maps names to the files that they link to. `n_files` limits its open
-    files.
+    The server's files are in `folder`. models: {name: GGUF file}. For each, the server's folder of models gets a link.
+    `n_files` limits the server's open files.
     """
     home, store = folder / "home", folder / "models"
     for path in (home, store):
@@ -182,13 +187,13 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def connected(url: str) -> socket.socket:
-    """Returns a connection to a server."""
+    """Returns a TCP connection to a server."""
     host, port = url.removeprefix("http://").split(":")
     return socket.create_connection((host, int(port)), timeout=60)
 
 
 def post(url: str, path: str, body: Any) -> socket.socket:
-    """Sends a request and returns the connection. The caller reads the answer."""
+    """Sends a POST request and returns the connection. The caller reads the reply."""
     connection, data = connected(url), json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
     connection.sendall(head.encode() + data)

@@ -1,4 +1,5 @@
-"""Tests access control over a real socket: hosts, origins, API keys, headers, and a port that is in use."""
+"""Tests access control, mostly over a real socket: hosts, origins, API keys and headers. Also tests a port that is in
+use."""
 
 import asyncio
 import base64
@@ -22,7 +23,7 @@ EVIL = "https://evil.example"
 
 @pytest.fixture
 def guarded(manager: FakeManager) -> Iterator[str]:
-    """A server that other machines may use, with a key. Its real address does not matter here."""
+    """A server with a key, whose settings name the public host 0.0.0.0. Its socket listens on loopback."""
     host, origins = parse_host("0.0.0.0"), ("https://friend.example",)
     with server_of(manager, host=host, api_keys=(KEY,), origins=origins) as found:
         yield found
@@ -165,7 +166,7 @@ def status_of(
     added: tuple[bytes, bytes] | None = None,
     **options: Any,
 ) -> int:
-    """Returns the status of a reply to a client at an address. `added` is one more header."""
+    """Returns the status of the reply to a request from the IP address `client`. `added` is one more header."""
     statuses: list[int] = []
 
     async def application(scope: Scope, receive: Receive, send: Send) -> None:
@@ -214,7 +215,8 @@ def test_requests_of_each_api_key_get_their_own_owner_and_log_label(
 def test_contexts_of_a_key_are_reused_by_other_keys_only_with_share_contexts(
     tmp_path: Path, arguments: tuple[str, ...], expected: list[bool]
 ) -> None:
-    """A key reuses its own contexts in every API, from memory and disk, and others' only with --share-contexts."""
+    """A key reuses its own contexts from memory and disk, in the APIs of OpenAI and Anthropic. It reuses contexts of
+    other keys only with --share-contexts."""
     ann, bob = ({"authorization": f"Bearer {key}"} for key in KEYS)
     body = {"model": "demo", "messages": [{"role": "user", "content": "How are you? " * 100}], "max_tokens": 1}
     settings = {"MOEGGUF_API_KEY": "\n".join(KEYS), "MOEGGUF_CONTEXT_STORE": "100MiB", "XDG_CACHE_HOME": str(tmp_path)}
@@ -233,10 +235,7 @@ def test_contexts_of_a_key_are_reused_by_other_keys_only_with_share_contexts(
 
 @pytest.mark.parametrize("arguments", [(), ("--share-contexts",)], ids=["apart", "shared"])
 def test_live_and_ps_show_a_key_only_its_own_requests(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    """A client sees nothing of another key's requests.
-
-    These requests change neither the map of experts in /live nor the times in /api/ps for this client.
-    """
+    """Another key's requests change neither a client's map of experts in /live nor its times in /api/ps."""
     ann, bob = ({"authorization": f"Bearer {key}"} for key in KEYS)
     settings = {"MOEGGUF_API_KEY": "\n".join(KEYS), "OMP_NUM_THREADS": "1"}
 
@@ -322,7 +321,7 @@ def test_an_ambiguous_body_length_gets_a_400_and_closes_the_connection(
 ) -> None:
     with connected(url) as connection, connection.makefile("rb") as file:
         connection.sendall(method + b" HTTP/1.1\r\nHost: localhost\r\n" + AMBIGUOUS[name] + HIDDEN)
-        answer = file.read()  # reads to the end of the connection
+        answer = file.read()  # reads until the server closes the connection
     assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1") == 1
     assert b"\r\nconnection: close\r\n" in answer and b'{"error":' in answer
     assert not [record for record in caplog.records if record.exc_info]

@@ -47,7 +47,7 @@ def test_content_blocks_of_an_answer_are_accepted_as_the_next_turns_history(url:
 
 def test_an_idle_stream_sends_pings(http: httpx.Client, manager: FakeManager, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moegguf.server.common.limits.PING_S", 0.02)
-    manager.script = (Delta(text="Hel"), asyncio.Event())  # nobody sets the event, so the stream waits
+    manager.script = (Delta(text="Hel"), asyncio.Event())  # the event is never set, so the stream waits
     body = {"model": "demo", "max_tokens": 64, "messages": HI, "stream": True}
     with http.stream("POST", "/v1/messages", json=body) as response:
         lines = response.iter_lines()

@@ -1,4 +1,4 @@
-"""Tests `moegguf batch` with and without a server, after a stop or a kill, and with changed files."""
+"""Tests `moegguf batch` with and without a server, after a stop or a kill, and with a changed file of requests."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from waiting import until
 
 from moegguf.serving.batch.answers import Requests, open_journal, response_entry
 
-N = 60  # a test sees the first answers long before the last
+N = 60  # number of requests, so large that a test sees the first answers long before the last
 ALONE = {"MOEGGUF_HOST": "127.0.0.1:9", "OMP_NUM_THREADS": "1"}
 
 
@@ -37,7 +37,7 @@ def texts(found: list[Any]) -> list[str]:
 
 
 def wait_for(process: subprocess.Popen[str], database: Path, n_answers: int) -> None:
-    """Waits until the log of the database has more than `n_answers` answers. Fails if the process has ended."""
+    """Waits until the database's write-ahead log has more than `n_answers` answers. Fails if the process has ended."""
     log = Path(f"{database}-wal")
 
     def has_more() -> bool:
@@ -61,7 +61,7 @@ def test_batch_without_a_server_answers_a_file_and_reports_failures(here: Comman
                      done.stderr, re.MULTILINE)  # fmt: skip
     before = (tmp_path / "requests.answers.jsonl").read_bytes()
     partial = tmp_path / "requests.answers.jsonl.partial"
-    # An older version that was killed between its last two steps left this file.
+    # An older version leaves such a file if it is killed between its last two steps.
     partial.write_bytes(before)
     again = here("batch", path, "-m", "demo", **ALONE)
     assert again.returncode == 1 and "nothing to do" in again.stderr

@@ -280,7 +280,8 @@ def test_a_damaged_batch_database_gives_a_507_and_leaves_chat_working(manager: F
 
 
 def test_files_and_batches_are_visible_to_their_own_api_key_only(manager: FakeManager) -> None:
-    """A key sees only its own files and batches, also after a restart. Every key sees files stored without a key."""
+    """A client sees the files and batches of its own key, even after a restart, and files stored without a key. It sees
+    none of other keys."""
     with server_of(manager) as url, client_of(url) as nobody:
         old = nobody.files.create(file=b"old", purpose="batch").id
     keys = ("of-ann", "of-bob")
@@ -313,10 +314,7 @@ def test_files_and_batches_are_visible_to_their_own_api_key_only(manager: FakeMa
 def test_requests_of_batches_and_of_priority_u7_run_in_the_background(
     client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests of a batch run in the background, after all other requests.
-
-    So does a request with `Priority: u=7` (RFC 9218).
-    """
+    """Requests of a batch are background requests, and so are requests with the header `Priority: u=7` (RFC 9218)."""
     lease, clients = FakeManager.lease, []
     monkeypatch.setattr(
         FakeManager, "lease", lambda *given, **more: clients.append(current_client.get()) or lease(*given, **more)

@@ -1,4 +1,5 @@
-"""Tests the note about a graphics card that this build cannot use: one line on stderr, unless the CPU was chosen."""
+"""Tests the note about a graphics card that this build cannot use. Commands print it as one line, but not if the CPU
+was chosen."""
 
 import json
 
@@ -29,7 +30,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "n_lines"),
     [
         ((*RUN, "-v"), 1),
-        (RUN, 0),  # no note without -v, because stderr is no terminal
+        (RUN, 0),  # no note without -v, because stderr is not a terminal
         ((*RUN, "-v", "--placement", "cpu"), 0),
         ((*RUN, "-v", "-ngl", "0"), 0),
         (("estimate", "demo"), 1),

@@ -1,4 +1,4 @@
-"""Tests the chat with a real model, which this process loads or a running server has."""
+"""Tests the chat with a real model, which the chat loads itself or a running server has loaded."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ ENDLESS = '/set format {"type": "string", "minLength": 100000}'
 def served_chat(
     server: Server, home: Path, model: str, *arguments: object, size: tuple[int, int] = (110, 40)
 ) -> Terminal:
-    """Returns a chat with a server. Its history lies in `home`."""
+    """Returns a terminal that runs a chat with a model of `server`. `home` is the chat's MOEGGUF_HOME."""
     command = moegguf_command("run", model, "--temperature", 0, *arguments)
     names = environment(MOEGGUF_HOME=str(home), MOEGGUF_HOST=server.url)
     return Terminal(command, names, columns=size[0], rows=size[1])
@@ -126,7 +126,7 @@ def served_chat(
 
 @pytest.fixture
 def chat(server: Server, tmp_path: Path) -> Iterator[Terminal]:
-    """A chat with the server's demo model."""
+    """A chat with the server's demo model, which is unloaded afterwards."""
     with served_chat(server, tmp_path, "demo") as terminal:
         terminal.prompt()
         yield terminal
@@ -135,7 +135,8 @@ def chat(server: Server, tmp_path: Path) -> Iterator[Terminal]:
 
 
 def begin_answer(chat: Terminal) -> None:
-    """Sends a question and waits for the beginning of its endless answer in JSON."""
+    """Sends a question and waits for the beginning of the answer. The test has set ENDLESS, so the answer is an endless
+    JSON string."""
     chat.enter(QUESTION)
     chat.wait(lambda: re.search(r'^"\w', chat.text, re.MULTILINE), "the answer")
 

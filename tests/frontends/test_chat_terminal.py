@@ -19,7 +19,7 @@ SMALL_ECHO = f"{sys.executable} {ECHO} run demo -t 1 -c 512 --expert-cache 50%"
 
 @pytest.fixture
 def chat(tmp_path: Path) -> Iterator[Terminal]:
-    """A chat that waits for a message; its history lies in the test's folder."""
+    """A chat that waits for a message. The test's folder has its history."""
     with echo_chat(tmp_path) as terminal:
         terminal.prompt()
         yield terminal
@@ -121,7 +121,8 @@ def test_a_signal_ends_the_chat_and_leaves_the_terminal_as_it_was(tmp_path: Path
     names = environment(MOEGGUF_HOME=str(tmp_path))
     with Terminal(["/bin/sh", "-c", words], names) as chat:
         chat.prompt()
-        os.killpg(chat.child.pid, number)  # the shell is in this group, and ignores the signal
+        # The shell is in this group, too, and survives the signal because of its trap
+        os.killpg(chat.child.pid, number)
         chat.expect(f"code {128 + number}")
         chat.exit_code()
         before, after = chat.text.split("code")
@@ -268,7 +269,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shared(home: Path) -> Iterator[Terminal]:
-    """One chat for all tests of this file, 160 columns wide; each test undoes what it sets."""
+    """One chat, 160 columns wide, for all tests with this fixture; each test undoes what it sets."""
     with echo_chat(home, size=(160, 60)) as terminal:
         terminal.prompt()
         yield terminal

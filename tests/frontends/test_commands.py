@@ -1,4 +1,4 @@
-"""Tests help, commands that only read headers, models by name, and the errors of all commands."""
+"""Tests help, commands that only read headers, models by name, and the errors of commands."""
 
 import json
 import os
@@ -95,10 +95,8 @@ def test_estimate_prints_memory_and_reasons_and_its_json_has_the_plan(here: Comm
 
 
 def test_estimate_of_the_demo_has_the_measured_hit_rates(here: Command) -> None:
-    """The demo with half of its experts has hit rates of 58 to 73 % for answers, and up to 81 % for texts.
-
-    Belady's bound is 86 %.
-    """
+    """The estimate for half of the demo's experts has hit rates in the measured range, and below Belady's bound of 86
+    %."""
     facts = json.loads(here("estimate", "demo", "--expert-cache", "50%", "--json").stdout)["expected"]
     assert 0.55 < facts["hit_low"] < 0.63 and 0.75 < facts["hit_high"] < 0.86
     assert "measured on this model" in facts["basis"] and "lower bound" not in facts["basis"]
@@ -199,7 +197,7 @@ def test_an_unexpected_error_names_its_type_and_moegguf_debug(here: Command, mon
     assert done.stderr == (
         "error: unexpected ZeroDivisionError: so it goes; run again with MOEGGUF_DEBUG=1 for the traceback.\n"
     )
-    with pytest.raises(ZeroDivisionError):  # Python prints its traceback
+    with pytest.raises(ZeroDivisionError):  # outside tests, Python prints its traceback
         here("show", "x", MOEGGUF_DEBUG="1")
 
 
@@ -267,7 +265,7 @@ Mine = Callable[..., "CompletedProcess[str]"]
 
 @pytest.fixture(scope="module")
 def hub(tiny: TinyModel) -> Iterator[FakeHub]:
-    """A hub with one repository: a small model, and a split one in a folder."""
+    """A hub with one repository, which has a small model and, in a folder, a model in three shards."""
     with running_hub() as found:
         whole, split = tiny("tiny-qwen2moe"), tiny("tiny-mix", "q4_k_m", 3)
         shards = sorted(split.parent.glob(split.name.replace("00001-of", "*-of")))
@@ -278,7 +276,8 @@ def hub(tiny: TinyModel) -> Iterator[FakeHub]:
 
 @pytest.fixture
 def mine(here: Command, hub: FakeHub, tmp_path: Path) -> Mine:
-    """Returns the command with a home and a hub of its own. Its MOEGGUF_HOST names no server."""
+    """Returns the command with a home of its own and the hub of the fixture `hub`. There is no server at its
+    MOEGGUF_HOST."""
 
     def call(*arguments: object, **extra: str) -> CompletedProcess[str]:
         own = {"MOEGGUF_HOME": str(tmp_path / "own"), "MOEGGUF_HOST": "127.0.0.1:9"}
@@ -345,7 +344,7 @@ def test_create_from_a_modelfile_and_show_print_the_same_parts(mine: Mine, tmp_p
 
 @pytest.fixture
 def loaded(tmp_path: Path) -> Iterator[Server]:
-    """A server with the demo model loaded."""
+    """A server that has loaded the demo model."""
     with serving(tmp_path / "server", "--expert-cache", "50%") as found:
         found.call("/api/generate", {"model": "demo", "options": {"num_thread": 1}})
         yield found

@@ -1,4 +1,4 @@
-"""Tests MOEGGUF_LOG=debug: decisions of a worker and of a server are on stderr, as text and as JSON."""
+"""Tests MOEGGUF_LOG=debug: a worker's and a server's decisions appear on stderr, as text or as JSON."""
 
 import json
 from pathlib import Path

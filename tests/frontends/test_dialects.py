@@ -1,11 +1,12 @@
 """Tests every API over a scripted manager.
 
-Each answer must equal a file in `recorded/` byte for byte, and fit the types of the official clients. Each request
-body in `recorded/bodies.txt` must lead to the recorded request to the model, or to the recorded error.
+Each answer must equal a file in `recorded/` byte for byte, after ids and times are replaced, and fit the types of the
+official clients. Each request body in `recorded/bodies.txt` must lead to the recorded request to the model, or to the
+recorded error.
 
 A line of bodies.txt has a path and the fields of a body that are added to BASE. "... N times" repeats the item of a
 list before it, or the text that it ends. "every field" stands for all fields of a chat body. With MOEGGUF_RECORD=1, the
-outcome of a new line is written into the file.
+files are written anew, with the outcome of each line.
 """
 
 import asyncio
@@ -74,29 +75,30 @@ CALLS = (ToolCall("c1", "weather", {"city": "Ås"}), ToolCall("c2", "clock", {})
 
 @dataclass(frozen=True)
 class Dialect:
-    """An API: its path, the fields of bodies of requests, and the client's types of answers."""
+    """An API: its path, the fields of request bodies, and the client's types of answers."""
 
     # The name of the API's file in recorded/.
     name: str
     path: str
     question: Json
-    # A text in the last line of a complete stream.
+    # A string in the last line of a complete stream.
     end: str
     tools: Json = field(default_factory=dict)
-    # Fields that allow one tool call at most.
+    # Fields that allow at most one tool call.
     one_call: Json = field(default_factory=dict)
-    # More fields for a case of CASES, by its name.
+    # {name of a case in CASES: additional fields for this case}.
     cases: dict[str, Json] = field(default_factory=dict)
-    # The client's type of an answer.
+    # The client's type of an answer that is not streamed; None: not checked.
     whole: Any = None
-    # The client's type of a part of a stream.
+    # The client's type of a part of a stream; None: not checked, or `kinds` has the types.
     parts: Any = None
-    # The client's types of parts by their field `type`, if an API has several.
+    # {value of a part's field `type`: the client's type of this part}, if an API has several types of parts.
     kinds: Json = field(default_factory=dict)
 
     @property
     def form(self) -> str:
-        """Returns the name of the family of APIs. All APIs of a family have one form of errors."""
+        """Returns the name of the API's family, such as "openai". All APIs of a family report errors in the same
+        form."""
         return self.name.split("-")[0]
 
 
@@ -125,7 +127,8 @@ DIALECTS = (
             "nothing": {"prompt": ["one", "two"], "echo": True},
             "stopped": {"prompt": ["one", "two"], "echo": True, "n": 2},
         },
-        whole=openai.types.Completion,  # this type allows no missing finish reason, which parts of a stream have
+        # Parts are not checked, because this type requires a finish reason, which most parts lack
+        whole=openai.types.Completion,
     ),
     Dialect(
         "llama-completion", "/completion", {"prompt": "hi"}, '"stop":true',
@@ -209,7 +212,8 @@ OWN_STATUSES = {("anthropic", 503): 529, ("ollama", 429): 503}
 
 
 def check_error(dialect: Dialect, body: Json, status: int, code: str | None = None) -> None:
-    """Fails unless the error has the form of the API, with the type of a status, and OpenAI's code."""
+    """Fails unless the body is an error in the form of the API, with the error type for this status. code: the expected
+    code in OpenAI's APIs."""
     if dialect.form == "ollama":
         assert body.keys() == {"error"} and isinstance(body["error"], str)
     elif dialect.form == "openai":
@@ -250,7 +254,7 @@ def test_errors_before_the_first_byte_have_a_status_of_their_type(
 @EACH
 @WHOLE_OR_STREAM
 def test_a_disconnect_cancels_the_answer(url: str, manager: FakeManager, dialect: Dialect, stream: bool) -> None:
-    manager.script = [PromptProgress(5, 2, 5, 0.25), Delta(text="Hel"), asyncio.Event()]  # nobody sets the event
+    manager.script = [PromptProgress(5, 2, 5, 0.25), Delta(text="Hel"), asyncio.Event()]  # the event is never set
     for n in range(1, 4):
         with post(url, dialect.path, {"model": "demo", **dialect.question, "stream": stream}) as connection:
             if stream:
@@ -298,7 +302,7 @@ THINKING = (Delta(thinking="hm"), Delta(thinking="!"))
 CUT: dict[str, Any] = {
     "finish": "length", "answer_tokens": 63, "cached_tokens": 0, "cut_messages": 2, "cut_tokens": 90, "n_shifts": 3,
 }  # fmt: skip
-# Name of the case: the script of the answer, and its summary.
+# {name of the case: (script of the answer, its summary)}.
 CASES: dict[str, tuple[tuple[Any, ...], AnswerSummary]] = {
     "text": ((*PROGRESS, Delta(text="Hel"), Delta(text='lo "é"\n')), changed()),
     "calls": ((*THINKING, Delta(text="I look."), Delta(tool_calls=CALLS)), changed(thinking_tokens=2)),
@@ -313,14 +317,14 @@ CASES: dict[str, tuple[tuple[Any, ...], AnswerSummary]] = {
 }
 CLAUDE = {"anthropic-version": "2023-06-01"}
 ASKING = re.compile(r"# ([A-Z]+) (\S+) ([{[].*[]}])?( as Claude)?: \d{3} .*")
-"""A line of others.txt describes a call that returns no answer of a model.
+"""Matches a line of others.txt that names a call of an endpoint without a model's answer, and its status.
 
 The groups are the method, the path, the body, and " as Claude" for a call with the headers of Anthropic's clients.
 """
 
 
 def without_chance(text: str) -> str:
-    """Returns the text with fixed ids, times and durations, which are equal in every run."""
+    """Returns the text with ids, times, some durations and the version replaced, so that it is equal in every run."""
     text = re.sub(r"\b(msg|resp|rs|fc|chatcmpl|cmpl)([_-])[0-9a-f]{24,32}\b", r"\1\2ID", text)
     text = re.sub(r'"(created|created_at|completed_at)":\d+', r'"\1":1', text)
     text = text.replace(__version__, "VERSION")
@@ -446,7 +450,7 @@ TIMES = re.compile(r"(.*)\.\.\. (\d+) times")
 
 
 def expanded(value: Any) -> Any:
-    """Returns the value after all repetitions are written out."""
+    """Returns the value with all repetitions written out, and "every field" replaced by the fields."""
     if isinstance(value, list):
         found: list[Any] = []
         for each in value:
@@ -462,13 +466,13 @@ def expanded(value: Any) -> Any:
 
 
 def changes(value: Any, default: Any) -> dict[str, Any]:
-    """Returns the fields that differ from the defaults."""
+    """Returns the fields of a dataclass object that differ from the fields of `default`."""
     told = {each.name: getattr(value, each.name) for each in fields(value)}
     return {name: each for name, each in told.items() if each != getattr(default, name)}
 
 
 def asked(manager: FakeManager) -> Iterator[str]:
-    """Yields the requests, the texts to embed and the load options that reached the model."""
+    """Yields the requests, the texts to embed and the load options that reached the manager, each as a line of text."""
     for request in manager.requests:
         sampling = changes(request.sampling, Sampling())
         told = changes(request, Request()) | ({"sampling": sampling} if sampling else {})
@@ -521,7 +525,8 @@ TEMPLATES_OF_A_FILE: dict[str, tuple[dict[str, str], str | None, tuple[str, str 
     "none": ({}, None, (CHATML, None, ["completion"])),
     "another one": ({"": DEFAULT, ".tool_use": WITH_TOOLS}, DEFAULT, (DEFAULT, None, ["completion"])),
 }
-"""{case: (templates in the file, template of the name, expected)}.
+"""{case: (templates in the file, template of the entry, expected)}. Templates in the file are {end of the metadata key:
+template}.
 
 `expected` has the chat template and the template for tools in /props, and the capabilities in the list of models.
 """
