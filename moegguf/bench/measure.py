@@ -141,7 +141,9 @@ class Feed:
                 raise ModelNotFoundError(f"{spec.text!r} cannot be read ({error.strerror}); check the path.") from error
             self._text = llama.tokenize(text, add_bos=False, special=False)
             if not self._text:
-                raise OptionError(f"there is no text in {spec.text!r}.")
+                raise OptionError(
+                    f"the file {spec.text!r} has no text; write text into it, or name another file with --text."
+                )
 
     def tokens(self, n: int, repetition: int) -> list[int]:
         """Returns `n` tokens, different ones in each repetition: the next `n` tokens of the text if there is one,

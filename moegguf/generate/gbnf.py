@@ -46,7 +46,9 @@ def lark_rules(grammar: str, token_of: Callable[[str], int | None]) -> tuple[str
     try:
         return _Parser(grammar, token_of).rules()
     except RecursionError:
-        raise SchemaError("the grammar has too many parentheses within parentheses; move some to rules.") from None
+        raise SchemaError(
+            "the parentheses of the grammar are nested too deeply; move inner groups into rules of their own."
+        ) from None
 
 
 class _Parser:
@@ -191,7 +193,7 @@ class _Parser:
                 raise SchemaError(f"the grammar has the unknown escape {text[begin : begin + 10]!r}; correct it.")
             code = found[1] or found[2] or found[3]
             if code and int(code, 16) > 0x10FFFF:
-                raise SchemaError(f"the grammar has {found[0]!r}, which is no character; correct it.")
+                raise SchemaError(f"the grammar has {found[0]!r}, which is not a character; correct it.")
             yield chr(int(code, 16)) if code else found[5] or _ESCAPES[found[4]], not found[5]
             begin = found.end()
 
@@ -217,7 +219,7 @@ class _Parser:
         mark = text.removeprefix("!")
         number = int(mark[2:-2]) if mark.startswith("<[") else self._token_of(mark)
         if number is None:
-            raise SchemaError(f"the grammar has {mark[:80]!r}, which is no token of this model; write it as a text.")
+            raise SchemaError(f"the grammar has {mark[:80]!r}, which is not a token of this model; write it as a text.")
         return f"<[{'^' if text != mark else ''}{number}]>"
 
     # Right recursion

@@ -29,7 +29,7 @@ MAX_NESTING = 64  # levels of nested values in formats that are not JSON
 
 
 def _reject_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _finite(text: str) -> float:
