@@ -90,7 +90,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "a token that is none": ("root ::= <y>", "'<y>'.*write it as a text"),
     "a token beyond the last": ("root ::= <[1000]>", "cannot be followed"),
     "only itself": ('root ::= root "x"', "nothing matches"),
-    "parentheses within parentheses": ("root ::= " + "(" * 2000 + '"a"' + ")" * 2000, "nested too deeply"),
+    "parentheses within parentheses": ("root ::= " + "(" * 2000 + '"a"' + ")" * 2000, "nested 2000 deep"),
     "too long a text": ('root ::= "' + "a" * 300_000 + '"', "1048576 bytes"),
 }  # fmt: skip
 
