@@ -241,13 +241,13 @@ def _whole(option: Option, text: str) -> int:
 
 def _switch(_: Option, text: str) -> bool:
     if text.lower() not in _SWITCH:
-        raise OptionError(f"{text[:60]!r} is neither on nor off; give 1 or 0.")
+        raise OptionError(f"{text[:60]!r} means neither on nor off; give 1 or 0.")
     return _SWITCH[text.lower()]
 
 
 def _choice(option: Option, text: str) -> str:
     if text.lower() not in option.choices:
-        raise OptionError(f"{text[:60]!r} is none of {', '.join(option.choices)}.")
+        raise OptionError(f"{text[:60]!r} must be one of {', '.join(option.choices)}.")
     return text.lower()
 
 

@@ -140,7 +140,9 @@ class Feed:
                 raise ModelNotFoundError(f"{spec.text!r} cannot be read ({error.strerror}); check the path.") from error
             self._text = llama.tokenize(text, add_bos=False, special=False)
             if not self._text:
-                raise OptionError(f"there is no text in {spec.text!r}.")
+                raise OptionError(
+                    f"the file {spec.text!r} has no text; write text into it, or name another file with --text."
+                )
 
     def tokens(self, n: int, repetition: int) -> list[int]:
         """Returns `n` tokens for the repetition with this number. The tokens are consecutive tokens of the text, which

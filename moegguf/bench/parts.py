@@ -83,7 +83,9 @@ def evictions(_: str, *, slots: int, layers: int, experts: int, used: int, event
     one call.
     """
     if slots > (layers - 1) * experts:
-        raise OptionError(f"slots is {slots}, but at most {(layers - 1) * experts} fill up; give fewer.")
+        raise OptionError(
+            f"slots is {slots}, but at most {(layers - 1) * experts} slots can be filled; give fewer slots."
+        )
     shape = MoeShape(layers, experts, used, tuple(range(layers)), 64, 1000, expert_bytes=3000)
     for policy in (*native_policies(), SCORES, ALL_SCORES):
         bench = Evictions(shape, slots, policy)

@@ -59,15 +59,15 @@ def read_settings(name: str, changes: Sequence[str]) -> dict[str, Any]:
         key, _, text = change.partition("=")
         if key not in defaults:
             known = " ".join(f"{key}={value}" for key, value in defaults.items())
-            raise OptionError(f"--set {change}: the preset {name!r} has the settings {known}.")
+            raise OptionError(f"--set {change}: the preset {name!r} has no setting {key!r}; it has {known}.")
         kind = type(defaults[key])
         try:
             changed[key] = kind(text)
         except ValueError:
-            raise OptionError(f"--set {change}: {key} takes a number such as {defaults[key]}.") from None
+            raise OptionError(f"--set {change}: {key} must be a number such as {defaults[key]}.") from None
         if kind is not str and (changed[key] < 0 or (defaults[key] and not changed[key])):
             least = "above 0" if defaults[key] else "at least 0"
-            raise OptionError(f"--set {change}: {key} has to be {least}.")
+            raise OptionError(f"--set {change}: {key} must be {least}.")
     return changed
 
 

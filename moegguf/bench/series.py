@@ -156,7 +156,7 @@ class Spec:
         if not self.tests or any(test.n_prompt + test.n_gen < 1 for test in self.tests):
             raise OptionError("there is nothing to measure; give -p or -n a number above zero.")
         if any(test.n_parallel < 1 for test in self.tests):
-            raise OptionError("--parallel has to be at least 1.")
+            raise OptionError(f"--parallel must be at least 1, but is {min(test.n_parallel for test in self.tests)}.")
         ggml_type(self.type_k), ggml_type(self.type_v)
         if self.simulate_link is not None:
             parse_link(self.simulate_link)
@@ -240,8 +240,8 @@ def compared_system(name: str, base: Spec, layout: ExpertLayout, limit_bytes: in
     system, _, kernels = name.partition("-")
     if system not in SYSTEMS or kernels not in ("", "plain", "repacked"):
         raise OptionError(
-            f"--against does not know {name!r}; it takes stock, mmap, resident and moegguf, each also with -plain or"
-            f" -repacked, and {', '.join([*DECIDING, *VARIANTS])}."
+            f"--against does not know {name!r}; it takes stock, mmap, resident or moegguf, each also with -plain or"
+            f" -repacked, or {', '.join([*DECIDING, *VARIANTS])}."
         )
     if system == "moegguf":
         return BenchedSystem(

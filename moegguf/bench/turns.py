@@ -214,9 +214,11 @@ def beside_load(
     names = loads.split(",")
     known = systems.split(",")
     if not set(names) <= LOADS.keys():
-        raise OptionError(f"loads is {loads!r}, but takes {', '.join(LOADS)}.")
+        raise OptionError(f"loads is {loads!r}, but must have only {', '.join(LOADS)}, separated by commas.")
     if wrong := [name for name in known if not name.isdigit() and name not in ("auto", "llama.cpp")]:
-        raise OptionError(f"systems has {wrong[0]!r}, but takes numbers of threads, auto and llama.cpp.")
+        raise OptionError(
+            f"systems has {wrong[0]!r}, but must have only numbers of threads, auto and llama.cpp, separated by commas."
+        )
     with ExitStack() as stack:
         opened = {}
         for system in known:

@@ -214,10 +214,12 @@ def _read(chat: Chat, name: str) -> None:
     except OSError as error:
         raise OptionError(f"/read cannot read '{name}' ({error.strerror}); check the path.") from None
     if len(data) > MAX_READ_BYTES:
-        raise OptionError(f"/read takes files of up to {MAX_READ_BYTES >> 20} MiB; '{name}' is larger")
+        raise OptionError(
+            f"/read takes files of up to {MAX_READ_BYTES >> 20} MiB, but '{name}' is larger; read a smaller file"
+        )
     text = decode_text(data).rstrip("\n")
     if "\0" in text:
-        raise OptionError(f"/read takes text; '{name}' is binary")
+        raise OptionError(f"/read takes text files, but '{name}' is binary; read a text file")
     pending = chat.conversation.pending_text
     chat.conversation.pending_text = f"{pending}\n\n{text}" if pending else text
     print_message(f"Read '{name}' ({len(text):,} characters); it goes before your next message.")
@@ -324,7 +326,7 @@ def _set_format(chat: Chat, value: str) -> None:
 
 def _set_think(chat: Chat, level: str) -> None:
     if level and level not in THINK_LEVELS:
-        print_message(f"Invalid level '{level}'. There are {', '.join(THINK_LEVELS)}, or none.")
+        print_message(f"Invalid level '{level}'. Use one of {', '.join(THINK_LEVELS)}, or no level.")
     elif chat.check_thinking():
         chat.conversation.think = level or True
         print_message(f"Set 'think' mode to '{level}'." if level else "Set 'think' mode.")

@@ -102,7 +102,7 @@ class Client:
             raise ServerError(_error_message(error), error.code) from None
         except (OSError, HTTPException) as error:
             if isinstance(getattr(error, "reason", error), TimeoutError):
-                raise NoServerError(f"the server at {self.host.url} does not answer.") from None
+                raise NoServerError(f"the server at {self.host.url} does not answer; wait, or restart it.") from None
             raise self.no_server() from None
         with response:
             try:
@@ -112,7 +112,9 @@ class Client:
 
     def lost_connection(self) -> NoServerError:
         """Returns the error for a response that ended early."""
-        return NoServerError(f"lost the connection to the server at {self.host.url}.")
+        return NoServerError(
+            f"lost the connection to the server at {self.host.url}; check that it is running, and try again."
+        )
 
     def no_server(self) -> NoServerError:
         """Returns the error for an address at which no server answers."""

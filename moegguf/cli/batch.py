@@ -123,9 +123,13 @@ def _output_path(requests: str, output: str | None) -> Path | None:
         return None
     path = Path(output).expanduser() if output else source.with_suffix(ANSWERS_SUFFIX)
     if path.is_dir() or not path.parent.is_dir():
-        raise typer.BadParameter(f"{path} is not a file in a folder that exists", param_hint="--output")
+        raise typer.BadParameter(
+            f"{path} is not a file in an existing folder; make the folder, or name another file", param_hint="--output"
+        )
     if requests != STANDARD and path.exists() and source.exists() and path.samefile(source):
-        raise typer.BadParameter("that is the file of requests", param_hint="--output")
+        raise typer.BadParameter(
+            f"{path} is the file of requests; name another file for the answers", param_hint="--output"
+        )
     return path if can_be_replaced(path) else None
 
 
@@ -191,7 +195,7 @@ def _open_requests(path: str) -> BinaryIO:
             source = copy
         return source
     except OSError as error:
-        raise BatchFileError(f"cannot read {path} ({error.strerror}).") from None
+        raise BatchFileError(f"cannot read {path} ({error.strerror}); check the path.") from None
 
 
 @contextmanager

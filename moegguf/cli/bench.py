@@ -194,7 +194,10 @@ def _prepare_report(chosen: dict[str, Any]) -> None:
     from moegguf.bench.report import TEXT, WITHOUT
 
     if len(chosen["model"]) + len(chosen["hf_repo"]) != 1 or chosen["output"] != "md":
-        raise OptionError("--report is about one model, in the format md; give one with -m or -hf.")
+        raise OptionError(
+            "--report measures one model and prints md; name one model with -m or -hf, and leave out other formats"
+            " (-o)."
+        )
     chosen["against"] = chosen["against"] or [WITHOUT]
     if chosen["text"] is None and not chosen["greedy"]:
         chosen["text"] = TEXT

@@ -51,7 +51,9 @@ def launch(name: Name = None, words: Words = None, model: ModelName = None, conf
             print(f"{known:<12}{each.title}{'' if each.start else ' (prints its settings)'}")
         return 0
     if name not in CLIENTS:
-        raise typer.BadParameter(f"there is no program {name!r}; known are {', '.join(CLIENTS)}", param_hint="NAME")
+        raise typer.BadParameter(
+            f"there is no program {name!r}; known programs: {', '.join(CLIENTS)}", param_hint="NAME"
+        )
     from moegguf.chat.client import Client
 
     program, client = CLIENTS[name], Client()
@@ -60,8 +62,8 @@ def launch(name: Name = None, words: Words = None, model: ModelName = None, conf
         return 0
     if (path := shutil.which(program.command)) is None:
         raise OptionError(
-            f"{program.title} is not installed: there is no {program.command!r} on PATH. Install it, or see its"
-            f" settings with `moegguf launch {name} --config`."
+            f"{program.title} is not installed: {program.command!r} is not on PATH. Install it, or see its settings"
+            f" with `moegguf launch {name} --config`."
         )
     with _running(client):
         start = program.start(_target(client, model, to_print=False))
@@ -142,7 +144,9 @@ def _running(client: Client) -> Iterator[None]:
             yield
         return
     if "moegguf" not in version:
-        raise OptionError(f"another server has {client.host.url}; stop it, or set MOEGGUF_HOST to another address.")
+        raise OptionError(
+            f"the server at {client.host.url} is not moegguf; stop it, or set MOEGGUF_HOST to another address."
+        )
     yield
 
 

@@ -116,7 +116,9 @@ def _recorded(
     shape = len(layout.layers), layout.hparams.n_embd
     most = most_tokens(*shape, strategies, chosen["tokens"])
     if most < chosen["tokens"]:
-        print_message(f"of router inputs {most:,} tokens fit in the memory that training takes")
+        print_message(
+            f"the memory that training takes has room for the router inputs of {most:,} tokens; recording stops there"
+        )
     from moegguf.bench.record import RecordOptions, record
     from moegguf.settings import read_load_keywords
 
@@ -162,8 +164,8 @@ def _texts(chosen: Mapping[str, Any]) -> list[Prompt]:
     store = ResponseStore(data_folder() / "responses", read_settings().responses_age_s)
     if not store.stores:
         raise OptionError(
-            "--from-server reads stored responses, but MOEGGUF_RESPONSES_AGE=0 stores none; change it, or give"
-            " --prompts."
+            "--from-server reads stored responses, but with MOEGGUF_RESPONSES_AGE=0 no responses are stored; change"
+            " it, or give --prompts."
         )
     try:
         turns = store.turns()
@@ -173,7 +175,10 @@ def _texts(chosen: Mapping[str, Any]) -> list[Prompt]:
         store.close()
     found = [Prompt(text, "server") for text in turns if text.strip()]
     if not found:
-        raise OptionError("--from-server: a server has stored no responses without a key here; give --prompts instead.")
+        raise OptionError(
+            "--from-server reads responses to clients without a key, but none are stored on this machine; give"
+            " --prompts instead."
+        )
     return found
 
 

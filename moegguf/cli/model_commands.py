@@ -250,7 +250,8 @@ def clear(
 ) -> None:
     """Delete the contexts of a model, or of all models (--all). A running model keeps those that it has in memory."""
     if every == (model is not None):
-        raise typer.BadParameter("name a MODEL that `moegguf contexts` lists, or give --all")
+        given = f"{model!r} and --all are both" if every else "neither is"
+        raise typer.BadParameter(f"give either a MODEL that `moegguf contexts` lists, or --all, but {given} given")
     from moegguf.quantities import human_bytes
 
     found = _by_model()

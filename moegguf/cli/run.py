@@ -121,7 +121,9 @@ def model_and_words(
     if model_file:
         return model_file, words
     if model is None:
-        raise typer.BadParameter("there is no MODEL: name one, as in `moegguf run demo`, or one of `moegguf list`")
+        raise typer.BadParameter(
+            "there is no MODEL: name one, as in `moegguf run demo`; `moegguf list` prints the names"
+        )
     return model, words[1:]
 
 
@@ -202,7 +204,7 @@ def _print_copy_note(name: str) -> None:
         if parse_name(name).key in loaded:
             print_message(
                 f"note: the server at {client.host.url} has {name} in memory, too. This command loads another copy;"
-                " without --local and options of loading the server would answer."
+                " without --local and options for loading, the server would answer."
             )
 
 
@@ -222,10 +224,14 @@ def _check(given: Given, keep_alive: str | None) -> None:
         except OptionError as error:
             raise typer.BadParameter(str(error), param_hint="--keepalive") from None
     if given.get("num_predict") == 0:
-        raise typer.BadParameter("0 tokens are no answer; give 1 or more, or -1.", param_hint="--max-tokens")
+        raise typer.BadParameter(
+            "an answer must have 1 token or more, but 0 are given; -1 means no limit.", param_hint="--max-tokens"
+        )
     for option in (OPTIONS[name] for name in given if OPTIONS[name].scope == "request"):
         if option.most is not None and given[option.name] > option.most:
-            raise typer.BadParameter(f"it has to be at most {option.most:.0f}.", param_hint=option.flags[0])
+            raise typer.BadParameter(
+                f"it must be at most {option.most:.0f}, but is {given[option.name]}.", param_hint=option.flags[0]
+            )
     if "strategy" in given:
         from moegguf.controller.strategies import find_strategy
 

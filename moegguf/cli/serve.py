@@ -86,9 +86,8 @@ def serve_settings(port: int | None, given: Given) -> Settings:
         settings = replace(settings, host=replace(settings.host, port=port))
     if not settings.host.is_loopback and not settings.api_keys and not settings.trusted:
         raise OptionError(
-            f"{settings.host.host} is reachable from other machines: set MOEGGUF_API_KEY"
-            " (clients send it as a Bearer token), name the networks that need none with --trust-network, or listen on"
-            " 127.0.0.1."
+            f"{settings.host.host} is reachable from other machines: set MOEGGUF_API_KEY (clients send it as a"
+            " Bearer token), name the networks that need no key with --trust-network, or listen on 127.0.0.1."
         )
     return settings
 

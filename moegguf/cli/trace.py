@@ -150,7 +150,7 @@ def check_writable(out: Path, *sources: Path) -> None:
     if not out.absolute().parent.is_dir():
         raise OptionError(f"there is no folder {str(out.parent)!r} for --out; make it first.")
     if not can_be_replaced(out):
-        raise OptionError(f"--out takes a file, which {str(out)!r} is not; name a file in a folder.")
+        raise OptionError(f"--out must name a file, but {str(out)!r} is not a regular file; name a file in a folder.")
     if out.exists() and any(out.samefile(source) for source in sources):
         raise OptionError(f"--out {str(out)!r} would overwrite an input file; give another name.")
 
@@ -332,16 +332,22 @@ def _check(chosen: Mapping[str, Any], strategies: list[str], policies: list[str]
         )
     if chosen["vram_cache"] is not None:
         if chosen["save"] or strategies:
-            raise OptionError("--save and --strategy are about slots in RAM alone: leave out --vram-cache.")
+            raise OptionError("--save and --strategy apply only to slots in RAM; leave out --vram-cache.")
         return
     of_gpus = {"--device-link": bool(chosen["device_link"]), "--tensor-split": chosen["tensor_split"] is not None}
     of_gpus["--policy vram=NAME,ram=NAME"] = any("=" in name for name in policies)
     for flag in (flag for flag, is_given in of_gpus.items() if is_given):
-        raise OptionError(f"{flag} is about GPUs, but no share of the experts is given for them; give --vram-cache.")
+        raise OptionError(
+            f"{flag} applies to simulated GPUs, but no share of the experts is given for them; give --vram-cache."
+        )
     if chosen["save"] and strategies:
-        raise OptionError("--save is for policies and predictors, from which `auto` chooses, not for --strategy.")
+        raise OptionError(
+            "--save measures the policies and predictors from which `auto` chooses; leave out --strategy."
+        )
     if strategies and (len(policies) > 1 or len(predictors) > 1):
-        raise OptionError("with --strategy, --policy and --predictor each replace one part of it; give each one name.")
+        raise OptionError(
+            "with --strategy, --policy and --predictor each replace one part of it; give at most one name to each."
+        )
 
 
 def _device_budgets(analysis: TraceAnalysis, chosen: Mapping[str, Any]) -> dict[float, tuple[DeviceSlots, ...]]:

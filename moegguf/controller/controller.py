@@ -225,7 +225,10 @@ class Controller:
     def _score(self, policy: Policy, phase: Phase) -> None:
         scores = policy.scores(self.history, self._forecast)
         if scores is not None and np.shape(scores) != self.shape.table:
-            raise ValueError(f"scores have the shape {np.shape(scores)}, not {self.shape.table}")
+            raise ValueError(
+                f"scores must have the shape {self.shape.table} (layers, experts), but have {np.shape(scores)};"
+                " correct the policy"
+            )
         # While a prompt is computed, the policy's scores are not used: each pass of a prompt needs every layer once, in
         # order. The store's own prefetching of the next layer serves such a pass better than any probability
         # (DuoServe-MoE, section 5: prefill and decode are scheduled separately).

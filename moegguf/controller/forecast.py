@@ -69,12 +69,15 @@ class Forecast:
         a wrong shape or NaN."""
         shape = np.shape(probabilities)
         if shape != (self._shape.n_expert,):
-            raise ValueError(f"probabilities have the shape {shape}, not {(self._shape.n_expert,)}")
+            raise ValueError(
+                f"probabilities of a layer must have the shape {(self._shape.n_expert,)}, but have {shape}; correct"
+                " the predictor"
+            )
         row = self._table[il]
         np.maximum(probabilities, 0, out=row)
         np.minimum(row, 1, out=row)
         if np.isnan(row.sum()):
-            raise ValueError(f"probabilities of layer {il} are NaN")
+            raise ValueError(f"probabilities of layer {il} must be numbers, but some are NaN; correct the predictor")
 
     def probabilities(self) -> Float32s:
         """Returns the table (n_layer, n_expert) of probabilities in [0, 1]. Only the rows of the layers in `known()`

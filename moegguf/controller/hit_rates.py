@@ -129,7 +129,7 @@ def read_measured(path: Path) -> Measured:
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
         if facts["version"] != VERSION:
-            raise ValueError(f"its version is {facts['version']}, not {VERSION}")
+            raise ValueError(f"its version must be {VERSION}, but is {facts['version']}")
         rates = {_name(name): _by_share(table, _share) for name, table in facts["hit_rates"].items()}
         ranges = {_name(name): _by_share(table, _ends) for name, table in facts.get("ranges", {}).items()}
         bound = _by_share(facts.get("bound", {}), _share)
@@ -146,14 +146,14 @@ def _name(value: Any) -> str:
     name would run the file's code."""
     name = str(value)
     if names_file(name):
-        raise ValueError(f"{name!r:.60} is no name")
+        raise ValueError(f"{name!r:.60} is not the name of a built-in policy or predictor")
     return name
 
 
 def _by_share(table: Mapping[str, Any], read: Callable[[Any], T]) -> dict[float, T]:
     found = {_share(at): read(value) for at, value in table.items()}
     if 0 in found:
-        raise ValueError("a share of the experts lies above 0")
+        raise ValueError("a share of the experts must be above 0")
     return found
 
 
@@ -164,7 +164,7 @@ def _ends(value: Any) -> tuple[float, float]:
 
 def _share(value: Any) -> float:
     if not 0 <= float(value) <= 1:
-        raise ValueError("shares and hit rates lie between 0 and 1")
+        raise ValueError(f"shares and hit rates must be from 0 to 1, but one is {value!r:.40}")
     return float(value)
 
 

@@ -37,7 +37,9 @@ def load_class(name: str, kind: str, base: type[T]) -> type[T]:
     """
     path, separator, class_name = name.rpartition(":")
     if not separator or not class_name.isidentifier():
-        raise OptionError(f"a {kind} of a file is FILE.py:CLASS, but {name!r:.200} names no class; add it.")
+        raise OptionError(
+            f"a {kind} of your own must be written as FILE.py:CLASS, but {name!r:.200} names no class; add it."
+        )
     file = Path(path).expanduser()
     if not file.is_file():
         raise OptionError(f"there is no file {path!r:.200} for the {kind} {name!r:.200}; correct the path.")
@@ -48,7 +50,7 @@ def load_class(name: str, kind: str, base: type[T]) -> type[T]:
         rule = "a class with a method scores(history, forecast)"
         if kind == "predictor":
             rule = "a subclass of moegguf.controller.predictors.base.Predictor"
-        raise OptionError(f"a {kind} is {rule}, which {class_name} in {path} is not; make it one.")
+        raise OptionError(f"a {kind} must be {rule}, but {class_name} in {path} is not; correct the class.")
     return found
 
 
@@ -64,7 +66,7 @@ def make_own(name: str, kind: str, base: type[T], shape: object) -> T:
     except Exception as error:
         raise OptionError(
             f"the {kind} {name!r:.200} cannot be made: its constructor raised {type(error).__name__}: {error}; it is"
-            " called with the model's MoeShape, or with nothing where it takes no argument."
+            " called with the model's MoeShape, or without arguments if it takes none."
         ) from error
 
 

@@ -88,5 +88,5 @@ def find_strategy(name: str) -> Strategy:
     """Returns the strategy of this name; "" means moegguf's own strategy. Raises OptionError for an unknown name."""
     found = STRATEGIES.get(name or OWN)
     if found is None:
-        raise OptionError(f"there is no strategy {name[:60]!r}; known are {', '.join(STRATEGIES)}.")
+        raise OptionError(f"there is no strategy {name[:60]!r}; known strategies: {', '.join(STRATEGIES)}.")
     return found

@@ -107,7 +107,7 @@ def _read(path: Path, predictor: str, fingerprint: str, shape: MoeShape) -> Weig
     with safe_open(path, "numpy") as file:
         head = json.loads((file.metadata() or {}).get("moegguf", "null"))
         if not isinstance(head, dict):
-            raise ValueError("it was not written by moegguf, or by an old version of it")
+            raise ValueError("it was written by an old version of moegguf or by another program; make it again")
         expected = {"version": FORMAT_VERSION, "predictor": predictor, "fingerprint": fingerprint}
         for key, value in expected.items():
             if head.get(key) != value:
@@ -115,11 +115,11 @@ def _read(path: Path, predictor: str, fingerprint: str, shape: MoeShape) -> Weig
         found = head.get("shape")
         required = json.loads(json.dumps(asdict(shape)))
         if not isinstance(found, dict) or any(found.get(key) != required[key] for key in SHAPE_KEYS):
-            raise ValueError("it was made for a model of another shape")
+            raise ValueError("it was made for a model of another shape; make it for this model")
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         facts = head.get("facts")
     if head.pop("sha256", None) != _checksum(head, arrays) or not isinstance(facts, dict):
-        raise ValueError("its contents do not match their checksum; it is damaged")
+        raise ValueError("its contents do not match their checksum, so it is damaged; make it again")
     return Weights(arrays, facts)
 
 

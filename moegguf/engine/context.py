@@ -190,8 +190,8 @@ class Context:
         return, because the model waits until its callback has returned."""
         if self._session is not None and self._session.store.calls_back:
             raise CallbackError(
-                "a policy, predictor or listener cannot use the model that calls it, which would wait for itself; call"
-                " another one, or this one from another thread once it has returned."
+                "a policy, predictor or listener cannot use the model that calls it, because the model would wait"
+                " for itself; use another model, or use this model from another thread after the call has returned."
             )
 
     def pause_fill(self, on: bool) -> None:
@@ -444,8 +444,8 @@ class Context:
         """
         if self._llm._requires_eval if row < 0 else row not in self._chunk_rows:
             raise OptionError(
-                "there are no logits of this request to take a token from (a saved state has none: llama.cpp saves the"
-                " KV cache alone); evaluate a token first."
+                "there are no logits of this request to take a token from (a loaded state has none, because"
+                " llama.cpp saves only the KV cache); evaluate a token first."
             )
 
     def logits(self, row: int = -1) -> Floats:

@@ -101,7 +101,7 @@ def find_device(there: Sequence[Device], name: str) -> Device:
         if device.name == name:
             return device
     names = ", ".join(device.name for device in there)
-    raise OptionError(f"there is no GPU named {name!r}; there are: {names}.")
+    raise OptionError(f"there is no GPU named {name!r}; the GPUs are: {names}.")
 
 
 def query_gpus() -> list[Device]:

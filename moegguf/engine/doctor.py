@@ -136,7 +136,9 @@ def read_pin() -> dict[str, str]:
     """Returns the pinned sources of the library, such as the commit of llama.cpp. Raises LibraryError."""
     folder = library.find_library()
     if not (pin := plugins.read_pin(folder)):
-        raise LibraryError(f"there is no UPSTREAM in {folder}: the library was built by an older moegguf")
+        raise LibraryError(
+            f"{folder} has no file UPSTREAM, because an older moegguf built the library; build it again."
+        )
     return pin
 
 

@@ -142,8 +142,8 @@ def drafted(layout: ExpertLayout, draft: str | os.PathLike[str] | None, flash_at
     token depend on the other tokens of its pass. Raises OptionError if `draft` is "mtp" and the model has no heads."""
     if draft == "mtp" and not layout.n_layer_nextn:
         raise OptionError(
-            f"draft='mtp': {layout.shards[0].path.name} has no heads for it that are supported (of"
-            f" {', '.join(HEADS_ARCHS)}); take 'auto'."
+            f"draft='mtp' needs prediction heads of a supported architecture ({', '.join(HEADS_ARCHS)}), but"
+            f" {layout.shards[0].path.name} has none; use draft='auto'."
         )
     is_used = layout.n_layer_nextn and (draft == "mtp" or (draft == "auto" and flash_attn is not False))
     return layout.with_heads() if is_used else layout
@@ -170,7 +170,7 @@ class ModelDrafts:
             path = os.fspath(find_model(self._chosen))
         except ModelNotFoundError as error:
             raise OptionError(
-                f"draft={self._chosen[:60]!r} is none of {', '.join(DRAFTS)}, nor a model: {error}"
+                f"draft must be one of {', '.join(DRAFTS)}, or a model, but is {self._chosen[:60]!r}: {error}"
             ) from None
         read_layout(path)
         params = self._bindings.llama_model_default_params()
@@ -190,15 +190,15 @@ class ModelDrafts:
         if not n_max:
             if self._chosen != "auto":
                 warnings.warn(
-                    "draft: this model's state cannot go back to before a token, or there is no memory for that, so"
-                    " nothing is drafted.",
+                    "draft: nothing is drafted, because this model's state cannot go back to an earlier token, or"
+                    " there is no memory for the snapshots that this needs.",
                     stacklevel=3,
                 )
             return
         if not batch_invariant:
             warnings.warn(
-                "draft: here the last bits of a token depend on what is computed beside it: an answer may differ from"
-                " one without drafts.",
+                "draft: on this device the last bits of a token depend on the other tokens of its pass, so an"
+                " answer may differ from an answer without drafts.",
                 stacklevel=3,
             )
         has_heads = self._model is None and llm.layout.loads_heads
@@ -224,7 +224,9 @@ class ModelDrafts:
         params.n_threads = params.n_threads_batch = llm.n_threads
         context = bindings.llama_init_from_model(llm.model if has_heads else self._model, params)
         if not context:
-            raise AllocationError("draft: there is no memory for the context that drafts; lower n_ctx.")
+            raise AllocationError(
+                "draft: there is no memory for the context of drafts; lower n_ctx, or use draft='off'."
+            )
         return context
 
     def close(self) -> None:

@@ -48,7 +48,7 @@ class KnownFact:
             write_atomically(self._path, json.dumps(fact).encode())
         except OSError as error:
             warnings.warn(
-                f"what was found out about this model cannot be kept ({error}), so it is found out again before each"
-                " load; make that folder writable, or set MOEGGUF_HOME to another.",
+                f"facts that were measured about this model cannot be saved ({error}), so they are measured again"
+                " before each load; make that folder writable, or set MOEGGUF_HOME to another folder.",
                 stacklevel=2,
             )

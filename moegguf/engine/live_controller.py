@@ -105,7 +105,8 @@ class LiveController:
             # There is no warning if nothing was measured and moegguf cannot read the routers.
             if self._measured or not isinstance(error, ModelFormatError):
                 warnings.warn(
-                    f"what was chosen for this model is not available: {error} Going on with {_titled(self.choice)}.",
+                    f"the policy or predictor that was chosen for this model is not available: {error} Going on with"
+                    f" {_titled(self.choice)}.",
                     stacklevel=2,
                 )
         if self.controller is not None:
@@ -159,7 +160,11 @@ class LiveController:
             session.store.set_policy(self.policy_below, Tier.RAM)
         tiers = [name.lower() for name in session.tiers()]
         if "=" in text and not set(tiers) & set(parse_policies(text)):
-            warnings.warn(f"policy={text!r} has no effect: experts lie in {tiers[0].upper()} only", stacklevel=2)
+            warnings.warn(
+                f"policy={text!r} has no effect, because experts are only in {tiers[0].upper()}; name a policy for"
+                " this tier",
+                stacklevel=2,
+            )
         self.options = replace(self.options, policy=device_policy(text, tiers[0]))
 
     def _choose(self, plain: bool = False) -> ControllerChoice:

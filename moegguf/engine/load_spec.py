@@ -132,9 +132,9 @@ class LoadSpec:
         if self.placement == "layers":
             names = ", ".join(device.name for device in devices) or "the GPU"
             raise OptionError(
-                f"placement 'layers' is for one GPU with one budget and every layer, but here these compute: {names}"
-                f" (n_gpu_layers {self.n_gpu_layers}, tensor_split {self.tensor_split}); take placement 'slots', or"
-                f" choose one GPU (split_mode {NO_SPLIT}, main_gpu) and leave these options out."
+                "placement 'layers' needs one GPU that computes every layer, and one budget, but these compute:"
+                f" {names} (n_gpu_layers {self.n_gpu_layers}, tensor_split {self.tensor_split}); use placement"
+                f" 'slots', or choose one GPU (split_mode {NO_SPLIT}, main_gpu) and leave these options out."
             )
         return True
 
@@ -152,8 +152,8 @@ class LoadSpec:
             return None
         if self.split_mode not in (NO_SPLIT, BY_LAYERS):
             raise OptionError(
-                f"split_mode {self.split_mode} divides each matrix among devices, but a slot holds a whole expert; take"
-                f" {BY_LAYERS} (layers), or {NO_SPLIT} (main_gpu alone), or leave vram_cache and placement out."
+                f"split_mode {self.split_mode} divides each matrix among devices, but a slot holds a whole expert;"
+                f" use {BY_LAYERS} (layers), or {NO_SPLIT} (main_gpu alone), or leave vram_cache and placement out."
             )
         if (there := list_gpus()) is None:
             return ()
@@ -165,7 +165,7 @@ class LoadSpec:
             return tuple(there)
         if not 0 <= self.main_gpu < len(there):
             names = ", ".join(f"{device.index} ({device.name})" for device in there)
-            raise OptionError(f"main_gpu is {self.main_gpu}, but there are: {names}.")
+            raise OptionError(f"main_gpu is {self.main_gpu}, but must be one of: {names}.")
         return (there[self.main_gpu],)
 
 
@@ -198,5 +198,5 @@ def _cache_type(name: str, given: str | int) -> int:
     number = ggml_type(given) if isinstance(given, str) else given
     if GGML_TYPES.get(number, ("",))[0].lower() not in KV_CACHE_TYPES:
         accepted = ", ".join(f"{ggml_type(type)} ({type})" for type in KV_CACHE_TYPES)
-        raise OptionError(f"{name} is {given!r}, which no KV cache can have; accepted: {accepted}.")
+        raise OptionError(f"{name} is {given!r}, which is not a type of KV cache; accepted: {accepted}.")
     return number

@@ -211,7 +211,8 @@ class Loader:
         session = self.session
         if trace and session is None:
             raise OptionError(
-                "trace: there are no experts in this model, or MOEGGUF_HOOKS=0 is set: nothing to record."
+                "trace: there is nothing to record, because this model has no experts or MOEGGUF_HOOKS=0 is set;"
+                " leave trace out, or unset MOEGGUF_HOOKS."
             )
         if session is None:
             return

@@ -406,7 +406,7 @@ def pad_context(n_ctx: int) -> int:
     Raises OptionError for a negative number, and for more than MAX_CTX_TOKENS.
     """
     if not 0 <= n_ctx <= MAX_CTX_TOKENS:
-        raise OptionError(f"n_ctx is a number of tokens from 1 to {MAX_CTX_TOKENS}, but is {n_ctx}.")
+        raise OptionError(f"n_ctx must be a number of tokens from 1 to {MAX_CTX_TOKENS}, but is {n_ctx}.")
     return -(-n_ctx // KV_PAD_TOKENS) * KV_PAD_TOKENS
 
 
@@ -417,7 +417,9 @@ def sequences_of(layout: ExpertLayout, n_ctx: int, wanted: int) -> int:
     than for `n_ctx`. Raises OptionError if `wanted` is not from 1 to MAX_PARALLEL.
     """
     if not 1 <= wanted <= MAX_PARALLEL:
-        raise OptionError(f"parallel (n_seq_max) is a number of sequences from 1 to {MAX_PARALLEL}, but is {wanted}.")
+        raise OptionError(
+            f"parallel (n_seq_max) must be a number of sequences from 1 to {MAX_PARALLEL}, but is {wanted}."
+        )
     metadata, arch = layout.metadata, layout.arch
     trained = metadata.get(f"{arch}.rope.scaling.original_context_length", layout.hparams.n_ctx_train)
     changes_rope = layout.has_long_rope and isinstance(trained, int) and n_ctx <= trained < n_ctx * wanted

@@ -180,7 +180,9 @@ class Projector:
             chunks = self._tokenized(prompt.texts, prompt.images, decoded=image)
             self._held = prompt, image, chunks
             if [s.n_tokens for s in self._read_chunks(chunks, prompt.images)[1]] != [s.n_tokens for s in prompt.spans]:
-                raise OptionError("the image's data contradict its header; send another one.")
+                raise OptionError(
+                    f"the data of image {image + 1} of the request do not match its header; send another image."
+                )
         return self._held[2]
 
     def _tokenized(self, texts: Sequence[str], images: Sequence[Image], decoded: int | None = None) -> int:

@@ -67,9 +67,9 @@ def _shorten_passes(llm: UpstreamLlama, plan: Plan) -> None:
         return
     llm.n_batch = most
     warnings.warn(
-        f"{plan.device} had a slot for every expert, and stages no prompts: with fewer slots they are read"
-        f" {most} token{'s' * (most > 1)} at a time, as slots are exact for no more; load the model again with this"
-        " vram_cache to have them staged.",
+        f"{plan.device} had a slot for every expert and has no staging tensors for prompts. With fewer slots,"
+        f" prompts are read {most} token{'s' * (most > 1)} at a time, because slots are exact only for such passes;"
+        " load the model again with this vram_cache to get staging tensors.",
         stacklevel=4,
     )
 

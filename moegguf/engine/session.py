@@ -277,8 +277,8 @@ class Session:
         fewer = max(least, n_slots // 2)
         self.store.resize(fewer)
         warnings.warn(
-            f"{self.plan.device} has no memory for weights and a context beside {n_slots} expert slots; going on with"
-            f" {fewer}, which is slower; give a smaller budget for it, or lower n_ctx.",
+            f"{self.plan.device} has too little memory for weights, a context and {n_slots} expert slots together;"
+            f" going on with {fewer} slots, which is slower; give a smaller budget for experts on it, or lower n_ctx.",
             stacklevel=2,
         )
         return True
@@ -303,8 +303,8 @@ class Session:
             if drive["dropped"] and index not in self._dropped:
                 self._dropped.add(index)
                 warnings.warn(
-                    f"a copy of the model is not read any more: {drive['note']}. Other copies have every expert. Load"
-                    " the model again once this one is there.",
+                    f"a copy of the model is no longer read: {drive['note']}. The other copies have every expert."
+                    " Load the model again when this copy can be read.",
                     stacklevel=2,
                 )
 

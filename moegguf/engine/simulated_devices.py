@@ -26,7 +26,10 @@ def simulated_budgets(
     links = [parse_link(text) for text in device_links]
     if not tensor_split:
         if len(links) > 1:
-            raise OptionError(f"--device-link is given {len(links)} times; several GPUs need --tensor-split.")
+            raise OptionError(
+                f"--device-link is given {len(links)} times, but without --tensor-split there is one GPU; give one"
+                " link, or add --tensor-split."
+            )
         return {share: devices_of(shape, (share,), (1.0,), links) for share in shares}
     return {sum(shares): devices_of(shape, shares, tensor_split, links)}
 

@@ -585,8 +585,8 @@ def plan_layers(task: Task) -> Plan:
     allowed = allowed_ubatch(rest, n_slots, streams)
     if allowed < sizes.one_pass_tokens:
         raise BudgetError(
-            f"an image takes a pass of {sizes.one_pass_tokens} tokens, but {n_slots} slots in RAM allow {allowed}; give"
-            " more with expert_cache."
+            f"an image needs a pass of {sizes.one_pass_tokens} tokens, but {n_slots} slots in RAM allow passes of"
+            f" {allowed}; raise expert_cache."
         )
     n_ubatch = min(sizes.usual_ubatch, allowed)
     needs = sizes.needs(rest, n_ubatch)

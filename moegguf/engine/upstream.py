@@ -59,8 +59,8 @@ class GrammarMask:
         self._sampler = _bindings.llama_sampler_init_grammar(vocab, text.encode(), root.encode())
         if not self._sampler:
             raise SchemaError(
-                f"a grammar is GBNF with a rule {root!r}, without left recursion, but llama.cpp cannot read this one:"
-                f" {text[:80]!r}; correct it."
+                f"a grammar must be GBNF with a rule {root!r} and without left recursion, but llama.cpp cannot read"
+                f" this one: {text[:80]!r}; correct it."
             )
         self._candidates = _bindings._internals.LlamaTokenDataArray(n_vocab=n_vocab)
         self.exhausted = False

@@ -66,7 +66,7 @@ class Vocabulary:
         """Raises OptionError if one of these numbers is not a token of this model."""
         bad = next((token for token in tokens if not 0 <= token < self.n_tokens), None)
         if bad is not None:
-            raise OptionError(f"{bad} is no token of this model, which has 0 to {self.n_tokens - 1}.")
+            raise OptionError(f"{bad} is not a token of this model, whose tokens are 0 to {self.n_tokens - 1}.")
 
     @property
     def bos_tokens(self) -> list[int]:

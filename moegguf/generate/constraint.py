@@ -73,7 +73,7 @@ def constraint_for(
     schemas, alternatives = Schemas(), list[str]()
     if request.format is not None and not forced:
         if isinstance(request.format, str) and request.format != "json":
-            raise SchemaError(f'a format is "json" or a JSON schema, but is {request.format[:50]!r}.')
+            raise SchemaError(f'a format must be "json" or a JSON schema, but is {request.format[:50]!r}.')
         body = schemas.grammar({"type": "object"} if request.format == "json" else request.format, request.strict)
         alternatives.append(body if begun or form is None else _text(form, prompt_end, body))
     rules = list[str]()
@@ -93,8 +93,8 @@ def constraint_for(
     lark = "\n".join([*start, *rules]) + "\n"
     if len(lark) > MAX_GRAMMAR_BYTES:
         raise SchemaError(
-            "the JSON schemas or the grammar of a request become rules, which may take"
-            f" {MAX_GRAMMAR_BYTES} bytes; send fewer or smaller ones."
+            f"the grammar that is made of a request's JSON schemas, tools or grammar may have {MAX_GRAMMAR_BYTES}"
+            f" bytes, but has {len(lark)}; send fewer or smaller ones."
         )
     return Constraint(lark, begun)
 
@@ -138,12 +138,16 @@ def _text(form: AnswerFormat, prompt_end: str, body: str) -> str:
 def _allowed_tools(tools: Sequence[Mapping[str, Any]], choice: str) -> list[Mapping[str, Any]]:
     functions = [tool.get("function", tool) for tool in tools]
     if len(functions) > MAX_TOOLS:
-        raise SchemaError(f"a request has up to {MAX_TOOLS} tools, but this one has {len(functions)}.")
+        raise SchemaError(
+            f"a request may have up to {MAX_TOOLS} tools, but this one has {len(functions)}; leave some out."
+        )
     if choice in ("auto", "required"):
         return functions
     named = [function for function in functions if function.get("name") == choice]
     if not named:
-        raise CapabilityError(f"tool_choice names {choice!r}, which is not among the tools of the request.")
+        raise CapabilityError(
+            f"tool_choice names {choice!r}, which is not among the tools of the request; name one of them."
+        )
     return named
 
 
@@ -168,9 +172,13 @@ class _Calls:
         schema."""
         name, parameters = function.get("name"), function.get("parameters") or {"type": "object"}
         if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
-            raise SchemaError(f"a tool has a name of up to 128 letters, digits and _.:/-, not {str(name)[:50]!r}.")
+            raise SchemaError(
+                f"a tool's name must be 1 to 128 letters, digits or _.:/-, but is {str(name)[:50]!r}; rename the tool."
+            )
         if not isinstance(parameters, Mapping):
-            raise SchemaError(f"the parameters of the tool {name!r} are no JSON schema.")
+            raise SchemaError(
+                f"the parameters of the tool {name!r} must be a JSON schema, but are {str(parameters)[:50]!r}."
+            )
         return self.grammar.call(name, parameters, self._before)
 
 

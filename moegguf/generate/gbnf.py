@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import NamedTuple
 
 from moegguf.errors import SchemaError
@@ -44,17 +45,22 @@ def lark_rules(grammar: str, token_of: Callable[[str], int | None]) -> tuple[str
     """Converts a GBNF grammar to Lark. Returns the Lark name of GBNF's rule `root`, and all rules as lines. `token_of`
     returns the id of the token with a given text, or None if the text is not a single token. Raises SchemaError for an
     invalid grammar."""
+    parser = _Parser(grammar, token_of)
     try:
-        return _Parser(grammar, token_of).rules()
+        return parser.rules()
     except RecursionError:
-        raise SchemaError("the grammar has too many parentheses within parentheses; move some to rules.") from None
+        depth = max(accumulate((piece[0] == "(") - (piece[0] == ")") for piece in parser.pieces))
+        raise SchemaError(
+            f"parentheses in the grammar are nested {depth} deep, which is too much; move inner groups into rules of"
+            " their own."
+        ) from None
 
 
 class _Parser:
     def __init__(self, grammar: str, token_of: Callable[[str], int | None]) -> None:
         self._grammar = grammar
         self._token_of = token_of
-        self._pieces = list(self._read())
+        self.pieces = list(self._read())
         self._position = 0
         self._rules: dict[str, _Alternatives] = {}  # key: name in Lark
         self._names: dict[str, str] = {}  # name in GBNF -> name in Lark
@@ -79,7 +85,7 @@ class _Parser:
         """Parses the grammar. Returns the Lark name of the rule `root`, and all rules as lines. Raises SchemaError if a
         rule is used but not defined, or if the grammar has no rule `root`."""
         self._skip_newlines()
-        while self._position < len(self._pieces):
+        while self._position < len(self.pieces):
             self._read_rule()
             self._skip_newlines()
         for name, lark_name in [("root", self._name("root")), *self._names.items()]:
@@ -96,9 +102,9 @@ class _Parser:
     def _next(self, *kinds: str) -> str | None:
         """Consumes the next piece of the grammar and returns its text, if `kinds` contains the kind of this piece. A
         mark such as "|" is its own kind. Otherwise consumes nothing and returns None."""
-        if self._position == len(self._pieces):
+        if self._position == len(self.pieces):
             return None
-        piece = self._pieces[self._position]
+        piece = self.pieces[self._position]
         group = piece.lastgroup or ""
         if (piece.group() if group == "mark" else group) not in kinds:
             return None
@@ -107,8 +113,8 @@ class _Parser:
 
     def _needs(self, kind: str, wanted: str) -> str:
         if (found := self._next(kind)) is None:
-            is_end = self._position == len(self._pieces)
-            raise self._error(len(self._grammar) if is_end else self._pieces[self._position].start(), wanted)
+            is_end = self._position == len(self.pieces)
+            raise self._error(len(self._grammar) if is_end else self.pieces[self._position].start(), wanted)
         return found
 
     def _skip_newlines(self) -> None:
@@ -123,7 +129,7 @@ class _Parser:
         self._needs("define", "::=")
         self._skip_newlines()
         self._rules[name] = self._read_alternatives(is_nested=False)
-        if self._position < len(self._pieces):
+        if self._position < len(self.pieces):
             self._needs("newline", "a symbol or the end of the line")
 
     def _read_alternatives(self, is_nested: bool) -> _Alternatives:
@@ -178,7 +184,7 @@ class _Parser:
             return mark
         if self._next("repeat") is None:
             return ""
-        piece = self._pieces[self._position - 1]
+        piece = self.pieces[self._position - 1]
         return f"{{{piece['least']},{piece['most'] if piece['has_most'] else piece['least']}}}"
 
     # Characters
@@ -193,7 +199,7 @@ class _Parser:
                 raise SchemaError(f"the grammar has the unknown escape {text[begin : begin + 10]!r}; correct it.")
             code = found[1] or found[2] or found[3]
             if code and int(code, 16) > 0x10FFFF:
-                raise SchemaError(f"the grammar has {found[0]!r}, which is no character; correct it.")
+                raise SchemaError(f"the grammar has {found[0]!r}, which is not a character; correct it.")
             yield chr(int(code, 16)) if code else found[5] or _ESCAPES[found[4]], not found[5]
             begin = found.end()
 
@@ -220,7 +226,7 @@ class _Parser:
         mark = text.removeprefix("!")
         number = int(mark[2:-2]) if mark.startswith("<[") else self._token_of(mark)
         if number is None:
-            raise SchemaError(f"the grammar has {mark[:80]!r}, which is no token of this model; write it as a text.")
+            raise SchemaError(f"the grammar has {mark[:80]!r}, which is not a token of this model; write it as a text.")
         return f"<[{'^' if text != mark else ''}{number}]>"
 
     # Right recursion

@@ -52,7 +52,9 @@ def decode_base64(text: str) -> bytes:
     try:
         return base64.b64decode("".join(text.split()), validate=True)
     except (ValueError, binascii.Error):
-        raise OptionError(f"an image is sent as base64, but {text[:24]!r}... is not; encode the file.") from None
+        raise OptionError(
+            f"an image must be sent as base64, but {text[:24]!r}... is not base64; encode the file."
+        ) from None
 
 
 def read_image(data: bytes) -> Image:
@@ -65,23 +67,27 @@ def read_image(data: bytes) -> Image:
         raise _too_large(len(data))
     found = _dimensions(data)
     if found is None:
-        raise OptionError("an image is a PNG, JPEG or GIF file, but this one is not, or is damaged; convert it.")
+        raise OptionError(
+            "an image must be a PNG, JPEG or GIF file, but this one is another kind of file or damaged; convert it."
+        )
     width, height, pixel_bytes = found
     if not 0 < width * height <= DECODED_BYTES // pixel_bytes:
         raise OptionError(
-            f"an image of this kind has 1 to {DECODED_BYTES // pixel_bytes} pixels, but this one is {width} x {height};"
-            " send a smaller one."
+            f"an image of this kind must have 1 to {DECODED_BYTES // pixel_bytes} pixels, but this one is {width} x"
+            f" {height}; send a smaller one."
         )
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise OptionError(
-            f"an image is at most {MAX_ASPECT_RATIO} times as long as wide, but this one is {width} x {height}; cut it."
+            f"an image's longer side may be at most {MAX_ASPECT_RATIO} times the shorter side, but this one is"
+            f" {width} x {height}; cut it."
         )
     return Image(data, width, height)
 
 
 def _too_large(n_bytes: int) -> OptionError:
     return OptionError(
-        f"an image file has at most {MAX_IMAGE_BYTES >> 20} MiB, but this one {n_bytes / (1 << 20):.1f}; shrink it."
+        f"an image file may have at most {MAX_IMAGE_BYTES >> 20} MiB, but this one has {n_bytes / (1 << 20):.1f};"
+        " shrink it."
     )
 
 
@@ -143,7 +149,9 @@ def mark_images(messages: Sequence[Message]) -> Marked:
     marker = f"<image-{secrets.token_hex(8)}>"
     parts = [part for message in messages for part in _parts(message) if _is_image(part)]
     if len(parts) > MAX_IMAGES:
-        raise OptionError(f"a request has at most {MAX_IMAGES} images, but this one {len(parts)}; leave some out.")
+        raise OptionError(
+            f"a request may have at most {MAX_IMAGES} images, but this one has {len(parts)}; leave some out."
+        )
     images = tuple(read_image(decode_base64(str(part.get("data", "")))) for part in parts)
     return Marked([_with_text(message, marker) for message in messages], images, marker)
 

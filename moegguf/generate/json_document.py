@@ -579,7 +579,9 @@ def _kept(schema: Any) -> bool | Json:
     if isinstance(schema, bool):
         return schema
     if not isinstance(schema, Mapping):
-        raise SchemaError(f"a JSON schema consists of objects, but one part is {str(schema)[:50]!r}.")
+        raise SchemaError(
+            f"every part of a JSON schema must be an object, true or false, but one is {str(schema)[:50]!r}; change it."
+        )
     kept = _of_today({key: value for key, value in schema.items() if value is not None or key == "const"})
     for keyword, value in kept.items():
         wanted, check = _CHECKS.get(keyword, ("", None))

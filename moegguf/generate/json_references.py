@@ -41,12 +41,17 @@ class References:
         try:
             fragment = unquote(fragment, errors="strict")
         except ValueError:
-            raise SchemaError(f"the JSON schema refers to {reference[:80]!r}, which is not UTF-8.") from None
+            raise SchemaError(
+                f"the JSON schema refers to {reference[:80]!r}, which is not UTF-8; correct the reference."
+            ) from None
         target = self._root
         if base:
             target = self._named.get(base)
             if target is None:
-                raise SchemaError(f"references in a JSON schema are local (#/...), but one is {reference[:80]!r}.")
+                raise SchemaError(
+                    f"references in a JSON schema must be local (#/...), but one is {reference[:80]!r}; copy its"
+                    " target into the schema."
+                )
         if fragment and not fragment.startswith("/"):
             target = self._named.get("#" + fragment)
             fragment = ""
@@ -57,5 +62,5 @@ class References:
             else:
                 target = target.get(step) if isinstance(target, Mapping) else None
         if target is None:
-            raise SchemaError(f"the JSON schema refers to {reference[:80]!r}, which it does not have.")
+            raise SchemaError(f"the JSON schema refers to {reference[:80]!r}, which is not in the schema; define it.")
         return target

@@ -90,27 +90,30 @@ class Schemas:
             rule = writer.rule(document.goal(schema))
             self.rules += writer.rules(rule, schema)
         except RecursionError:
-            raise SchemaError("the JSON schema nests too deep, or its references do; simplify it.") from None
+            raise SchemaError("the JSON schema or its references are nested too deeply; simplify it.") from None
         except SchemaError:
             raise
         except (TypeError, ValueError) as error:
-            raise SchemaError(f"the JSON schema is not JSON ({error}).") from error
+            raise SchemaError(f"the JSON schema is not JSON ({error}); correct it.") from error
         if strict and document.ignored:
             raise SchemaError(
-                "a strict JSON schema has only keywords that can be followed, but this one has"
-                f" {', '.join(sorted(document.ignored))}; leave it out, or set strict to false."
+                "a strict JSON schema may have only keywords that the server can follow, but this one has"
+                f" {', '.join(sorted(document.ignored))}; leave them out, or set strict to false."
             )
         return rule
 
     def _count_part(self) -> None:
         self._n_parts += 1
         if self._n_parts > MAX_SUBSCHEMAS:
-            raise SchemaError(f"the JSON schemas of a request have up to {MAX_SUBSCHEMAS} parts, counting repetitions.")
+            raise SchemaError(
+                f"the JSON schemas of a request may have up to {MAX_SUBSCHEMAS} parts, and repetitions count;"
+                " simplify them."
+            )
 
     def _count_steps(self, n: int) -> None:
         self._n_steps += n
         if self._n_steps > MAX_STEPS:
-            raise SchemaError("the JSON schemas of a request are too large, or their combinations are; simplify them.")
+            raise SchemaError("the JSON schemas of a request or their combinations are too large; simplify them.")
 
 
 @dataclass
@@ -385,8 +388,8 @@ class _Writer:
             groups.setdefault(key, []).append(pattern)
         if len(groups) > MAX_PATTERNS:
             raise SchemaError(
-                f"an object has up to {MAX_PATTERNS} patternProperties that differ, but this one has {len(groups)};"
-                " leave some out."
+                f"an object may have up to {MAX_PATTERNS} different patternProperties, but this one has"
+                f" {len(groups)}; leave some out."
             )
         return list(groups.values())
 
@@ -416,7 +419,7 @@ class _Writer:
         for pattern in facts.each("pattern"):
             terms += ["J_PLAIN", self._name_pattern(pattern)]
         if any(facts.each("format")):
-            self.document.ignored.add("format beside excluded texts or inside propertyNames")
+            self.document.ignored.add("format together with excluded texts, or inside propertyNames")
         return " & ".join(terms)
 
 

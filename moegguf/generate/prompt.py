@@ -306,7 +306,7 @@ class _Renderer:
         if projector is None:
             raise CapabilityError(
                 "this model was loaded without a projector, so it cannot read images; give the mmproj file that belongs"
-                " to it (--mmproj, or beside the model), or ask without images."
+                " to it (--mmproj, or a file in the model's folder), or ask without images."
             )
         texts = marked.pieces(text)
         if texts is None:

@@ -243,7 +243,8 @@ class Sampler:
         for token, bias in biases.items():
             if not 0 <= token < self._n_vocab or math.isnan(bias):
                 raise OptionError(
-                    f"logit_bias is a number for tokens from 0 to {self._n_vocab - 1}, but has {bias} for {token}."
+                    f"logit_bias must have numbers for tokens from 0 to {self._n_vocab - 1}, but has {bias} for"
+                    f" {token}."
                 )
         if not ends:
             biases |= dict.fromkeys(vocabulary.end_tokens(), -math.inf)
@@ -293,8 +294,8 @@ class Sampler:
         breakers = [without_surrogates(text) for text in sampling.dry_sequence_breakers]
         if len(breakers) > MAX_BREAKERS or any(len(text.encode()) > MAX_BREAKER_BYTES for text in breakers):
             raise OptionError(
-                f"dry_sequence_breakers are at most {MAX_BREAKERS} texts of up to {MAX_BREAKER_BYTES} bytes, but are"
-                f" {breakers!r:.200}; leave some out."
+                f"dry_sequence_breakers must be at most {MAX_BREAKERS} texts of up to {MAX_BREAKER_BYTES} bytes, but"
+                f" are {breakers!r:.200}; leave some out."
             )
         self._chain.add_dry(
             self._llm._model, sampling.dry_multiplier, sampling.dry_base, sampling.dry_allowed_length, n_last, breakers

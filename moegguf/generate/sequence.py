@@ -130,7 +130,7 @@ class Sequence:
                 llm.context.check_adapter()
             self.prompt = prompt = read_prompt(llm, request)
             if (n := request.n_logprobs) is not None and not 0 <= n <= MAX_TOP_LOGPROBS:
-                raise OptionError(f"n_logprobs is a number from 0 to {MAX_TOP_LOGPROBS}, but is {n}.")
+                raise OptionError(f"n_logprobs must be a number from 0 to {MAX_TOP_LOGPROBS}, but is {n}.")
             token_of = llm.vocabulary.token
             constraint = constraint_for(request, prompt.template, prompt.end, prompt.continuation, token_of)
             budget = thinking_budget_of(llm, request, prompt)

@@ -35,7 +35,7 @@ def run_action(llm: Llama, places: KvSequences, action: str, slot: int, owner: s
     or erased. Returns the counts for llama-server's reply. Raises OptionError, UnknownIdError, CapabilityError,
     StorageError."""
     if not 0 <= slot < len(places):
-        raise OptionError(f"a slot is a number from 0 to {len(places) - 1}, but is {slot}.")
+        raise OptionError(f"a slot must be a number from 0 to {len(places) - 1}, but is {slot}.")
     kv = places[slot]
     if action == "erase":
         n_erased = len(kv.tokens) if _is_own(kv, owner) else 0
@@ -43,7 +43,9 @@ def run_action(llm: Llama, places: KvSequences, action: str, slot: int, owner: s
             places.truncate(kv, 0)
         return {"n_erased": n_erased}
     if llm.prefix_cache is None:
-        raise CapabilityError("slots are saved by models that keep contexts on disk; load it without context_store=0.")
+        raise CapabilityError(
+            "only a model that keeps contexts on disk can save slots; load it without context_store=0."
+        )
     path, name = Path(fields["path"]), llm.prefix_cache.name
     if action == "save":
         return _save(llm, kv, path, owner, name, fields["most_bytes"])
@@ -56,14 +58,17 @@ def _is_own(kv: KvSequence, owner: str) -> bool:
 
 def _save(llm: Llama, kv: KvSequence, path: Path, owner: str, name: str, most_bytes: int) -> dict[str, Any]:
     if not _is_own(kv, owner) or not kv.tokens:
-        raise OptionError(f"slot {kv.seq_id} holds no tokens of yours; send a request first.")
+        raise OptionError(f"slot {kv.seq_id} has no tokens of your requests; send a request first.")
     if kv.seq_id == 0 and llm.context.images.spans:
-        raise OptionError(f"slot {kv.seq_id} holds images, which are not saved; save one with text only.")
+        raise OptionError(f"slot {kv.seq_id} has images, which cannot be saved; save a slot that has only text.")
     state = llm.context.read_state(kv.seq_id)
     about = json.dumps({"name": name, "adapter": owner_part(kv.owner)[1], "tokens": kv.tokens}).encode()
     n_bytes = _HEADER.size + len(about) + len(state)
     if n_bytes > most_bytes:
-        raise StorageError(f"the slot has {n_bytes:,} bytes, but {most_bytes:,} are left for saved slots; remove some.")
+        raise StorageError(
+            f"the slot has {n_bytes:,} bytes, but only {most_bytes:,} are left for saved slots; remove some saved"
+            " slots."
+        )
     digest = xxhash.xxh3_128(about)
     digest.update(state)
     parts = (_HEADER.pack(MAGIC, digest.digest(), len(about)), about, state)
@@ -81,9 +86,12 @@ def _restore(places: KvSequences, kv: KvSequence, path: Path, owner: str, name: 
     if about["name"] != name:
         raise OptionError(f"{path.name} was saved by another model, build or options of loading; save it again.")
     if len(tokens) > n_ctx:
-        raise OptionError(f"{path.name} has {len(tokens)} tokens, but the context {n_ctx}; load a longer one.")
+        raise OptionError(
+            f"{path.name} has {len(tokens)} tokens, but the context has room for {n_ctx}; load the model with a"
+            " longer context."
+        )
     if not places.replace(kv, tokens, owner + about["adapter"], state):
-        raise OptionError(f"{path.name} does not fit the free context; erase other slots.")
+        raise OptionError(f"{path.name} does not fit in the free part of the context; erase other slots.")
     return {"n_restored": len(tokens), "n_read": path.stat().st_size}
 
 

@@ -60,7 +60,10 @@ def render(
         variables |= _reasoning({"reasoning_effort": think})
     size = len(template.encode(errors="replace"))
     if size > MAX_TEMPLATE_BYTES:
-        raise TemplateError(f"a chat template has up to {MAX_TEMPLATE_BYTES} bytes, but this one has {size}.")
+        raise TemplateError(
+            f"a chat template may have up to {MAX_TEMPLATE_BYTES} bytes, but this one has {size}; give the model a"
+            " shorter one."
+        )
     try:
         return rendered(template, forms_of(template), messages, tools, variables, characters)
     except LimitedError as error:

@@ -29,7 +29,7 @@ MAX_NESTING = 64  # maximum levels of nested values in the formats of ElementCal
 
 
 def _reject_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _finite(text: str) -> float:

@@ -84,6 +84,6 @@ def _hash_spans(digest: hashlib._Hash, path: Path, spans: Sequence[tuple[int, in
                     n_left -= len(part)
                 n_missing += n_left
     except OSError as error:
-        raise ExpertIOError(f"{path.name}: reading {what} failed ({error.strerror}).") from error
+        raise ExpertIOError(f"{path.name}: reading {what} failed ({error.strerror}); check the disk.") from error
     if n_missing:
         raise ExpertIOError(f"{path.name}: the file ends inside {what}; fetch it again.")

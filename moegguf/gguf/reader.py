@@ -148,7 +148,7 @@ def ggml_type(name: str) -> int:
         if known.lower() == name.lower():
             return number
     raise OptionError(
-        f"there is no type {name!r}; known ones are {', '.join(known for known, *_ in GGML_TYPES.values())}."
+        f"there is no type {name!r}; known types: {', '.join(known for known, *_ in GGML_TYPES.values())}."
     )
 
 
@@ -431,7 +431,9 @@ def _read_version(path: Path, _version: FileVersion | None) -> GgufFile:
             alignment = _alignment(cur, metadata)
             data_offset, tensors = _read_tensors(cur, n_tensors, alignment)
         except OSError as error:
-            raise ExpertIOError(f"{path.name}: reading at offset {cur.pos} failed ({error.strerror}).") from error
+            raise ExpertIOError(
+                f"{path.name}: reading at offset {cur.pos} failed ({error.strerror}); check the disk."
+            ) from error
     # The padding after the header may be missing in a file without tensors.
     shard = Shard.of(path, info, header_bytes=min(data_offset, info.st_size))
     return GgufFile(shard, metadata, arrays, tensors)

@@ -133,7 +133,7 @@ def _read_tensor(file: GgufFile, tensor: TensorInfo, shape: tuple[int, ...]) -> 
             stream.seek(tensor.offset)
             data = np.frombuffer(stream.read(tensor.n_bytes), np.uint8)
     except OSError as error:
-        raise ExpertIOError(f"{file.name}: reading '{tensor.name}' failed ({error}).") from error
+        raise ExpertIOError(f"{file.name}: reading '{tensor.name}' failed ({error}); check the disk.") from error
     if data.size != tensor.n_bytes:
         raise ModelFormatError(f"{file.name}: ends inside tensor '{tensor.name}'; fetch the file again.")
     if numbers := {"F32": np.float32, "F16": np.float16}.get(tensor.type_name):

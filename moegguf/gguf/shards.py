@@ -104,7 +104,8 @@ def read_shards(path: str | os.PathLike[str]) -> tuple[GgufFile, ...]:
     for n, shard in enumerate(shards):
         if count > 1 and (found := Keys("split", shard).number("no", -1, -1, MAX_SHARDS)) != n:
             raise ModelFormatError(
-                f"shard {shard.name}: key 'split.no' must be {n}, but is {found}; shards were swapped or renamed."
+                f"shard {shard.name}: key 'split.no' must be {n}, but is {found}; shards were swapped or renamed, so"
+                " restore their original names."
             )
     return shards
 
@@ -114,7 +115,7 @@ def _read_member(first: GgufFile, path: Path) -> GgufFile:
     value of a shared key, such as `general.*`, differs from the value in `first`. llama.cpp checks that no tensor is
     missing."""
     if not path.exists():
-        raise ModelNotFoundError(f"shard {path.name!r} is missing beside {first.name!r}; fetch it as well.")
+        raise ModelNotFoundError(f"shard {path.name!r} is missing in the folder of {first.name!r}; fetch it as well.")
     shard = read_gguf(path)
     for key, value in shard.metadata.items():
         shared = key.startswith("general.") or key in ("split.count", "split.tensors.count")

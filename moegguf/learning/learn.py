@@ -95,7 +95,7 @@ def check_strategies(names: Sequence[str]) -> list[str]:
     that is unknown or needs nothing learned."""
     for name in names:
         if find_strategy(name).name not in LEARNERS:
-            raise OptionError(f"the strategy {name!r} needs nothing learned; these do: {', '.join(LEARNERS)}.")
+            raise OptionError(f"the strategy {name!r} needs no learning; these strategies do: {', '.join(LEARNERS)}.")
     return list(dict.fromkeys(names)) or list(LEARNERS)
 
 

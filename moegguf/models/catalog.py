@@ -84,7 +84,9 @@ class Catalog:
         """
         text = os.fspath(name)
         if not text.strip():
-            raise ModelNotFoundError(f"a model is given by its name, but is {text!r}; try {sources.DEMO_NAME!r}.")
+            raise ModelNotFoundError(
+                f"a model must be given by its name, but this is {text!r}; try {sources.DEMO_NAME!r}."
+            )
         if (entry := next(self._models(text), None)) is None:
             # If paths are allowed, a text that is not a name is most likely a path that does not exist.
             raise self._not_found(text, name_or_none(text) if self.paths else parse_name(text))

@@ -123,7 +123,7 @@ def blob_name(digest: str) -> str:
     `digest` is not a SHA-256 digest."""
     match = _DIGEST.fullmatch(digest) if isinstance(digest, str) else None
     if match is None:
-        raise ModelNameError(f'a digest is "sha256:" and 64 hexadecimal digits, but this is {digest!r:.80}.')
+        raise ModelNameError(f"a digest must be 'sha256:' and 64 hexadecimal digits, but this is {digest!r:.80}.")
     return f"sha256-{match[1].lower()}"
 
 

@@ -56,8 +56,8 @@ def pull(name: str, catalog: Catalog, report: Report, cancelled: threading.Event
         report(PullStatus("success"))
     else:
         raise PullError(
-            f"{parsed.canonical} is not in {str(hub_cache())!r}, and HF_HUB_OFFLINE is set; unset it to fetch the"
-            " model."
+            f"{parsed.canonical} is not in {str(hub_cache())!r}, and HF_HUB_OFFLINE is set; unset HF_HUB_OFFLINE to"
+            " fetch the model."
         )
     catalog.unhide(entry.name)
     return entry
@@ -117,7 +117,9 @@ def fetch(
     cache = folder / ".cache" / "moegguf" if folder else Path(cache or hub_cache())
     try:
         if hub_offline():
-            raise PullError(f"{repo_id} is not in the cache, and HF_HUB_OFFLINE is set.")
+            raise PullError(
+                f"{repo_id} is not in the cache, and HF_HUB_OFFLINE is set; unset HF_HUB_OFFLINE to fetch the model."
+            )
         there = read_repository(repo_id, cache)
     except PullError:
         if here := folder or next((snapshot.folder for snapshot in snapshots(cache, repo_id)), None):
@@ -151,7 +153,9 @@ def _matching(paths: Sequence[str], repo_id: str, filename: str | None, others: 
     models = {selection.files for _, selection in models_in(paths) if set(selection.files) & set(matching)}
     if len(models) > 1:
         some = ", ".join(sorted(files[0] for files in models)[:40])
-        raise ModelNotFoundError(f"{repo_id}: {len(models)} models match {filename!r}: {some}; name one of them.")
+        raise ModelNotFoundError(
+            f"{repo_id}: {len(models)} models match {filename!r}: {some}; give the name of one of them."
+        )
     # No complete model matches the pattern: `select_files` finds a model by this tag, or raises an error that lists the
     # files or the missing shards.
     tag = DEFAULT_TAG if filename is None else matching[0].rpartition("/")[2] if matching else filename
@@ -160,6 +164,9 @@ def _matching(paths: Sequence[str], repo_id: str, filename: str | None, others: 
         matching = [path for path in paths if fnmatch(path, pattern)]
         if len(matching) != 1:
             listed = ", ".join(matching[:40])
-            raise ModelNotFoundError(f"{repo_id}: {len(matching)} files match {pattern!r}, not one: {listed}.")
+            raise ModelNotFoundError(
+                f"{repo_id}: exactly one file must match {pattern!r}, but {len(matching)} do: {listed}; give the"
+                " name of one file."
+            )
         found += matching
     return found

@@ -253,7 +253,7 @@ def parse(text: str) -> Recipe:
     the last case the message has the number of the line.
     """
     if len(text) > MAX_MODELFILE:
-        raise OptionError(f"a Modelfile has at most {MAX_MODELFILE} characters, but this one {len(text)}.")
+        raise OptionError(f"a Modelfile may have at most {MAX_MODELFILE} characters, but this one has {len(text)}.")
     found: dict[str, Any] = {"parameters": {}, "messages": []}
     text = text.replace("\r\n", "\n")
     at = _after_blank(text, 0)
@@ -324,13 +324,13 @@ def _read_instruction(found: dict[str, Any], text: str, at: int) -> int:
     instruction = start[1].upper() if start else ""
     if start is None or instruction not in _INSTRUCTIONS:
         line = text[at:].split("\n", 1)[0]
-        raise OptionError(f"{line!r:.60} starts with none of {', '.join(_INSTRUCTIONS)}.")
+        raise OptionError(f"{line!r:.60} must start with one of {', '.join(_INSTRUCTIONS)}.")
     first = _FIRST_WORD.match(text, start.end()) if instruction in ("PARAMETER", "MESSAGE") else start
     if first is None:
-        raise OptionError("there must be a word and a value.")
+        raise OptionError(f"{instruction} needs a word and a value.")
     matched = _VALUE.match(text, first.end())
     if matched is None:
-        raise OptionError("a quote is not closed at the end of a line.")
+        raise OptionError(f"a quote of {instruction} is not closed at the end of a line; close it.")
     _apply(found, instruction, first[1], _content(matched))
     return matched.end()
 
@@ -339,7 +339,7 @@ def _apply(found: dict[str, Any], instruction: str, word: str, value: str) -> No
     if instruction in _ONCE:
         field = _ONCE[instruction]
         if field in found:
-            raise OptionError(f"{instruction} is given twice; a model has one.")
+            raise OptionError(f"{instruction} is given twice; leave one of them out.")
         found[field] = value.strip()
         if not found[field]:
             raise OptionError(f"{instruction} needs {'a path' if instruction == 'ADAPTER' else 'a name or a path'}.")
@@ -349,7 +349,7 @@ def _apply(found: dict[str, Any], instruction: str, word: str, value: str) -> No
         found["parameters"][name] = [*found["parameters"].get(name, ()), parsed] if PARAMETERS[name] is list else parsed
     elif instruction == "MESSAGE":
         if word.lower() not in ROLES:
-            raise OptionError(f"a message's role is one of {', '.join(ROLES)}, but is {word!r:.40}.")
+            raise OptionError(f"a message's role must be one of {', '.join(ROLES)}, but is {word!r:.40}.")
         found["messages"].append({"role": word.lower(), "content": check_text("a message", value)})
     elif instruction == "LICENSE":
         parts = [part for part in (found.get("license"), value) if part is not None]

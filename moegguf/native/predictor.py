@@ -54,7 +54,10 @@ def predictor_struct(predictor: NativePredictor, forecast: NativeForecast) -> An
     """
     for name, values in predictor.arrays.items():
         if values.dtype not in TYPE_OF or not values.flags.c_contiguous:
-            raise OptionError(f"the array {name!r} of a predictor has a type or an order that the store does not read.")
+            raise OptionError(
+                f"the array {name!r} of a predictor must be contiguous and of a type that the store reads, but is"
+                f" {values.dtype}."
+            )
     rows = (abi.Array * len(predictor.arrays))(
         *(
             abi.Array(name.encode(), TYPE_OF[values.dtype], values.size, values.ctypes.data)

@@ -372,7 +372,7 @@ class Store:
             return
         table = np.ascontiguousarray(probabilities, np.float32)
         if table.shape != self.shape:
-            raise OptionError(f"a forecast has the shape {self.shape}, not {table.shape}.")
+            raise OptionError(f"a forecast must have the shape {self.shape}, but has {table.shape}.")
         mask = np.zeros(len(table), np.uint8)
         mask[list(known)] = 1
         self._library.moegguf_store_set_forecast(self.handle, table.ctypes.data, mask.ctypes.data, table.size)
@@ -578,7 +578,9 @@ class StoreContext:
             columns.append(np.ascontiguousarray(compute_ns, np.uint64))  # type: ignore[arg-type]
         n_events = columns[0].size
         if any(column.size != n_events for column in (*columns[:3], *columns[4:])):
-            raise OptionError("a replay has one layer, number of tokens, experts per token and time for each event.")
+            raise OptionError(
+                "a replay must have one layer, number of tokens, experts per token and time for each event."
+            )
         routing, n_done = abi.Routing(n_events, columns[3].size), c.c_int64()
         for (name, type_), column in zip(routing._fields_[2:], columns, strict=False):
             setattr(routing, name, column.ctypes.data_as(type_))
@@ -605,7 +607,9 @@ class StoreContext:
         given = sequence, phase, 1 if outputs is None else outputs
         columns: list[Any] = [values if hasattr(values, "__len__") else [values] * n for values in given]
         if any(len(column) != n for column in columns):
-            raise OptionError(f"{n} tokens have a sequence, a phase and an output each, not {[*map(len, columns)]}.")
+            raise OptionError(
+                f"{n} tokens must have {n} sequences, phases and outputs, but have {[*map(len, columns)]}."
+            )
         sequences, phases, _ = columns
         several = n > 0 and any(min(column) < max(column) for column in (sequences, phases))
         arrays = [(c.c_int32 * n)(*column) for column in columns] if several else []

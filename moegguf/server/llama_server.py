@@ -138,9 +138,9 @@ async def _change_slot(request: HttpRequest) -> Response:
     contexts are files in the data folder, in one folder for each owner. Clients without an owner share a folder."""
     action, slot = request.query_params.get("action"), request.path_params["slot"]
     if action not in SLOT_ACTIONS:
-        raise HttpError(400, f"action: must be {', '.join(SLOT_ACTIONS)}, but is {action!r:.40}")
+        raise HttpError(400, f"action: must be one of {', '.join(SLOT_ACTIONS)}, but is {action!r:.40}")
     if not (slot.isascii() and slot.isdigit() and len(slot) < 10):
-        raise HttpError(400, f"a slot is a number, but is {slot!r:.40}")
+        raise HttpError(400, f"a slot must be a number, but is {slot!r:.40}")
     raw = await read_bytes(request)
     body = parse_body(raw, _SlotBody) if raw.strip() else _SlotBody()
     state = request.app.state

@@ -31,11 +31,11 @@ def read_pdf(data: bytes) -> dict[str, Any]:
     except (FileNotDecryptedError, WrongPasswordError):
         return {"error": "it is protected by a password; save a copy without one"}
     except MemoryError:
-        return {"error": f"reading it takes more than {MEMORY_BYTES >> 20} MiB of memory"}
+        return {"error": f"reading it takes more than {MEMORY_BYTES >> 20} MiB of memory; attach a part of it"}
     except PyPdfError as error:
-        return {"error": f"it is no PDF file that can be read ({error})"}
+        return {"error": f"it is not a PDF file that can be read ({error}); save it as a PDF file again"}
     except Exception as error:  # a damaged file can cause any exception
-        return {"error": f"it is damaged ({type(error).__name__}: {error})"}
+        return {"error": f"it is damaged ({type(error).__name__}: {error}); save it again"}
 
 
 def _bounded(pages: Iterator[str]) -> Iterator[str]:

@@ -346,8 +346,9 @@ class ModelManager:
         if n_bytes > free_bytes:
             where = ", ".join(places)
             raise BudgetError(
-                f"{format_bytes(n_bytes)} more for experts of {model.name!r} in {where} do not fit beside the other"
-                f" models, which leave {format_bytes(free_bytes)}; unload one of them (`moegguf stop`), or give less."
+                f"{format_bytes(n_bytes)} more for experts of {model.name!r} in {where} do not fit, because the"
+                f" other models leave only {format_bytes(free_bytes)}; unload one of them (`moegguf stop`), or give"
+                " less."
             )
 
     def _release(self, request: LeaseRequest) -> None:

@@ -28,7 +28,9 @@ def parse_think(text: str) -> bool | str:
     if word in ("true", "false"):
         return word == "true"
     if word not in THINK_LEVELS:
-        raise typer.BadParameter(f"--think takes true, false, {', '.join(THINK_LEVELS)}, but is {text[:40]!r}")
+        raise typer.BadParameter(
+            f"--think must be true, false or one of {', '.join(THINK_LEVELS)}, but is {text[:40]!r}"
+        )
     return word
 
 
@@ -41,10 +43,10 @@ def parse_format(text: str) -> str | Mapping[str, Any]:
         source = text if text.lstrip().startswith("{") else decode_text(Path(text).expanduser().read_bytes())
         schema = json.loads(source)
         if not isinstance(schema, dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
     except (OSError, ValueError, RecursionError) as error:
         raise typer.BadParameter(
-            f"--format takes json, a JSON schema or the name of a file with one, but is {text[:60]!r} ({error})"
+            f"--format must be json, a JSON schema or the name of a file with one, but is {text[:60]!r} ({error})"
         ) from None
     return schema
 

@@ -213,7 +213,7 @@ class TraceAnalysis:
 
     def _names(self, kind: str, names: Sequence[str], known: Iterable[str], make: Callable[[str], object]) -> list[str]:
         if not names:
-            raise OptionError(f"no {kind} is named; known are {', '.join(known)}, or all.")
+            raise OptionError(f"no {kind} is named; known names: {', '.join(known)}, or all.")
         for name in names:
             if name != ALL:
                 make(name)
@@ -378,8 +378,9 @@ class TraceAnalysis:
         ahead_of = [name for name, part in parts.items() if part[2]]
         if ahead_of and not options.timed and not prefetch:
             raise OptionError(
-                f"{', '.join(ahead_of)} prefetches, which needs a modelled link (without one, transfers take no time):"
-                " --link, or --no-prefetch, or --prefetch, where each expert arrives in time."
+                f"{', '.join(ahead_of)} prefetches, and prefetching needs a modelled link, because transfers take no"
+                " time without one; give --link or --no-prefetch, or give --prefetch to let each expert arrive in"
+                " time."
             )
         rows = list[Row]()
         step = step_reporter(progress, "hit rates", len(strategies) * len(shares))

@@ -106,7 +106,9 @@ def belady(lookups: Lookups, n_slots: int) -> ReplayCounts:
     looked_up = np.diff(lookups.start)
     widest = int(looked_up.max(initial=0))
     if n_slots < max(1, widest):
-        raise OptionError(f"a pass of this trace needs {widest} experts of a layer at once, of {n_slots} slots.")
+        raise OptionError(
+            f"a pass of this trace needs {widest} experts of a layer at once, but there are {n_slots} slots; give more."
+        )
     hit = ~_missed(lookups, n_slots)
     decode = np.repeat(lookups.decode, looked_up)
     return ReplayCounts(*(int(n) for n in (len(hit), hit.sum(), decode.sum(), hit[decode].sum())))

@@ -170,7 +170,7 @@ def check(trace: Trace) -> None:
 
 def _require(holds: Any, name: str, rule: str) -> None:
     if not holds:
-        raise TraceError(f"{name} {rule}, which is not the case; record the trace again.")
+        raise TraceError(f"{name} {rule}; this trace breaks the rule, so record it again.")
 
 
 def _computes_last_tokens(trace: Trace) -> bool:
@@ -243,7 +243,9 @@ class TraceWriter:
         self.inputs = inputs
         self._blocks: list[Block] = []
         if not can_be_replaced(self.path):
-            raise TraceError(f"a trace is a file, which {str(self.path)!r} is not; name a file in a folder.")
+            raise TraceError(
+                f"a trace must be a file, but {str(self.path)!r} is not a regular file; name a file in a folder."
+            )
         with self._writing():
             self._zip = zipfile.ZipFile(self.partial, "w", zipfile.ZIP_DEFLATED, compresslevel=_DEFLATE_LEVEL)
 

@@ -132,7 +132,9 @@ def _checked(arrays: Arrays) -> RoutingFile:
         raise TraceError(f"there must be an array {IDS!r} or {LOGITS!r}, but neither is there; save one of them.")
     axes = "(token, layer, expert)"
     if chosen.ndim != 3 or not chosen.size:
-        raise TraceError(f"{name} must have the axes {axes}, but its shape is {chosen.shape}; stack it that way.")
+        raise TraceError(
+            f"{name} must be an array with the axes {axes}, but has the shape {chosen.shape}; reshape or transpose it."
+        )
     if chosen.dtype.kind not in ("iu" if name == IDS else "f"):
         kind = "whole numbers" if name == IDS else "floating-point numbers"
         raise TraceError(f"{name} must hold {kind}, but its type is {chosen.dtype}; convert it.")
@@ -167,7 +169,10 @@ def _number(arrays: Arrays, name: str) -> int:
 def _vector(arrays: Arrays, name: str, n: int, of: str) -> Ids:
     found = arrays[name]
     if found.shape != (n,) or found.dtype.kind not in "iu":
-        raise TraceError(f"{name} must be one whole number for each of {of}, but is {found.dtype} {found.shape}.")
+        raise TraceError(
+            f"{name} must be one whole number for each of {of}, but is {found.dtype} {found.shape}; save it in this"
+            " form."
+        )
     if found.min() < -1 or found.max() >= _MOST:
         raise TraceError(f"{name} must be from -1 to {_MOST - 1}, but is {found.min()} to {found.max()}; correct it.")
     return found.astype(np.int64)
@@ -211,13 +216,16 @@ def _collected(rows: Iterable[tuple[int, Row]]) -> RoutingFile:
         used = _expert_list(row["experts"], line)
         n_used = n_used or len(used)
         if len(used) != n_used:
-            raise TraceError(f"line {line}: each row must have {n_used} experts as the first one, but has {len(used)}.")
+            raise TraceError(
+                f"line {line}: each row must have as many experts as the first row ({n_used}), but this one has"
+                f" {len(used)}."
+            )
         token = -1 if row.get("token") in (None, "") else _whole(row["token"], "token", line)
         place = (_whole(row[name], name, line) for name in ("position", "layer"))
         keys.extend((request, *place, token, _phase(row.get("phase"), line)))
         experts.extend(used)
     if not numbers:
-        raise TraceError("there must be a row for each request, position and layer, but none is.")
+        raise TraceError("there must be a row for each request, position and layer, but there are no rows; write them.")
     table = np.frombuffer(keys, np.int64).reshape(-1, 5)
     order = np.lexsort((table[:, 2], table[:, 1], table[:, 0]))
     table = table[order]

@@ -190,7 +190,7 @@ def slots_of(shape: MoeShape, share: float) -> int:
     """Returns the number of slots for a share of all experts, but at least n_expert_used. Raises OptionError if the
     share is not above 0 and up to 1."""
     if not 0 < share <= 1:
-        raise OptionError(f"a share of the experts lies above 0 and up to 1 (100%), but is {share}.")
+        raise OptionError(f"a share of the experts must be above 0 and at most 1 (100%), but is {share}.")
     return max(shape.n_expert_used, round(share * len(shape.layers) * shape.n_expert))
 
 
@@ -254,7 +254,7 @@ class Simulation:
                 where = f" on {device.name}" if device.name else ""
                 raise OptionError(
                     f"{device.n_slots} slots{where} cannot hold the {trace.shape.n_expert_used} experts that a token"
-                    " uses."
+                    " uses; give more."
                 )
         self._is_staged = any(device.staging for device in devices)
         any_pass = self._is_staged if on_devices else self.options.simulated.can_stream

@@ -116,7 +116,7 @@ def make_paths(name: str, shape: MoeShape, artifacts: Artifacts) -> RoutingPaths
     if name == RecentPaths.name:
         return RecentPaths(shape)
     if name not in PATHS:
-        raise OptionError(f"there are no routing paths {name!r}; known are {', '.join(PATHS)}.")
+        raise OptionError(f"there are no routing paths {name!r}; known paths: {', '.join(PATHS)}.")
     return PredictedPaths(asked(partial(make_predictor, name, shape, artifacts)))
 
 

@@ -294,7 +294,7 @@ def shared(home: Path) -> Iterator[Terminal]:
     ("/read /nowhere/at-all", "error: /read cannot read '/nowhere/at-all' (No such file or directory); check"),
     ("/set think", "warning: model 'demo:latest' does not support thinking output"),
     ("/set think sideways", "Invalid level 'sideways'."),
-    ("/set format xml", "error: --format takes json, a JSON schema"),
+    ("/set format xml", "error: --format must be json, a JSON schema"),
     ("/set format", "Invalid or missing format. For 'json' mode use '/set format json'"),
     ("/set parameter nonsense 1", "Couldn't set parameter: unknown parameter 'nonsense'"),
     ("/set parameter top_k 1e3", "Couldn't set parameter: the parameter 'top_k' must be a whole number, but is '1e3'"),

@@ -183,7 +183,7 @@ def test_doctor_succeeds_with_missing_facts_and_prints_no_key(moegguf: Command, 
     )
     assert done.returncode == 0, done.stderr
     assert "unknown: " in done.stdout
-    assert "MOEGGUF_HOOKS: 'perhaps' is neither on nor off; give 1 or 0" in done.stdout
+    assert "MOEGGUF_HOOKS: 'perhaps' means neither on nor off; give 1 or 0" in done.stdout
     assert "hush" not in done.stdout
 
 
@@ -223,7 +223,7 @@ def test_bench_report_describes_machine_model_and_both_systems(here: Command) ->
     assert all(float(cell) > 0 for row in rows[2:4] for cell in row[1:]) and rows[4][1].endswith("%")
     assert os.path.expanduser("~") not in done.stdout
     refused = here("bench", "-m", "demo", "-m", "demo", "--report")
-    assert refused.returncode == 1 and "--report is about one model" in refused.stderr
+    assert refused.returncode == 1 and "--report measures one model" in refused.stderr
 
 
 def test_the_help_command_equals_the_help_option(here: Command) -> None:
@@ -473,8 +473,8 @@ def test_the_shell_completes_commands_options_and_names(mine: Mine, words: str, 
 # `empty` and `one.jsonl`.
 STRATEGIC = ("serve", "batch TMP/one.jsonl", "bench -m demo", "trace simulate TRACE")
 ERRORS = [
-    ("run demo hi --strategy nine", 2, "no strategy 'nine'; known are"),
-    *((f"{command} --strategy nine", 1, "no strategy 'nine'; known are") for command in STRATEGIC),
+    ("run demo hi --strategy nine", 2, "no strategy 'nine'; known strategies: none"),
+    *((f"{command} --strategy nine", 1, "no strategy 'nine'; known strategies: none") for command in STRATEGIC),
     ("serve --system nine", 2, "--system"),
     ("run demmo hi", 1, "did you mean 'demo'"),
     ("run no/such/folder.gguf hi", 1, "there is no file 'no/such/folder.gguf'; check the path"),
@@ -488,10 +488,10 @@ ERRORS = [
     ("run", 2, "moegguf list"),
     *((f"run demo hi --keepalive foo{local}", 2, "--keepalive: 'foo' is not a duration") for local in ("", " --local")),
     ("run llama3.2 hi", 1, "https://huggingface.co/models?library=gguf&search=llama3.2"),
-    ("contexts clear", 2, "or give --all"),
-    ("contexts clear demo --all", 2, "name a MODEL"),
+    ("contexts clear", 2, "or --all, but neither is given"),
+    ("contexts clear demo --all", 2, "'demo' and --all are both given"),
     ("help frobnicate", 2, "no such command 'frobnicate'"),
-    ("MOEGGUF_PLACEMENT=guess run demo hi", 1, "MOEGGUF_PLACEMENT: 'guess' is none of auto, layers, slots, cpu."),
+    ("MOEGGUF_PLACEMENT=guess run demo hi", 1, "MOEGGUF_PLACEMENT: 'guess' must be one of auto, layers, slots, cpu."),
     (f"show {__file__}", 1, ""),
     ("estimate demo -c 99999999999", 1, "2147483392, but is 99999999999"),
     ("estimate MODEL --expert-cache 1KiB", 1, "give at least"),
@@ -513,31 +513,39 @@ ERRORS = [
     ("serve --host 0.0.0.0 --trust-network 192.168.1.7/24", 1, "192.168.1.7/24 has host bits set; give networks"),
     ("batch TMP/nothing", 1, "cannot read"),
     ("batch TMP/empty", 1, "no requests"),
-    ("batch TMP/one.jsonl -o TMP/one.jsonl", 2, "that is the file of requests"),
+    ("batch TMP/one.jsonl -o TMP/one.jsonl", 2, "one.jsonl is the file of requests; name another file"),
     ("batch TMP/one.jsonl -o TMP", 2, "not a file"),
     ("batch TMP/one.jsonl --parallel 0", 2, "parallel"),
     ("batch TMP/one.jsonl -m nothing-of-that-name --local", 1, "nothing-of-that-name"),
-    ("trace simulate TRACE --policy lro", 1, "there is no policy 'lro'; known are lru,"),
+    ("trace simulate TRACE --policy lro", 1, "there is no policy 'lro'; known policies: lru,"),
     ("trace simulate TRACE --predictor skip", 1, "--model"),
     ("trace simulate TRACE --model MODEL", 1, "was recorded from another model (moegguf demo)"),
     ("trace simulate TRACE --expert-cache 0%", 1, "each above 0%, but not '0%'"),
-    ("trace simulate TRACE --strategy promo", 1, "there is no strategy 'promo'; known are none, lru,"),
-    ("trace simulate TRACE --strategy lru,moe-infinity", 1, "moe-infinity prefetches, which needs a modelled"),
-    ("trace simulate TRACE --strategy lru --save", 1, "not for --strategy"),
+    ("trace simulate TRACE --strategy promo", 1, "there is no strategy 'promo'; known strategies: none, lru,"),
+    (
+        "trace simulate TRACE --strategy lru,moe-infinity",
+        1,
+        "moe-infinity prefetches, and prefetching needs a modelled",
+    ),
+    ("trace simulate TRACE --strategy lru --save", 1, "leave out --strategy"),
     ("trace simulate TRACE --policy vram=lru,ram=slru", 1, "--vram-cache"),
-    ("trace simulate TRACE --vram-cache 20% --policy ram=lfu", 1, "lru, lfu-decay, slru, not by"),
+    ("trace simulate TRACE --vram-cache 20% --policy ram=lfu", 1, "lru, lfu-decay, slru, but is 'lfu'"),
     ("trace simulate TRACE --vram-cache 0%", 1, "--vram-cache takes shares"),
     ("trace simulate TRACE --vram-cache 20% --device-link fast", 1, "is not a link"),
     ("trace simulate TRACE --device-link 4GB/s", 1, "--vram-cache"),
     ("trace simulate TRACE --tensor-split 1,1", 1, "--vram-cache"),
     ("trace simulate TRACE --vram-cache 20% --tensor-split 1,x", 1, "but not '1,x'"),
     ("trace simulate TRACE --vram-cache 5%,5%,5% --tensor-split 1,1", 1, "given for 3 devices"),
-    ("trace simulate TRACE --vram-cache 9% --device-link 4GB/s --device-link 4GB/s", 1, "need --tensor-split"),
+    (
+        "trace simulate TRACE --vram-cache 9% --device-link 4GB/s --device-link 4GB/s",
+        1,
+        "given 2 times, but without --tensor-split",
+    ),
     ("trace record demo --prompts PROMPTS -o TMP/t --policy lro", 1, "there is no policy 'lro'"),
     ("trace record demo --prompts PROMPTS -o TMP/t --predictor skp", 1, "there is no predictor 'skp'"),
     ("trace record demo --prompts PROMPTS -o no/folder/t.npz", 1, "there is no folder"),
     ("trace record demo --prompts PROMPTS -o PROMPTS", 1, "would overwrite"),
-    ("trace record demo --prompts PROMPTS -o /dev/stdout", 1, "--out takes a file, which '/dev/stdout' is not"),
+    ("trace record demo --prompts PROMPTS -o /dev/stdout", 1, "--out must name a file, but '/dev/stdout' is not"),
     ("trace record demo --prompts TMP/empty -o TMP/t", 1, "is empty; write at least one prompt"),
 ]
 

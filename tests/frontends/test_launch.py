@@ -107,7 +107,7 @@ def test_launch_with_a_missing_program_or_a_path_names_the_next_step(
 ) -> None:
     done = here("launch", "claude", PATH="/nowhere")
     assert done.returncode == 1 and "moegguf launch claude --config" in done.stderr
-    assert "known are claude, codex" in here("launch", "nobody").stderr
+    assert "known programs: claude, codex" in here("launch", "nobody").stderr
     path = Path(__file__).parents[2] / "moegguf/demo/moegguf-demo-Q4_0.gguf"
     done = here("launch", "claude", "-m", path, MOEGGUF_HOST=server.url, PATH=programs)
     assert done.returncode == 1 and "moegguf create" in done.stderr

@@ -64,9 +64,9 @@ def test_learn_from_prompts_records_and_saves_one_strategy(here: Command, home: 
 def test_learn_from_server_reads_its_stored_responses(here: Command, home: dict[str, str]) -> None:
     flags = ("learn", "demo", "--from-server", "-n", 6, "--strategy", "moe-infinity", "--json")
     refused = here(*flags, **home)
-    assert refused.returncode == 1 and "has stored no responses without a key here" in refused.stderr
+    assert refused.returncode == 1 and "responses to clients without a key, but none are stored" in refused.stderr
     off = here(*flags, MOEGGUF_RESPONSES_AGE="0", **home)
-    assert off.returncode == 1 and "MOEGGUF_RESPONSES_AGE=0 stores none" in off.stderr
+    assert off.returncode == 1 and "with MOEGGUF_RESPONSES_AGE=0 no responses are stored" in off.stderr
     store = ResponseStore(Path(home["MOEGGUF_HOME"]) / "responses", 3600)
     for n in range(5):
         turn = [{"role": "user", "content": f"Question {n}?"}, {"role": "assistant", "content": "An answer."}]
@@ -82,7 +82,7 @@ def test_learn_from_server_reads_its_stored_responses(here: Command, home: dict[
 
 def test_learn_refuses_invalid_options_before_any_work(here: Command, recorded: Path, home: dict[str, str]) -> None:
     for flags, rule in (
-        (("--strategy", "lru"), "the strategy 'lru' needs nothing learned; these do: promoe, expertflow"),
+        (("--strategy", "lru"), "the strategy 'lru' needs no learning; these strategies do: promoe, expertflow"),
         (("--trace", recorded, "--from-server"), "--trace and --from-server cannot be given together"),
     ):
         done = here("learn", "demo", *flags, **home)

@@ -72,7 +72,7 @@ def test_refused_files_show_reasons_until_the_next_input(
     wrong = {
         "scan.pdf": (pdf_of(["", ""]), "scan.pdf: its 2 pages have no text, as in a scan."),
         "broken.pdf": (b"%PDF-1.4\nno more", "broken.pdf: it is"),
-        "binary.bin": (bytes(range(256)), "binary.bin: it is no text in UTF-8, no PDF file and no picture."),
+        "binary.bin": (bytes(range(256)), "binary.bin: it is not text in UTF-8, a PDF file or a picture."),
         "empty.txt": (b" \n", "empty.txt: it is empty."),
         "large.txt": (b"x" * 1_000_001, "large.txt: it has 1.00 MB, and at most 1.00 MB are read."),
         "large.pdf": (b"x" * (17 << 20), "large.pdf: it has 17.8 MB, and at most 16.8 MB are read."),
@@ -96,7 +96,7 @@ def test_refused_files_show_reasons_until_the_next_input(
 def test_pdf_text_refuses_damaged_slow_and_large_files(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     assert http.post("/pdf-text", content=pdf_of(["One"])).json() == {"n_pages": 1, "text": "One\n\n"}
     reply = http.post("/pdf-text", content=b"no PDF")
-    assert reply.status_code == 400 and "no PDF file that can be read" in reply.json()["error"]
+    assert reply.status_code == 400 and "not a PDF file that can be read" in reply.json()["error"]
     monkeypatch.setattr(pdf, "MAX_S", 0.001)
     reply = http.post("/pdf-text", content=pdf_of(["One"]))
     assert (reply.status_code, reply.json()) == (400, {"error": "reading it takes more than 0.001 s"})

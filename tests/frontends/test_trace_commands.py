@@ -247,7 +247,7 @@ def test_the_schedule_study_compares_oracle_predicted_random_and_fifo(study: Com
     [
         (("score", "TRACE", "--predictor", "all,unknown"), "there is no predictor 'unknown'"),
         (("schedule", "TRACE", "--batch", "3"), "two batches of requests"),
-        (("schedule", "TRACE", "--paths", "psychic"), "known are recent, token-id, routing-path"),
+        (("schedule", "TRACE", "--paths", "psychic"), "known paths: recent, token-id, routing-path"),
         (("synthesize", "--locality", "glm", "--expert-size", "big", "-o", "OUT"), "--expert-size: a size"),
     ],
 )

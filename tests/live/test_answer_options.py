@@ -126,7 +126,7 @@ def test_context_of_an_earlier_answer_is_continued(demo: Llama) -> None:
     assert second.context[: len(first.context)] == first.context
     assert second.cached_tokens >= len(first.context) - 1
     assert demo.detokenize(list(second.context)).decode().endswith(" and" + text)
-    with pytest.raises(OptionError, match="no token of this model"):
+    with pytest.raises(OptionError, match="is not a token of this model"):
         Answer(demo, ask(prompt="x", context=(demo.n_vocab(),)))
 
 
@@ -371,7 +371,7 @@ def test_an_answer_follows_a_grammar(demo: Llama) -> None:
     assert re.fullmatch("[0-9]{3}-[a-z]{2}", reply(demo, QUESTION, grammar=grammar, max_tokens=60)[0])
     end = next(token for token in range(demo.n_vocab()) if demo.vocabulary.is_end(token))
     assert reply(demo, QUESTION, grammar=f"root ::= <[{demo.vocabulary.tokens('z')[0]}]> !<[{end}]>", max_tokens=2)[0]
-    with pytest.raises(SchemaError, match="no token of this model"):
+    with pytest.raises(SchemaError, match="is not a token of this model"):
         Answer(demo, ask(QUESTION, grammar="root ::= <two tokens>"))
 
 

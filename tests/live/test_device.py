@@ -90,7 +90,7 @@ def test_every_expert_in_vram_makes_no_ram_tier(path: Path) -> None:
     with Llama(path, vram_cache="100%", **OPTIONS) as llm:
         assert list(llm.session.tiers()) == ["VRAM"]
         assert np.array_equal(greedy_logits(llm), plain)
-    with pytest.raises(OptionError, match=r"no GPU named 'NPU7'; there are: RPC0"):
+    with pytest.raises(OptionError, match=r"no GPU named 'NPU7'; the GPUs are: RPC0"):
         Llama(path, vram_cache="50%", store=StoreOptions(device="NPU7"), **OPTIONS)
 
 
@@ -170,7 +170,7 @@ def test_a_resident_device_pool_shrinks_and_grows_with_equal_logits(path: Path) 
     with Llama(path, vram_cache="100%", **OPTIONS) as llm:
         n_batch, llm.n_batch = llm.n_batch, llm.plan.slot_tokens
         expected, llm.n_batch = short_logits(llm), n_batch
-        with pytest.warns(UserWarning, match="read 1 token at a time, as slots are exact for no more"):
+        with pytest.warns(UserWarning, match="read 1 token at a time, because slots are exact only for such passes"):
             llm.set_budget(vram_cache=share_of(path, 50))
         assert llm.n_batch == llm.plan.slot_tokens == 1 < llm.plan.n_ubatch
         for n_slots in (40, 16, 50):
@@ -232,7 +232,9 @@ def test_a_context_without_room_takes_memory_of_slots(path: Path) -> None:
         used = most.total_bytes - most.free_bytes - llm.plan.staging_bytes
     short = add_link_device(LINK, strict_seed=1, memory_bytes=used - 10 * llm.plan.slot_bytes)
     budgets = {"vram_cache": share_of(path, 60), "expert_cache": share_of(path, 40)}
-    with pytest.warns(UserWarning, match=f"{short} has no memory for weights and a context beside 60 expert slots"):
+    with pytest.warns(
+        UserWarning, match=f"{short} has too little memory for weights, a context and 60 expert slots together"
+    ):
         llm = Llama(path, store=StoreOptions(device=short, staging=0), **budgets, **OPTIONS)
     with llm:
         assert 16 <= llm.stats().tiers[0].n_slots <= 30

@@ -91,7 +91,7 @@ def test_embed_tokenizes_only_the_beginning_of_a_huge_input(model: Llama, monkey
 
 def test_embed_accepts_no_input_and_refuses_unknown_tokens(model: Llama) -> None:
     assert embed(model, []).vectors == []
-    with pytest.raises(OptionError, match="no token of this model"):
+    with pytest.raises(OptionError, match="is not a token of this model"):
         embed(model, [[model.n_vocab()]])
 
 

@@ -172,9 +172,9 @@ def test_a_policy_calling_its_engine_fails_and_answers_continue(own: Own) -> Non
     ("options", "rule"),
     [
         ({"policy": 7}, "neither a name nor an object with a method scores"),
-        ({"policy": "lfru"}, f"no policy 'lfru'; known are auto, {', '.join(policy_names())}"),
+        ({"policy": "lfru"}, f"no policy 'lfru'; known policies: auto, {', '.join(policy_names())}"),
         ({"predictor": 7}, "neither a name nor a Predictor"),
-        ({"predictor": "crystal-ball"}, f"no predictor 'crystal-ball'; known are {', '.join(PREDICTORS)}"),
+        ({"predictor": "crystal-ball"}, f"no predictor 'crystal-ball'; known predictors: {', '.join(PREDICTORS)}"),
         ({"predictor": "mlp"}, "has to be trained for this model first"),
     ],
     ids=str,
@@ -194,7 +194,7 @@ def test_a_wrong_policy_name_is_refused_with_hooks_off(own: Own) -> None:
 
 
 def test_a_policy_for_a_missing_tier_warns(own: Own, load: Load) -> None:
-    with pytest.warns(UserWarning, match="policy='vram=slru' has no effect: experts lie in RAM only"):
+    with pytest.warns(UserWarning, match="policy='vram=slru' has no effect, because experts are only in RAM"):
         assert load(own(), policy="vram=slru").decisions()["policy"] == "next-use"
     assert load(own(), policy="vram=slru,ram=lfu-decay").decisions()["policy"] == "lfu-decay"
 

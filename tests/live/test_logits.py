@@ -193,7 +193,7 @@ def test_a_chat_follows_its_response_format(model: Llama, has_end: bool) -> None
 
 def test_invalid_grammars_raise_schema_error(model: Llama) -> None:
     for text in ("root ::= none", "word ::= [a-z]", "root ::= (", 'root ::= root "a" | "a"'):
-        with pytest.raises(SchemaError, match="a grammar is GBNF"):
+        with pytest.raises(SchemaError, match="a grammar must be GBNF"):
             model("hello", grammar=text, max_tokens=3)
     assert model("hello", max_tokens=1)["choices"][0]["text"] is not None
 

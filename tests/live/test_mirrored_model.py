@@ -66,7 +66,7 @@ def test_a_failed_drive_changes_no_logit_and_warns_once(
         warnings.simplefilter("always")
         logits = greedy_logits(llm, before_each=fail_later)
     assert np.array_equal(logits, reference(DEMO))
-    dropped = [str(warning.message) for warning in given if "is not read any more" in str(warning.message)]
+    dropped = [str(warning.message) for warning in given if "is no longer read" in str(warning.message)]
     assert len(dropped) == 1 and path.name in dropped[0] and "Input/output error" in dropped[0]
     assert [drive.is_dropped for drive in llm.stats().drives] == [path == DEMO, path == mirror]
     assert llm.stats().read_errors == 0

@@ -91,10 +91,10 @@ def test_link_measures_times_of_at_least_the_simulated_link() -> None:
     ("name", "setting", "words"),
     [
         ("fast", "", "--preset takes turns, busy, drafts, server, resume, eviction, link, but not 'fast'"),
-        ("link", "speed=1", "the preset 'link' has the settings link=2GB/s,35us repetitions=100"),
-        ("link", "repetitions=x", "repetitions takes a number such as 100"),
-        ("link", "repetitions=0", "repetitions has to be above 0"),
-        ("turns", "depth=-1", "depth has to be at least 0"),
+        ("link", "speed=1", "the preset 'link' has no setting 'speed'; it has link=2GB/s,35us repetitions=100"),
+        ("link", "repetitions=x", "repetitions must be a number such as 100"),
+        ("link", "repetitions=0", "repetitions must be above 0"),
+        ("turns", "depth=-1", "depth must be at least 0"),
     ],
 )
 def test_read_settings_rejects_wrong_settings_and_lists_the_known(name: str, setting: str, words: str) -> None:

@@ -117,7 +117,7 @@ def test_an_erased_slot_is_computed_again(loop: Loop) -> None:
 
 def test_slots_are_saved_erased_and_reused_for_their_owner_only(loop: Loop, tmp_path: Path) -> None:
     loop.answer(owner="ann")
-    with pytest.raises(OptionError, match="no tokens of yours"):
+    with pytest.raises(OptionError, match="no tokens of your requests"):
         loop.save(tmp_path / "a", owner="bob")
     assert loop.act("erase", owner="bob") == {"n_erased": 0}
     loop.save(tmp_path / "a", owner="ann")
@@ -159,5 +159,8 @@ def test_save_of_an_invalid_slot_raises_with_the_reason(loop: Loop, model: Path,
 def test_a_too_short_context_refuses_a_saved_slot(loop: Loop, model: Path, tmp_path: Path) -> None:
     loop.answer()
     loop.save(tmp_path / "a")
-    with Loop(model, n_ctx=256, n_seq_max=1) as short, pytest.raises(OptionError, match="but the context 256"):
+    with (
+        Loop(model, n_ctx=256, n_seq_max=1) as short,
+        pytest.raises(OptionError, match="but the context has room for 256"),
+    ):
         short.restore(tmp_path / "a")

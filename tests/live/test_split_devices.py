@@ -148,7 +148,7 @@ def test_one_of_two_devices_is_selected_and_wrong_splits_are_refused(path: Path)
     check_placements(path, alone)
     for options, message in (
         ({"split_mode": 2}, "split_mode 2 divides each matrix"),
-        ({"split_mode": 0, "main_gpu": 2}, r"main_gpu is 2, but there are: 0 \(RPC0\), 1 \(RPC1\)"),
+        ({"split_mode": 0, "main_gpu": 2}, r"main_gpu is 2, but must be one of: 0 \(RPC0\), 1 \(RPC1\)"),
         ({"split_mode": 0, "main_gpu": -1}, "main_gpu is -1"),
         ({"n_gpu_layers": 0}, "n_gpu_layers is 0"),
     ):
@@ -168,7 +168,7 @@ def check_placements(path: Path, alone: dict[str, int]) -> None:
     plan = Llama.estimate(path, vram_cache="40%", expert_cache="50%", **auto, **alone)
     assert (plan.device or plan.layers_on) == "RPC1" and plan.placement is not None
     for cache in ("40%", None):
-        with pytest.raises(OptionError, match=r"placement 'layers' is for one GPU .* compute: RPC0, RPC1"):
+        with pytest.raises(OptionError, match=r"placement 'layers' needs one GPU .* compute: RPC0, RPC1"):
             Llama.estimate(path, vram_cache=cache, placement="layers", n_ctx=512)
     with Llama(path, vram_cache="50%", expert_cache="50%", placement="layers", **OPTIONS, **alone) as llm:
         assert llm.session is not None and llm.plan.layers_on == "RPC1"

@@ -195,10 +195,10 @@ def test_unwritable_verdicts_warn_and_the_next_load_tries_again(
 ) -> None:
     folder().parent.mkdir(parents=True)
     folder().write_bytes(b"no folder")
-    with pytest.warns(UserWarning, match="cannot be kept.*trials.*MOEGGUF_HOME"):
+    with pytest.warns(UserWarning, match="cannot be saved.*trials.*MOEGGUF_HOME"):
         load(tiny())
     use(ABORT, monkeypatch)
-    with pytest.warns(UserWarning, match="cannot be kept"), pytest.raises(ModelFormatError):
+    with pytest.warns(UserWarning, match="cannot be saved"), pytest.raises(ModelFormatError):
         load(tiny())
 
 

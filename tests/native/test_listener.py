@@ -250,7 +250,7 @@ def test_events_of_one_sequence_have_no_sequence_arrays(fake: FakeModel, open_st
 
 def test_announce_rejects_mismatched_lengths_and_unknown_phases(fake: FakeModel, open_store: Open) -> None:
     _, context = open_store(fake, 16)
-    with pytest.raises(OptionError, match="2 tokens have a sequence"):
+    with pytest.raises(OptionError, match="2 tokens must have 2 sequences"):
         context.announce([1, 2, 3], Phase.DECODE, [10, 11])
     with pytest.raises(OptionError, match="a phase"):
         context.announce([1, 2], [0, 2], [10, 11])

@@ -628,7 +628,7 @@ def test_set_predictor_rejects_bad_arrays_and_keeps_the_previous_predictor() -> 
             ("routing-path", {**native(routing_path()).arrays, "decoder.1.cross.n_head": integers(3)}, "evenly"),
             ("eamc", {**native(eamc()).arrays, "n_entries": integers(10**6)}, "as many entries"),
             ("eamc", {**native(eamc()).arrays, "n_matches": integers(65)}, "1 to 64"),
-            ("previous-token", {"x": np.zeros((4, 4), np.float32).T}, "order"),
+            ("previous-token", {"x": np.zeros((4, 4), np.float32).T}, "must be contiguous"),
         ):
             with pytest.raises(OptionError, match=message):
                 store.set_predictor(NativePredictor(name, arrays), EVERYTHING)

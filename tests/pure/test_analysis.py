@@ -48,7 +48,7 @@ def test_study_rejects_unknown_names_and_removes_duplicates(analysis: Study) -> 
     for check, names, message in (
         (analysis.policies, ["lru", "lro"], "no policy 'lro'"),
         (analysis.policies, ["all", "lro"], "no policy 'lro'"),
-        (analysis.policies, [], "no policy is named; known are lru"),
+        (analysis.policies, [], "no policy is named; known names: lru"),
         (analysis.predictors, [], "no predictor is named"),
         (analysis.predictors, ["mlp"], "has to be trained"),
         (analysis.predictors, ["skip"], "--model"),

@@ -231,7 +231,7 @@ def raises() -> Any:
 
 BAD_ANSWERS: dict[str, tuple[Callable[[], Any], str]] = {
     "raises": (raises, "raised ZeroDivisionError: mine"),
-    "flat": (lambda: np.zeros(16, np.float32), r"the shape \(16,\), not \(4, 4\)"),
+    "flat": (lambda: np.zeros(16, np.float32), r"the shape \(4, 4\) \(layers, experts\), but have \(16,\)"),
     "slow": (lambda: time.sleep(0.06), r"took 0\.\d s at one routing event"),
 }
 

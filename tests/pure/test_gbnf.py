@@ -77,7 +77,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "nothing": ("", "'root'"),
     "an unknown escape": (r'root ::= "a\q"', r"escape '\\\\q'; correct it"),
     "half an escape": (r'root ::= "a\x4"', "escape"),
-    "no character": (r'root ::= "\UFFFFFFFF"', "no character"),
+    "no character": (r'root ::= "\UFFFFFFFF"', "is not a character"),
     "an open text": ('root ::= "a"\nb ::= "c', "line 2 .*'\"c'; correct it"),
     "an open parenthesis": ('root ::= ("a"', "closing parenthesis"),
     "an open class": ("root ::= [a", "line 1"),
@@ -90,7 +90,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "a token that is none": ("root ::= <y>", "'<y>'.*write it as a text"),
     "a token beyond the last": ("root ::= <[1000]>", "cannot be followed"),
     "only itself": ('root ::= root "x"', "nothing matches"),
-    "parentheses within parentheses": ("root ::= " + "(" * 2000 + '"a"' + ")" * 2000, "too many parentheses"),
+    "parentheses within parentheses": ("root ::= " + "(" * 2000 + '"a"' + ")" * 2000, "nested 2000 deep"),
     "too long a text": ('root ::= "' + "a" * 300_000 + '"', "1048576 bytes"),
 }  # fmt: skip
 

@@ -197,7 +197,7 @@ def test_learning_splits_requests_that_all_have_different_kinds(trace: Trace, ar
 def test_check_strategies_rejects_unknown_and_unlearned_strategies() -> None:
     assert check_strategies([]) == list(LEARNERS) == ["promoe", "expertflow", "duoserve", "moe-infinity"]
     assert check_strategies(["duoserve", "duoserve"]) == ["duoserve"]
-    with pytest.raises(OptionError, match="the strategy 'lru' needs nothing learned; these do: promoe"):
+    with pytest.raises(OptionError, match="the strategy 'lru' needs no learning; these strategies do: promoe"):
         check_strategies(["lru"])
     with pytest.raises(OptionError, match="no strategy 'promo'"):
         check_strategies(["promo"])

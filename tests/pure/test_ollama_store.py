@@ -158,10 +158,10 @@ def test_catalog_ignores_links_out_of_the_ollama_store(store: Store, tmp_path: P
     ],
 )  # fmt: skip
 def test_ollama_blob_rejects_digests_other_than_64_hexadecimal_digits(store: Store, digest: Any) -> None:
-    with pytest.raises(ModelNameError, match="a digest is"):
+    with pytest.raises(ModelNameError, match="a digest must be"):
         ollama_blob(store.folder, digest)
     for method in (Catalog().blobs.has, Catalog().blobs.path):
-        with pytest.raises(ModelNameError, match="a digest is"):
+        with pytest.raises(ModelNameError, match="a digest must be"):
             method(digest)
 
 

@@ -116,9 +116,9 @@ def test_changed_class_file_is_read_again_and_may_import_its_neighbours(file: Pa
         ("policy", "FILE:not-a-name", "names no class"),
         ("policy", "FILE:Missing", "has no class 'Missing' for a policy"),
         ("policy", "FILE:value", "has no class 'value'"),
-        ("policy", "FILE:Nothing", r"a policy is a class with a method scores\(history, forecast\), which Nothing"),
-        ("predictor", "FILE:Nothing", "a predictor is a subclass of .*Predictor, which Nothing"),
-        ("predictor", "FILE:Newest", "a predictor is a subclass"),
+        ("policy", "FILE:Nothing", r"a policy must be a class with a method scores\(history, forecast\), but Nothing"),
+        ("predictor", "FILE:Nothing", "a predictor must be a subclass of .*Predictor, but Nothing"),
+        ("predictor", "FILE:Newest", "a predictor must be a subclass"),
         ("policy", "FILE:Failing", "its constructor raised RuntimeError: no weights"),
         ("policy", "FILE:Demanding", "its constructor raised TypeError"),
         ("predictor", "FILE:Abstract", "its constructor raised TypeError"),
@@ -196,7 +196,7 @@ def test_read_measured_rejects_names_of_class_files(tmp_path: Path, file: Path, 
     rates = {"lru": {"0.5": 0.5}, own: {"0.5": 0.9}}
     facts |= {place: {"hit_rates": rates, "predictors": {"lfu": own}, "prefetch": own}[place]}
     path.write_text(json.dumps(facts))
-    with pytest.raises(OptionError, match="is no name"):
+    with pytest.raises(OptionError, match="is not the name of a built-in"):
         read_measured(path)
 
 

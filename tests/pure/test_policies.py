@@ -71,7 +71,7 @@ def test_make_policy_rejects_unknown_names_and_missing_artifacts() -> None:
         assert name_of(make_policy(name, TWO, Artifacts(None))) == name
     with pytest.raises(OptionError, match="'static' needs"):
         make_policy("static", TWO, Artifacts(None))
-    with pytest.raises(OptionError, match="no policy 'lruu'; known are lru, lfu"):
+    with pytest.raises(OptionError, match="no policy 'lruu'; known policies: lru, lfu"):
         make_policy("lruu", TWO, Artifacts(None))
 
 
@@ -100,12 +100,12 @@ def test_parse_policies_rejects_malformed_texts(text: str) -> None:
 
 
 def test_check_policy_rejects_unknown_names_and_ram_rejects_device_policies() -> None:
-    with pytest.raises(OptionError, match="there is no policy 'none'; known are auto, lru"):
+    with pytest.raises(OptionError, match="there is no policy 'none'; known policies: auto, lru"):
         check_policy("none")
     with pytest.raises(OptionError, match="no policy 'best'"):
         ControllerOptions(policy="ram=best")
     for name in ("next-use", "lfu"):
-        with pytest.raises(OptionError, match=f"slots in RAM below a device evict by lru, .*not by '{name}'"):
+        with pytest.raises(OptionError, match=f"slots in RAM below a device must be one of lru, .*but is '{name}'"):
             ram_policy(f"ram={name}")
     assert "policy" not in read_load_keywords(environ={})
     variables = {"MOEGGUF_POLICY": " vram=lru,ram=slru "}
@@ -114,7 +114,7 @@ def test_check_policy_rejects_unknown_names_and_ram_rejects_device_policies() ->
 
 def test_find_strategy_resolves_names_and_rejects_unknown_ones() -> None:
     assert find_strategy("") is find_strategy("moegguf")
-    with pytest.raises(OptionError, match="no strategy 'promo'; known are none, lru, moe-infinity"):
+    with pytest.raises(OptionError, match="no strategy 'promo'; known strategies: none, lru, moe-infinity"):
         find_strategy("promo")
 
 

@@ -50,7 +50,7 @@ def test_fetch_by_pattern_gets_all_shards_of_one_model(
         ("*.gguf", [], rf"2 models match '\*\.gguf'.*{ONE}"),
         ("*Q2_K*", [], f"no file for .*{ONE}"),
         ("README.md", [], f"no file for .*{ONE}"),
-        (ONE, ["*.txt"], r"0 files match '\*\.txt'"),
+        (ONE, ["*.txt"], r"exactly one file must match '\*\.txt', but 0 do"),
     ],
 )
 def test_fetch_by_an_ambiguous_pattern_names_the_models(

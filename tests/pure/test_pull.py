@@ -77,7 +77,7 @@ def test_pull_offline_returns_cached_models_and_explains_others(repo: FakeHub, m
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     entry, told = fetch()
     assert entry.name == NAME and told[-1].status == "success"
-    with pytest.raises(PullError, match="HF_HUB_OFFLINE is set; unset it"):
+    with pytest.raises(PullError, match="HF_HUB_OFFLINE is set; unset HF_HUB_OFFLINE"):
         fetch("u/other")
     assert Catalog().find("user/repo-gguf").path.read_bytes() == DATA
     assert repo.requests == []

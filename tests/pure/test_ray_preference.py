@@ -130,7 +130,7 @@ def test_configured_catalog_has_only_the_names_of_the_config() -> None:
     assert [entry.name for entry in catalog.entries()] == ["small:latest"]
     assert catalog.find("SMALL").path == demo_path()
     for name in ("demo", "other"):
-        with pytest.raises(ModelNotFoundError, match="known are small:latest"):
+        with pytest.raises(ModelNotFoundError, match="known models: small:latest"):
             catalog.find(name)
     with pytest.raises(ModelNameError):
         catalog.find(str(demo_path()))

@@ -98,7 +98,8 @@ def _static(shape: MoeShape, artifacts: Artifacts) -> AnyPolicy:
         static = artifacts.load("popularity", shape, lambda saved: Static(shape, saved.array("popularity", *size)))
     except FileNotFoundError as error:
         raise OptionError(
-            "the policy 'static' needs the model's popularity.safetensors: `moegguf learn MODEL --strategy duoserve`."
+            "the policy 'static' needs the model's popularity.safetensors; `moegguf learn MODEL --strategy"
+            " duoserve` makes this file."
         ) from error
     return LRU if static is None else static
 
@@ -125,7 +126,7 @@ def make_policy(name: str, shape: MoeShape, artifacts: Artifacts) -> AnyPolicy:
         return make(shape, artifacts)
     native = native_policies().get(name)
     if native is None:
-        raise OptionError(f"there is no policy {name!r}; known are {', '.join(policy_names())}.")
+        raise OptionError(f"there is no policy {name!r}; known policies: {', '.join(policy_names())}.")
     return native
 
 
@@ -134,7 +135,7 @@ def check_policy(name: str) -> None:
     if names_file(name):
         load_class(name, "policy", Policy)  # type: ignore[type-abstract]
     elif name != AUTO and name not in policy_names():
-        raise OptionError(f"there is no policy {name!r}; known are {AUTO}, {', '.join(policy_names())}.")
+        raise OptionError(f"there is no policy {name!r}; known policies: {AUTO}, {', '.join(policy_names())}.")
 
 
 def parse_policies(text: str) -> Mapping[str, str]:
@@ -145,7 +146,7 @@ def parse_policies(text: str) -> Mapping[str, str]:
         tier, given, name = (word.strip() for word in part.partition("="))
         if tier not in TIERS or not given or tier in found:
             raise OptionError(
-                f"policy={text[:60]!r} is neither a policy nor vram=NAME,ram=NAME with one of each at most."
+                f"policy={text[:60]!r} must be one policy, or vram=NAME,ram=NAME with each tier at most once."
             )
         check_policy(name)
         found[tier] = name
@@ -168,5 +169,7 @@ def ram_policy(text: str) -> str:
     name = parse_policies(text).get("ram", AUTO) if "=" in text else AUTO
     fitting = [native.name for native in native_policies().values() if not native.takes_forecast]
     if name != AUTO and name not in fitting:
-        raise OptionError(f"slots in RAM below a device evict by {', '.join(fitting)}, not by {name!r}.")
+        raise OptionError(
+            f"the policy of slots in RAM below a device must be one of {', '.join(fitting)}, but is {name!r}."
+        )
     return LRU.name if name == AUTO else name

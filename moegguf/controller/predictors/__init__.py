@@ -85,7 +85,7 @@ def check_predictor(name: str) -> None:
     if names_file(name):
         load_class(name, "predictor", Predictor)  # type: ignore[type-abstract]
     elif name not in PREDICTORS:
-        raise OptionError(f"there is no predictor {name!r}; known are {', '.join(PREDICTORS)}.")
+        raise OptionError(f"there is no predictor {name!r}; known predictors: {', '.join(PREDICTORS)}.")
 
 
 def prefetch_predictor(artifacts: Artifacts) -> str:

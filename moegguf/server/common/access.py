@@ -112,7 +112,9 @@ class AccessControl:
         # bytes.
         if b"content-length" in headers and b"transfer-encoding" in headers:
             return BodyRefusedError(
-                400, "a body has a Content-Length or a Transfer-Encoding, not both", headers={"connection": "close"}
+                400,
+                "a body must have a Content-Length or a Transfer-Encoding, but not both; leave one out",
+                headers={"connection": "close"},
             )
         if sum(len(name) + len(value) for name, value in scope["headers"]) > limits.HEADER_BYTES:
             return HttpError(431, f"request headers too large: at most {limits.HEADER_BYTES} bytes are accepted")
@@ -134,7 +136,11 @@ class AccessControl:
                 403, f"the Host header {host[:100]!r} is not allowed without a key; MOEGGUF_ORIGINS adds names"
             )
         if not self._keys:
-            return HttpError(403, "not directly from a network that the server trusts (--trust-network)")
+            return HttpError(
+                403,
+                "the server accepts only requests that come directly from a trusted network (--trust-network); use"
+                " such a network without a proxy",
+            )
         return HttpError(
             401, "unauthorized: send the server's API key as a Bearer token or as x-api-key", "invalid_api_key"
         )

@@ -156,7 +156,7 @@ async def chunks(request: HttpRequest) -> AsyncGenerator[bytes]:
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding not in ("", "identity"):
         raise HttpError(
-            415, f"bodies are taken as they are, not with Content-Encoding {coding[:40]!r}; send plain JSON"
+            415, f"a body must not be compressed, but has Content-Encoding {coding[:40]!r}; send plain JSON"
         )
     stream, chunk = request.stream(), None
     try:

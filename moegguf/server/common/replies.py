@@ -219,11 +219,14 @@ def page(
         raise HttpError(400, f"limit: must be a whole number from 1 to {most}, but is {text[:40]!r}")
     after, before = query.get(f"after{suffix}"), query.get(f"before{suffix}")
     if after and before:
-        raise HttpError(400, f"a page lies after{suffix} or before{suffix}, but both were given; leave one out")
+        raise HttpError(400, f"a page must be after{suffix} or before{suffix} an id, but both are given; leave one out")
     here = after or before
     at = next((i for i, each in enumerate(objects) if each["id"] == here), None)
     if here and at is None:
-        raise HttpError(400, f"after: there is no {here:.80} in this list")
+        raise HttpError(
+            400,
+            f"{'after' if after else 'before'}{suffix}: there is no {here:.80} in this list; give an id of the list",
+        )
     rest = objects[:at] if before else objects if at is None else objects[at + 1 :]
     data = rest[-int(text) :] if before else rest[: int(text)]
     return {

@@ -47,13 +47,15 @@ class CompletionBody(GenerationBody):
         if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompt):
             raise ValueError("suffix needs prompts as text, not as tokens")
         if self.suffix and self.scores_prompt:
-            raise ValueError("logprobs of a prompt (echo) cannot be had with a suffix; leave one of them out")
+            raise ValueError("logprobs of a prompt (echo) cannot be combined with a suffix; leave one of them out")
         if self.n_answers * len(self.prompt) > limits.INPUTS:
-            raise ValueError(f"prompts times n (or best_of) are more than {limits.INPUTS}; send several requests")
+            raise ValueError(f"prompts times n (or best_of) must be at most {limits.INPUTS}; send several requests")
         if self.n_answers < (self.n or 1):
             raise ValueError(f"best_of must be at least n ({self.n}), but is {self.best_of}")
         if self.stream and self.n_answers > (self.n or 1):
-            raise ValueError("best_of cannot be streamed: which answers are the best is known at their end")
+            raise ValueError(
+                "best_of cannot be streamed, because the best answers are known only at the end; leave out stream"
+            )
         return self
 
     @property

@@ -30,7 +30,7 @@ function checkSize(file, most) {
 async function readText(file) {
   checkSize(file, MAX_TEXT_BYTES);
   const text = await file.text();
-  if (/[\0\ufffd]/.test(text)) throw new Error("it is no text in UTF-8, no PDF file and no picture.");
+  if (/[\0\ufffd]/.test(text)) throw new Error("it is not text in UTF-8, a PDF file or a picture.");
   if (!text.trim()) throw new Error("it is empty.");
   return text;
 }

@@ -185,7 +185,10 @@ class Batches:
         """
         known = self.files.get(input_file_id)
         if known.purpose != INPUT_PURPOSE:
-            raise BatchFileError(f"{input_file_id} was stored for {known.purpose!r}; a batch needs 'batch'.")
+            raise BatchFileError(
+                f"a batch needs a file with the purpose 'batch', but {input_file_id} has {known.purpose!r}; upload"
+                " the file again with that purpose."
+            )
         if len(self._tasks) >= MAX_UNFINISHED:
             raise BusyError(f"{MAX_UNFINISHED} batches are not finished; try again later.")
         now_s = self.now()

@@ -94,7 +94,10 @@ def read_config(arguments: Mapping[str, Any]) -> tuple[ModelConfig, ...]:
     names = [config.name.lower() for config in configs]
     repeated = [name for name in names if names.count(name) > 1]
     if repeated:
-        raise OptionError(f"models has {repeated[0]!r} more than once; names differ in more than case and ':latest'.")
+        raise OptionError(
+            f"models has {repeated[0]!r} more than once; names must differ in more than case and ':latest', so"
+            " rename one."
+        )
     return configs
 
 
@@ -137,5 +140,5 @@ class ConfiguredCatalog(Catalog):
     def _not_found(self, text: str, name: Name | None) -> ModelNotFoundError:
         known = ", ".join(config.name for config in self._configs.values())
         return ModelNotFoundError(
-            f"there is no model named {text!r:.200} in the config of this application; known are {known}."
+            f"there is no model named {text!r:.200} in the config of this application; known models: {known}."
         )
