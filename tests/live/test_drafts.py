@@ -48,6 +48,12 @@ class Recalled(Drafts):
     random: np.random.Generator
     n_accepted: int
 
+    @classmethod
+    def begin(cls, undrafted: Sequence[Received]) -> None:
+        """Sets the known texts to these answers, and starts the random numbers and the count again."""
+        cls.known = [received.summary.context for received in undrafted]
+        cls.random, cls.n_accepted = np.random.default_rng(1), 0
+
     def __init__(self, n_seq: int) -> None:
         super().__init__(n_seq, WIDTH, (0, 0))
         self._texts: list[list[int]] = [[] for _ in range(n_seq)]
@@ -107,8 +113,7 @@ def facts(received: Received) -> tuple[Any, ...]:
 def check_recalled(llm: Llama, requests: Sequence[Request]) -> None:
     """Fails unless answers with right and wrong drafts equal the answers without drafts."""
     undrafted = answered(llm, requests, None)
-    Recalled.known = [received.summary.context for received in undrafted]
-    Recalled.random, Recalled.n_accepted = np.random.default_rng(1), 0
+    Recalled.begin(undrafted)
     before = llm.stats()
     drafted = answered(llm, requests, Recalled(llm.n_seq_max))
     counted = llm.stats() - before
@@ -155,7 +160,7 @@ def test_a_read_error_of_a_drafts_expert_fails_no_answer(
     requests = [request(number, temperature=1.0, seed=number) for number in range(2)]
     undrafted = answered(llm, requests, None)
     monkeypatch.setattr(type(llm.context), "eval_sequences", fail_drafts)
-    Recalled.known = [received.summary.context for received in undrafted]
+    Recalled.begin(undrafted)
     drafted = answered(llm, requests, Recalled(llm.n_seq_max))
     assert [facts(received) for received in drafted] == [facts(received) for received in undrafted]
 
