@@ -61,10 +61,9 @@ def measure_small_pools() -> None:
 
 
 def in_own_process(call: Callable[P, Result], *arguments: P.args, **options: P.kwargs) -> Result:
-    """Calls a function in a new process, which uses fixed speeds of devices. Returns its result or raises its
-    exception.
+    """Calls a function in a new process. Returns the function's result or raises its exception.
 
-    The function must be defined at the top level of a module.
+    The function must be defined at the top level of a module. The process uses fixed speeds of devices.
     """
     return _in_process(fork_context(), suppose_speeds, call, *arguments, **options)
 

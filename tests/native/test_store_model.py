@@ -3,7 +3,7 @@
 In an exact run, one device has fewer slots than experts, `sweep` and `fill` are off, and all reads end before the next
 call. The store must then hold the same experts as `reference_store.py`, slot for slot. In every run:
 
-- slots of the last event keep its experts until the next event, unless a streamed event reuses slots;
+- slots of the last event keep its experts until the next event or the pass's end, unless streaming reuses slots;
 - no tier uses more slots than it has;
 - the number of look-ups is the sum of hits and misses;
 - a call fails only with a typed error that the test provokes or expects;
