@@ -1,4 +1,4 @@
-"""Test oracles: predictors of known accuracy, and ProMoE's ACCURACY."""
+"""Predictors of known accuracy and hand-made traces for tests, and ProMoE's measure of accuracy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from moegguf.trace.trace import Trace, TraceHeader
 
 
 def hand_made(shape: MoeShape, routing: list[list[list[list[int]]]], *, prefill: int = 0) -> Trace:
-    """Returns a trace of lists [sequence][token][row][experts]. The first `prefill` tokens form one pass."""
+    """Returns a trace in which a token uses the experts routing[sequence][token][row].
+
+    The first `prefill` tokens of a sequence form one pass. Every other token is a decode pass.
+    """
     lengths, phases, sequences, tokens = [], [], [], []
     for sequence, path in enumerate(routing):
         parts = ([(Phase.PREFILL, path[:prefill])] if prefill else []) + [(Phase.DECODE, [t]) for t in path[prefill:]]
@@ -40,7 +43,10 @@ def hand_made(shape: MoeShape, routing: list[list[list[list[int]]]], *, prefill:
 
 
 class Oracle(Predictor):
-    """Predicts every one-token pass from the trace. The last `n_wrong` experts of each prediction are wrong."""
+    """Predicts the experts of each pass's first token from the trace, but the last `n_wrong` experts are wrong.
+
+    Predicts nothing beyond `reach`, and nothing for the first layer if `first_layer` is False.
+    """
 
     name: ClassVar[str] = "oracle"
 
@@ -84,7 +90,7 @@ class Unpredictive(Predictor):
 
 
 def routers_of(shape: MoeShape, matrices: Float32s) -> Routers:
-    """Makes routers from matrices (len(shape.layers), n_expert, n_embd)."""
+    """Returns softmax routers with these matrices (len(shape.layers), n_expert, n_embd)."""
     rows = zip(shape.layers, matrices, strict=True)
     return Routers(Gating.SOFTMAX, {il: Router(shape.n_expert_used, matrix) for il, matrix in rows})
 
@@ -95,7 +101,10 @@ def counted(name: str, trace: Trace) -> Predictor:
 
 
 def accuracy(predictor: Predictor, trace: Trace, distance: int) -> float:
-    """Returns the accuracy over the decode passes of `trace`, `distance` MoE layers ahead; 0 without predictions."""
+    """Returns the share of the experts used in decode passes that were predicted `distance` MoE layers before.
+
+    Counts only layers with a prediction. Returns 0 if there is none.
+    """
     right = total = 0
     predicted: dict[int, set[int]] = {}
     for event in trace.decode().events():

@@ -1,7 +1,7 @@
-"""Calls functions in processes of their own: a device that is registered with ggml stays and is used by later loads.
+"""Calls functions in other processes, because a device that is registered with ggml stays and is used by later loads.
 
-These processes are forked from a process that has imported the modules they need and has loaded the library, but no
-model. Imports would take most of a small test's time.
+Most of these processes are forked from a process that has already imported the modules they need. Imports would take
+most of a small test's time.
 """
 
 import functools
@@ -21,15 +21,19 @@ from moegguf.quantities import Link
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
-LONGEST_S = int(os.environ.get("MOEGGUF_LONGEST_TEST_S", "120")) * 3 // 4  # less than the limit of the test itself
-# Modules that are imported in advance. A module of a folder of tests that is not on the path is skipped.
+# Seconds for a call: less than the time limit of a test.
+LONGEST_S = int(os.environ.get("MOEGGUF_LONGEST_TEST_S", "120")) * 3 // 4
+# Modules that the fork server imports in advance. It skips modules that are not on the path, as in some test folders.
 IMPORTED = ["pytest", "moegguf.generate.engine", "moegguf.testing.link_device", "tools.models", "rpc_device", "running",
             "answering"]  # fmt: skip
 
 
 @functools.cache
 def fork_context() -> ForkServerContext:
-    """Starts the process that is forked for each call. It has one thread, because a fork keeps only one thread."""
+    """Starts the fork server, from which a process is forked for each call.
+
+    OpenBLAS has one thread there, because a forked process has only one thread.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     with patch.dict(os.environ, child_environment(OPENBLAS_NUM_THREADS="1")):
@@ -47,9 +51,9 @@ def suppose_speeds() -> None:
 
 
 def measure_small_pools() -> None:
-    """Makes this process measure speeds with a few MiB of weights from now on, although caches hold them.
+    """Makes this process measure speeds with 4 MiB of weights from now on, although processor caches hold them.
 
-    The speeds do not matter to a test, and a pool larger than the caches of a server takes seconds to fill.
+    Tests do not depend on the measured speeds. A pool larger than the caches of a server takes seconds to fill.
     """
     from moegguf.engine import speeds
 
@@ -57,28 +61,31 @@ def measure_small_pools() -> None:
 
 
 def in_own_process(call: Callable[P, Result], *arguments: P.args, **options: P.kwargs) -> Result:
-    """Returns the result of a function in a process of its own, or raises its exception.
+    """Calls a function in a new process. Returns the function's result or raises its exception.
 
-    The function must be defined at the top of a module. The process uses fixed speeds of devices.
+    The function must be defined at the top level of a module. The process uses fixed speeds of devices.
     """
     return _in_process(fork_context(), suppose_speeds, call, *arguments, **options)
 
 
 def in_new_process(call: Callable[P, Result], *arguments: P.args, **options: P.kwargs) -> Result:
-    """Calls a function like `in_own_process`, but in a new process that loads the library itself.
+    """Calls a function as `in_own_process` does, but in a process that was not forked and loads the library itself.
 
-    The library then reads the current environment.
+    The library then reads this process's environment.
     """
     return _in_process(multiprocessing.get_context("spawn"), suppose_speeds, call, *arguments, **options)
 
 
 def in_measuring_process(call: Callable[P, Result], *arguments: P.args, **options: P.kwargs) -> Result:
-    """Calls like `in_own_process`, in a process that measures the speeds of devices."""
+    """Calls a function as `in_own_process` does, but the process measures the speeds of devices."""
     return _in_process(fork_context(), measure_small_pools, call, *arguments, **options)
 
 
 def started_process(call: Callable[..., object], *arguments: Any) -> BaseProcess:
-    """Starts a process that calls with this process's environment. It ends with this process at the latest."""
+    """Starts a process that calls `call` with a copy of this process's environment. Returns the process.
+
+    The process is a daemon: Python terminates it when this process exits.
+    """
     process = fork_context().Process(target=_with_environment, args=(dict(os.environ), call, *arguments), daemon=True)
     process.start()
     return process
@@ -93,7 +100,10 @@ def _in_process(
 
 
 def _with_environment(environment: Mapping[str, str], call: Callable[..., object], *arguments: Any) -> None:
-    """Calls with an environment. A fork would otherwise have the environment in which its parent began."""
+    """Replaces this process's environment, then calls `call`.
+
+    A forked process would otherwise keep the environment with which the fork server was started.
+    """
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     os.environ |= environment

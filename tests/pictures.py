@@ -1,6 +1,6 @@
 """Makes small image files.
 
-PNGs of random pixels and headers of other formats need no library; Pillow writes the rest.
+PNGs and the beginning of a JPEG are made without a library. Pillow makes whole JPEGs and GIFs.
 """
 
 import base64
@@ -21,32 +21,32 @@ def png(width: int = 64, height: int = 64, seed: int = 0) -> bytes:
 def png_of(
     width: int, height: int, data: bytes, *, bits: int = 8, alpha: bool = False, interlaced: bool = False
 ) -> bytes:
-    """A colour PNG with these compressed `data`, which may be invalid."""
+    """A colour PNG with the compressed `data`, which are not checked and may be invalid."""
     header = struct.pack(">IIBBBBB", width, height, bits, 6 if alpha else 2, 0, 0, interlaced)
     return b"\x89PNG\r\n\x1a\n" + _chunk(b"IHDR", header) + _chunk(b"IDAT", data) + _chunk(b"IEND", b"")
 
 
 def interlaced_png(width: int, height: int) -> bytes:
-    """A black PNG of 8 bits with alpha, in the seven passes of Adam7."""
+    """A black, transparent PNG with 8 bits per channel, interlaced in the seven passes of Adam7."""
     passes = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
     n_bytes = sum((1 + 4 * -(-(width - x) // dx)) * -(-(height - y) // dy) for x, y, dx, dy in passes)
     return png_of(width, height, zlib.compress(bytes(n_bytes), 1), alpha=True, interlaced=True)
 
 
 def deep_png(width: int, height: int) -> bytes:
-    """A black PNG of 16 bits with alpha."""
+    """A black, transparent PNG with 16 bits per channel."""
     rows = zlib.compress(bytes((1 + 8 * width) * height), 1)
     return png_of(width, height, rows, bits=16, alpha=True)
 
 
 def png_bomb(width: int, height: int) -> bytes:
-    """A PNG with almost no data, whose header states any size."""
+    """A PNG with the data of one pixel, whose header states the given width and height. Its checksum is not updated."""
     small = png(1, 1)
     return small[:16] + struct.pack(">II", width, height) + small[24:]
 
 
 def jpeg_header(width: int, height: int) -> bytes:
-    """The beginning of a JPEG: a comment, some padding, a progressive frame."""
+    """The beginning of a JPEG of this size: a comment, a fill byte and the header of a progressive frame."""
     return b"\xff\xd8\xff\xfe\0\x06abcd\xff\xff\xc2\0\x11\x08" + struct.pack(">HH", height, width) + b"\x03" + b"\0" * 9
 
 
@@ -62,7 +62,7 @@ def gif(n_frames: int = 1) -> bytes:
 
 
 def with_thumbnail(data: bytes) -> bytes:
-    """Adds to a JPEG what cameras write: a smaller JPEG in a segment before the image data, and zeros after the end."""
+    """Returns a JPEG with additions that cameras make: an Exif segment with a second JPEG, and zeros after the end."""
     within = b"Exif\0\0" + jpeg(quality=10)
     return data[:2] + b"\xff\xe1" + struct.pack(">H", 2 + len(within)) + within + data[2:] + bytes(100)
 
@@ -84,17 +84,17 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def base64_of(data: bytes) -> str:
-    """Returns the base64 text of an image, as requests to a server have it."""
+    """Returns the bytes of an image as base64 text."""
     return base64.b64encode(data).decode()
 
 
 def image(data: bytes) -> dict[str, str]:
-    """The part of a message for an image."""
+    """Returns the part of a message that holds an image."""
     return {"type": "image", "data": base64_of(data)}
 
 
 def message(*parts: str | bytes, role: str = "user") -> dict[str, Any]:
-    """A message of texts and images."""
+    """Returns a message whose parts are texts (str) and images (bytes)."""
     return {
         "role": role,
         "content": [image(part) if isinstance(part, bytes) else {"type": "text", "text": part} for part in parts],

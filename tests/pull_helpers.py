@@ -1,4 +1,4 @@
-"""Helpers of tests that pull a model: one repository, and a pull that records its reports."""
+"""Helpers for tests that pull a model: the files of a repository, and `fetch`, which records progress reports."""
 
 import os
 import threading
@@ -26,7 +26,7 @@ def fetch(
 
 
 def stored() -> list[str]:
-    """Returns the names of the files in the cache, sorted and without locks."""
+    """Returns the sorted names of all files in the Hugging Face cache, without lock files."""
     files = (path for path in hub_cache().rglob("*") if path.is_file() and ".locks" not in path.parts)
     return sorted(path.name for path in files)
 

@@ -1,6 +1,6 @@
-"""Compares texts of tests with files in `recorded/`. `MOEGGUF_RECORD=1 pytest ...` writes the files anew.
+"""Compares texts with files in `recorded/`. `MOEGGUF_RECORD=1 pytest ...` writes these files anew.
 
-After that, read the difference to the old files.
+Review the changes of the files afterwards.
 """
 
 import os

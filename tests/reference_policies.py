@@ -11,7 +11,10 @@ LEAST = 1e-4  # the smallest rate: the least probability with which a token uses
 
 
 def logits(p: Float32s) -> Float32s:
-    """Returns logits of probabilities, clipped to [0.001, 0.999]. The logarithm is linear between powers of two."""
+    """Returns approximate logits of probabilities, which are first clipped to [0.001, 0.999].
+
+    The logarithm is linear between powers of two.
+    """
     p = np.clip(p, 1e-3, 1 - np.float32(1e-3)).astype(np.float32)
     return (p.view(np.int32) - (1 - p).view(np.int32)).astype(np.float32) * np.float32(np.log(2) / (1 << 23))
 
@@ -34,13 +37,15 @@ class LearnedRates:
         self._kept = np.exp2(-1 / np.array(half_lives_tokens, np.float32))[:, np.newaxis]
         self._averages: Float32s = np.zeros((shape.n_layer, n, shape.n_expert), np.float32)
         self._inputs: Float32s = np.zeros((shape.n_layer, n + 1, shape.n_expert), np.float32)
-        self._history: list[list[Int32s]] = [[] for _ in range(shape.n_layer)]  # experts of each token, oldest first
-        # The number of experts that each earlier token shares with the newest token, by age.
+        # The experts of each layer's tokens, oldest token first.
+        self._history: list[list[Int32s]] = [[] for _ in range(shape.n_layer)]
+        # The number of experts of a layer that each earlier token shares with the newest token.
+        # The most recent of the earlier tokens comes first.
         self._alike = np.zeros((shape.n_layer, self.WINDOW), np.int64)
         self._n_used = shape.n_expert_used * len(shape.layers)
 
     def count(self, il: int, ids: Int32s) -> None:
-        """Counts the experts that the router chose. ids: (n_tokens, n_expert_used)."""
+        """Counts the experts that the router chose, and updates the layer's rates. ids: (n_tokens, n_expert_used)."""
         n_tokens, n_used = ids.shape
         history, averages, inputs = self._history[il], self._averages[il], self._inputs[il]
         n_expert = averages.shape[1]
@@ -60,10 +65,10 @@ class LearnedRates:
         self.table[il] = np.maximum(1 / (1 + np.exp(-self.weights[il] @ inputs)), LEAST)
 
     def _recalled(self, il: int, n_earlier: int) -> Float32s:
-        """Returns (n_expert,): the experts used after earlier tokens that were routed like the last one."""
+        """Returns (n_expert,): the use of each expert by the tokens that followed tokens routed like the newest."""
         alike = self._alike.sum(0)[:n_earlier]
         weights = np.exp(self.SHARPNESS * (alike - alike.max()) / self._n_used)
-        # The weight of each earlier token, by age, and the share of each expert.
+        # `expected` has the weight of each earlier token, by age. `found` has the weighted uses of each expert.
         expected, found = np.zeros(n_earlier + 1), np.zeros(self.table.shape[1])
         for age, weight in enumerate(weights, 1):
             for later, share in enumerate(self.AFTER[:age], 1):

@@ -1,6 +1,6 @@
 """A ggml device whose memory is not host memory, for tests: ggml's RPC backend over loopback.
 
-The library we ship has no RPC backend (its server trusts its peers), so the backend is built here from the vendored
+The shipped library has no RPC backend (its server trusts its peers), so the backend is built here from the vendored
 sources, against the same libggml-base. A registered device cannot be removed, and llama.cpp uses it for every model
 loaded later. Tests that need the device run in a process of their own (`in_child`).
 """
@@ -30,7 +30,10 @@ START_S = LONGEST_S // 3
 
 
 def rpc_library() -> Path:
-    """Returns libggml-rpc.so. Builds it if it is missing or older than its sources; skips the test if it cannot."""
+    """Returns libggml-rpc.so. Builds it if it is missing or older than its sources.
+
+    Skips the test if there is no compiler or no vendored source.
+    """
     from moegguf.native.library import find_library
 
     folder = find_library()
@@ -65,7 +68,7 @@ def _ggml() -> c.CDLL:
 
 
 def _serve(rpc: Path, port: int) -> None:
-    """Serves the CPU of this machine until the process is terminated."""
+    """Serves this machine's CPU over RPC until the process is terminated."""
     device = (c.c_void_p * 1)(_ggml().ggml_backend_dev_by_name(b"CPU"))
     start = c.CDLL(str(rpc)).ggml_backend_rpc_start_server
     start.argtypes = [c.c_char_p, c.c_char_p, c.c_size_t, c.c_size_t, c.c_void_p]
@@ -108,7 +111,7 @@ def server() -> Iterator[tuple[Path, int]]:
 def in_child(call: Callable[..., Any], *arguments: Any, n_servers: int = 1) -> Any:
     """Runs call(*arguments) in a process of its own.
 
-    This process has the devices RPC0, RPC1, ... of n_servers new servers.
+    The process has the devices RPC0, RPC1, ... of n_servers new servers.
     """
     with ExitStack() as stack:
         servers = [stack.enter_context(server()) for _ in range(n_servers)]

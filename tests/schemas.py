@@ -1,4 +1,4 @@
-"""Random JSON schemas for hypothesis. Most of them make no sense."""
+"""Hypothesis strategies for random values with the keywords of JSON schemas. Most values are not sensible schemas."""
 
 from hypothesis import strategies as st
 

@@ -77,14 +77,14 @@ class FakeCatalog:
         return ModelSize({RAM: wanted}, {RAM: minimum}, plan, load_config, 4096)
 
     def loads(self, name: str) -> list[dict[str, Any]]:
-        """Returns the `LoadConfig`s of the loads of a model, in order."""
+        """Returns what the worker has logged about each load of a model: the fields of its `LoadConfig`, in order."""
         log = self.folder / f"{name}.log"
         return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
 
 @asynccontextmanager
 async def manager_of(catalog: FakeCatalog, **settings: Any) -> AsyncIterator[ModelManager]:
-    """Yields a manager. Asserts afterwards that no process and no open file is left."""
+    """Yields a manager. Asserts afterwards that no process and no open file has been added."""
     children, files = len(psutil.Process().children()), n_files()
     settings.setdefault("memory_bytes", 1000 * MIB)
     workers = Workers(command=COMMAND, echo_stderr=settings.get("debug", False))
@@ -95,13 +95,13 @@ async def manager_of(catalog: FakeCatalog, **settings: Any) -> AsyncIterator[Mod
 
 
 def n_files() -> int:
-    """Counts open files, after garbage of earlier tests is collected."""
+    """Counts open file descriptors after a garbage collection. Returns 0 on a system without /proc."""
     gc.collect()
     return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
 
 
 async def answer_text(lease: Lease, prompt: str) -> str:
-    """Returns the text of an answer."""
+    """Computes the answer to a prompt. Returns the texts of its deltas, joined by spaces."""
     events = [event async for event in lease.answer(Request(prompt=prompt))]
     return " ".join(event.text for event in events if isinstance(event, Delta))
 
@@ -115,7 +115,10 @@ async def generate(
 
 
 async def begun(manager: ModelManager, name: str, gate: Path) -> asyncio.Task[str]:
-    """Begins an answer that ends when the file `gate` exists. Returns its task."""
+    """Begins an answer that ends when the file `gate` exists.
+
+    Waits until a model is busy, and returns the answer's task.
+    """
     task = asyncio.create_task(generate(manager, name, f"hold {gate}"))
     await until(lambda: manager.loaded() and manager.loaded()[0].busy)
     return task

@@ -1,6 +1,6 @@
 """A command on a pseudo-terminal, and the screen it draws.
 
-Tests wait for output, never for time: `expect` for text, `prompt` for the chat's prompt.
+Tests wait for output, not for a fixed time: `expect` waits for text, and `prompt` for the chat's prompt.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Terminal:
         self.child.send(keys)
 
     def type(self, text: str) -> None:
-        """Types a line at the prompt and waits until it is on the screen."""
+        """Types text at the prompt, and waits until its last 20 characters are on the screen."""
         self.send(text)
         self.wait(lambda: self._typed.endswith(text[-20:].rstrip()) and not self.line.startswith(PROMPT), repr(text))
 
@@ -63,23 +63,23 @@ class Terminal:
         self.send(ENTER)
 
     def ask(self, text: str) -> str:
-        """Enters a line, waits for the next prompt, returns the lines in between."""
+        """Enters a line, and waits for the next prompt. Returns the lines from the entered line to that prompt."""
         before = len(self._all_lines())
         self.enter(text)
         self.prompt()
         return "\n".join(self._all_lines()[before - 1 :])
 
     def paste(self, text: str) -> None:
-        """Pastes, as a terminal in bracketed-paste mode does."""
+        """Pastes text as a terminal in bracketed-paste mode does."""
         self.send(f"{PASTE_BEGIN}{text}{PASTE_END}")
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends a signal to the process."""
+        """Sends a signal to the command's process."""
         os.kill(self.child.pid, number)
 
     @property
     def text(self) -> str:
-        """All lines of the terminal, including lines that have scrolled off the screen."""
+        """All lines of the terminal, with up to SCROLLBACK lines that have scrolled off the screen."""
         return "\n".join(self._all_lines())
 
     def _all_lines(self) -> list[str]:
@@ -91,23 +91,26 @@ class Terminal:
 
     @property
     def line(self) -> str:
-        """The line on which the cursor stands."""
+        """The line of the screen with the cursor."""
         return self.screen.display[self.screen.cursor.y].rstrip()
 
     @property
     def _typed(self) -> str:
-        """The text up to the line of the cursor. A long input may end on the line above the cursor."""
+        """The text from the top of the screen to the cursor's line.
+
+        A long input may end on the line above the cursor.
+        """
         return "".join(self.screen.display[: self.screen.cursor.y + 1]).rstrip()
 
     def colour_of(self, text: str) -> str:
-        """The colour of `text` on the screen: a name, "default" or hexadecimal digits."""
+        """The colour of the first `text` on the screen: a name, "default" or hexadecimal digits."""
         for y, line in enumerate(self.screen.display):
             if (x := line.find(text)) >= 0:
                 return str(self.screen.buffer[y][x].fg)
         raise AssertionError(f"{text!r} is not on the screen:\n{self.text}")
 
     def prompt(self) -> None:
-        """Waits until the chat waits for a message."""
+        """Waits until the cursor's line shows the chat's prompt without a message."""
         self.wait(lambda: self.line.startswith(PROMPT), "the prompt")
 
     def expect(self, text: str) -> None:
@@ -116,7 +119,7 @@ class Terminal:
         self.wait(lambda: joined in self.text.replace("\n", ""), repr(text))
 
     def wait(self, condition: Callable[[], Any], what: str) -> None:
-        """Reads until the screen meets `condition`."""
+        """Reads output until `condition` is true. Fails after TIMEOUT_S, or when the command has ended."""
         end = time.monotonic() + TIMEOUT_S
         while not condition():
             left = end - time.monotonic()
@@ -134,7 +137,10 @@ class Terminal:
         return True
 
     def exit_code(self) -> int:
-        """Waits for the end; returns the exit code, negative for a signal."""
+        """Waits until the command has ended.
+
+        Returns its exit code, or the negative number of the signal that ended it.
+        """
         while self._read(TIMEOUT_S):
             pass
         self.child.wait() if self.child.isalive() else None
@@ -151,5 +157,5 @@ class Terminal:
 
 
 def moegguf_command(*arguments: object) -> list[str]:
-    """`moegguf` with these arguments."""
+    """Returns the command line that runs `moegguf` with these arguments."""
     return [sys.executable, "-m", "moegguf.cli.app", *map(str, arguments)]

@@ -1,8 +1,8 @@
-"""Synthetic traces with structure: a hidden state per token, routed by hidden router matrices. Deterministic by seed.
+"""Synthetic traces with structure: a hidden state per token, routed by hidden router matrices.
 
-The state has a part for the topic (label and sequence), a part for the token, and a part that drifts slowly from token
-to token. It changes a little from layer to layer. Therefore popularity is uneven, labels prefer experts, neighbouring
-tokens share experts, layers predict each other, and token ids decide some experts.
+Equal arguments give equal traces. The state has a part for the topic (label and sequence), a part for the token, and a
+part that drifts slowly from token to token. It changes a little from layer to layer. Therefore popularity is uneven,
+labels prefer experts, neighbouring tokens share experts, layers predict each other, and token ids decide some experts.
 """
 
 import dataclasses
@@ -43,9 +43,9 @@ def random_trace(
 ) -> Trace:
     """Returns a trace of sequences one after another. Each has a prefill pass and then n_decode passes of one token.
 
-    The last layer of a prefill pass has only the last token. A `structure` of 0 is only noise, 1 is without noise.
-    With inputs, the routing is exactly the top-k of `hidden_routers @ inputs`. Sequence i has label
-    "kind<i % n_labels>".
+    The last layer of a prefill pass has only the last token. With n_prefill=0 there is no prefill pass. A `structure`
+    of 0 is only noise, 1 is without noise. The routing is exactly the top-k of `hidden_routers @ inputs`, also if the
+    trace leaves out the inputs. Sequence i has label "kind<i % n_labels>".
     """
     shape = shape or SMALL
     rng = np.random.default_rng([seed, 0])
@@ -119,7 +119,10 @@ def same(one: Trace, other: Trace) -> bool:
 def _tokens(
     shape: MoeShape, rng: np.random.Generator, label_of: npt.NDArray[np.int64], n_labels: int, per_sequence: int
 ) -> npt.NDArray[np.int32]:
-    """Returns tokens (n_sequences, per_sequence). They are Zipf-distributed, and each label has its own favourites."""
+    """Returns token ids (n_sequences, per_sequence).
+
+    They are Zipf-distributed, and each label has its own frequent ids.
+    """
     share = 1 / np.arange(1, shape.n_vocab + 1)
     favourites = np.stack([rng.permutation(shape.n_vocab) for _ in range(n_labels)])
     ranks = rng.choice(shape.n_vocab, size=(len(label_of), per_sequence), p=share / share.sum())

@@ -1,4 +1,4 @@
-"""Functions that wait for another thread or process until it has acted. None waits for a fixed time."""
+"""Functions that check again and again whether another thread or process has acted, instead of waiting a fixed time."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ Result = TypeVar("Result")
 
 
 def until(condition: Callable[[], Result], seconds: float = 30.0) -> Result:
-    """Calls `condition` until its result is true, and returns the result. Fails after `seconds`."""
+    """Calls `condition` until its result is true, and returns the result. Raises AssertionError after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, "waited in vain"
@@ -19,7 +19,10 @@ def until(condition: Callable[[], Result], seconds: float = 30.0) -> Result:
 
 
 def status_of(pid: int, seconds: float = 30.0) -> int:
-    """Returns the exit status of a forked child. Kills the child if it runs longer than `seconds`."""
+    """Returns the exit status of a forked child (negative: a signal).
+
+    Kills the child and raises AssertionError if it runs longer than `seconds`.
+    """
     try:
         _, status = until(lambda: (ended := os.waitpid(pid, os.WNOHANG))[0] and ended, seconds)
     except AssertionError:

@@ -1,7 +1,6 @@
-"""Tests callbacks of the store.
+"""Tests the callbacks of a store's listener, and the sequence and phase that events carry for each token.
 
-Callbacks run in order on the event thread and delay no event. Events of a pass with several sequences name the
-sequence of each token, in each ubatch and in the last layer.
+Two tests simulate passes with tokens of several sequences.
 """
 
 import ctypes as c
@@ -26,11 +25,11 @@ from moegguf.trace.simulate import Simulation
 from predictors.study.arrange import grouped, used_experts
 from predictors.study.synthesize import shape_of, synthesize
 
-CAPACITY = 4096  # events that the ring of native/events.h holds
+CAPACITY = 4096  # number of events that the ring of native/events.h holds
 
 
 def test_routing_callbacks_come_in_order_on_a_thread_of_their_own(fake: FakeModel, open_store: Open) -> None:
-    """The callbacks read the residency, set scores and prefetch."""
+    """The callback reads the residency, sets scores and requests prefetches."""
     store, context = open_store(fake, 8)
     seen: list[tuple[int, int, list[int]]] = []
     threads: set[int] = set()
@@ -48,7 +47,7 @@ def test_routing_callbacks_come_in_order_on_a_thread_of_their_own(fake: FakeMode
         ids = np.array([rng.permutation(8)[:2] for _ in range(1 if n % 8 else 3)])
         context.acquire(n % 4, ids)
         sent.append((n // 4 + 1, n % 4, ids.ravel().tolist()))
-    store.listen()  # returns after the last callback
+    store.listen()  # removes the listener, and returns after its last callback
     store.raise_callback_error()
     assert seen == sent
     assert store.counters()["prefetch_requested"] == 2 * len(sent)
@@ -201,7 +200,7 @@ def test_close_delivers_queued_events_to_callbacks_that_use_the_store(fake: Fake
 
     def on_routing(event: RoutingEvent) -> None:
         nonlocal done
-        # Calls the C library directly, which is allowed during close()
+        # Calls the C function, because a method of `store` raises ClosedError once close() has begun.
         library.load().moegguf_store_set_scores(handle, None, 0)
         done += 1
 
@@ -218,7 +217,7 @@ def test_events_carry_the_sequence_and_phase_of_each_token(fake: FakeModel, open
     store.listen(on_routing=seen.append, on_tokens=seen.append)
     context.announce([4, 4, 5, 6, 6], [0, 0, 1, 0, 0], [10, 11, 12, 13, 14], outputs=[0, 1, 1, 0, 1])
     context.acquire(0, np.zeros((3, 2)))  # the first ubatch
-    context.acquire(3, np.zeros((2, 2)))  # the last layer of the first ubatch is computed for two of its tokens
+    context.acquire(3, np.zeros((2, 2)))  # the last layer is computed only for the first ubatch's two output tokens
     context.acquire(0, np.zeros((2, 2)))
     context.acquire(3, np.zeros((1, 2)))
     context.acquire(0, np.zeros((1, 2)))  # never announced
@@ -280,10 +279,10 @@ def test_simulation_counts_prompt_tokens_of_mixed_passes_apart_from_decoding(nam
 
 
 def test_next_use_misses_less_than_lru_with_eight_interleaved_sequences() -> None:
-    """Eight topics pass through the pool between two uses of an expert, so LRU has evicted the expert by then."""
+    """Each pass has one token of each of eight sequences, and the pool has 89 slots for 240 experts."""
     shape = shape_of("qwen3-30b", 4, 60, 4)
     trace = synthesize("qwen3-30b", shape, 128, 0, 8)
-    # Passes are announced only if their tokens are known.
+    # The simulation announces a pass only if its tokens are known, so every token gets the id 0.
     trace = replace(trace, tokens=np.zeros(trace.n_tokens, np.int32))
     trace = grouped(trace, [np.arange(8) * 128 + at for at in range(128)])
     misses = {

@@ -1,4 +1,7 @@
-"""Tests copies of the model's files on several drives. The store reads all copies, and drops a drive that fails."""
+"""Tests mirrors: copies of a model's files, which are usually on other drives.
+
+The tests check how reads are divided among the copies. They also check which copies the store stops using or rejects.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +30,14 @@ BYTES_PER_S = 1e9
 
 @pytest.fixture(autouse=True)
 def no_limits() -> Iterator[None]:
-    """Removes the limit of faults to some files after each test."""
+    """Lets injected faults affect all files again after each test."""
     yield
     limit_faults(None)
 
 
 @pytest.fixture
 def slow() -> Iterator[Slow]:
-    """`slow(path, seconds)`: each read of the file takes this time until the test ends."""
+    """`slow(path, seconds)`: each read of the file takes this latency, and 1 ns per byte, until the test ends."""
     slowed = set[Path]()
 
     def slow_one(path: Path, latency_s: float) -> None:
@@ -52,14 +55,17 @@ def mirror(fake: FakeModel) -> list[Path]:
 
 
 def copies(fake: FakeModel, folder: str) -> list[Path]:
-    """Copies a model's files into a folder beside them. Returns the copies."""
+    """Copies the model's files into a new folder beside the first file. Returns the paths of the copies."""
     to = fake.paths[0].parent / folder
     to.mkdir()
     return [Path(shutil.copy(path, to / path.name)) for path in fake.paths]
 
 
 def read_all(fake: FakeModel, store: Store, context: StoreContext, rounds: int = 2) -> None:
-    """Routes to every expert of every layer in turn, and checks the bytes of each."""
+    """Routes to two experts at a time, until every expert of every layer was used `rounds` times.
+
+    Checks their bytes.
+    """
     for _ in range(rounds):
         for first in range(0, N_EXPERT, 2):
             fake.token(store, context, [first, first + 1])

@@ -1,4 +1,7 @@
-"""Tests slots outside the host's memory: on one or two devices behind links or RPC servers, also with staging."""
+"""Tests slots on devices whose memory is not the host's: one or two simulated links or RPC servers.
+
+Some cases also have slots in RAM and staging tensors.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,20 +20,24 @@ from moegguf.quantities import Link
 from moegguf.testing.library import ABI
 from moegguf.testing.link_device import add_link_device
 
-Size = tuple[int, int, int]  # slots of each device, slots in RAM below, staging tensors
-Figures = tuple[list[dict[str, Any]], dict[str, Any]]  # figures of each device, and figures of RAM
+Size = tuple[int, int, int]  # number of slots on each device, of slots in RAM (0: no such tier), of staging tensors
+# Counters of each device, and counters of the tier in RAM (empty without this tier).
+Figures = tuple[list[dict[str, Any]], dict[str, Any]]
 FAST = Link(1e9, 1e-5)
 MIXED: tuple[Types, ...] = ({"gate": Q4_K, "up": Q4_K, "down": Q6_K}, {"gate_up": Q6_K, "down": Q4_K})
 
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> FakeModel:
-    """A model of 4 layers with 8 experts, top-2, of several types."""
+    """Returns a model of 4 layers with 8 experts each, top-2. Its matrices have the types Q4_K and Q6_K."""
     return make_model(tmp_path, n_embd=256, n_ff=256, types=MIXED)
 
 
 def passes_on(fake: FakeModel, size: Size, names: Sequence[str]) -> Figures:
-    """Makes random passes and prefetches and checks bytes. A pool without slots in RAM below shrinks near the end."""
+    """Runs 40 random passes with prefetches on the devices `names`. Checks bytes, and returns the counters.
+
+    A store without slots in RAM is resized to fewer slots after 30 passes.
+    """
     n_slots, n_ram, staging = size
     devices = [DeviceSlots(name, n_slots, range(d, 4, len(names)), n_ram > 0, staging) for d, name in enumerate(names)]
     store = Store(fake.layout, devices, StoreOptions(), n_ram)
@@ -63,7 +70,7 @@ def passes_on(fake: FakeModel, size: Size, names: Sequence[str]) -> Figures:
 
 
 def on_rpc(fake: FakeModel) -> tuple[list[Figures], Figures]:
-    """Returns figures of passes on the first device alone, in several sizes, and of passes on both devices."""
+    """Returns the counters of passes on RPC0 alone, for each of six sizes, and of passes on RPC0 and RPC1 together."""
     names = ["RPC0", "RPC1"]
     sizes = ((5, 0, 0), (32, 0, 0), (2, 1, 0), (13, 13, 0), (4, 8, 1), (9, 32, 2))
     return [passes_on(fake, size, names[:1]) for size in sizes], passes_on(fake, (5, 7, 0), names)
@@ -90,7 +97,7 @@ def test_store_on_a_device_behind_a_link_holds_the_files_bytes(mixed: FakeModel,
 
 
 def behind_two_links(fake: FakeModel, pinned: int) -> tuple[str, dict[str, Any]]:
-    """Returns the note about RAM below two devices, and the figures of RAM below the second device alone."""
+    """Returns the note of a RAM tier below two devices, and the counters of a RAM tier below only the second device."""
     names = [add_link_device(Link(2e9)), add_link_device(Link(5e8), pinned=pinned)]
     _, ram = passes_on(fake, (5, 7, 0), names)
     store = Store(fake.layout, 6, StoreOptions(device=names[1]), 7)

@@ -1,6 +1,6 @@
-"""Tests that the library finds, checks and loads ggml's backends from separate packages.
+"""Tests that the library finds, checks and loads ggml backends of separately installed packages (plug-ins).
 
-A compiled stand-in replaces the CUDA backend.
+A small compiled backend, whose devices compute nothing, stands in for the real ones.
 """
 
 import json
@@ -81,7 +81,10 @@ Load = Callable[[], dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Compiles a stand-in with definitions such as N_DEVICES=0, and returns its path."""
+    """Returns a function that compiles the stand-in backend and returns the path of the library.
+
+    The function takes preprocessor definitions such as N_DEVICES=0. Skips the test if nothing can be compiled.
+    """
     compiler = os.environ.get("CXX") or shutil.which("c++")
     if compiler is None or not GGML.exists():
         pytest.skip("the stand-in needs a C++ compiler and the vendored sources (`make`)")
@@ -127,7 +130,10 @@ def install(site: Path) -> Install:
 
 @pytest.fixture
 def load(site: Path, tmp_path: Path) -> Load:
-    """Loads the library in another process. Returns its devices and its problems."""
+    """Returns a function that loads the library in another process.
+
+    The function returns the process's devices, and the refused plug-ins and errors.
+    """
 
     def load_all() -> dict[str, Any]:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}

@@ -1,4 +1,4 @@
-"""The store's own predictors: their probabilities, compared with their definitions, and the prefetches that follow."""
+"""Tests the native predictors: their probabilities, which have definitions in Python, and their prefetches."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def skip(gating: Gating = Gating.SOFTMAX, n_group: int = 1) -> Predictor:
         bias = random.standard_normal((2, SHAPE.n_expert)).astype(np.float32) * 0.1
         return Router(SHAPE.n_expert_used, matrix, bias[0], bias[1])
 
-    routers = {il: router() for il in SHAPE.layers if il != 5}  # one layer routes by token id and has no router
+    # Layer 5 has no router, like a layer that routes by token id.
+    routers = {il: router() for il in SHAPE.layers if il != 5}
     return networks.skip(SHAPE, Routers(gating, routers, n_group, max(1, n_group // 2)))
 
 
@@ -76,14 +77,17 @@ def table_of(tokens: npt.ArrayLike, counted: npt.ArrayLike) -> Predictor:
 
 
 def token_table() -> Predictor:
-    """Returns a table of the tokens 0 to 29 in random order. Each token has about ten occurrences."""
+    """Returns a token-id predictor for the tokens 0 to 29, stored in random order.
+
+    The random counts of a token in a layer add up to ten uses of 3 experts.
+    """
     random = rng()
     counted = random.multivariate_hypergeometric(np.full(SHAPE.n_expert, 9), 10 * SHAPE.n_expert_used, (30, N))
     return table_of(random.permutation(30), counted)
 
 
 def always(*choices: list[int]) -> Predictor:
-    """Returns a table in which token i has 20 occurrences, with the experts choices[i] in every layer."""
+    """Returns a token-id predictor. It has counted token i 20 times, with the experts choices[i] in every layer."""
     counted = np.zeros((len(choices), N, SHAPE.n_expert), np.uint16)
     for token, experts in enumerate(choices):
         counted[token][:, experts] = 20
@@ -134,7 +138,7 @@ def routing_path() -> Predictor:
 
 
 def eamc(n_entries: int = 30) -> EamcPredictor:
-    """Returns a predictor whose collection has entries of about ten tokens each."""
+    """Returns a predictor whose collection has `n_entries` random entries of about ten tokens each."""
     random, entries = rng(), Eamc(*SHAPE.table)
     for _ in range(n_entries):
         counts = np.zeros(SHAPE.table, np.float32)
@@ -159,12 +163,12 @@ MADE: dict[str, Callable[[], Predictor]] = {
     "eamc": eamc,
     "eamc-full": lambda: eamc(1000),
 }
-# This predictor rounds values twenty times; all other predictors have a tolerance of 0.01.
+# The tolerance of this predictor's probabilities; all other predictors have a tolerance of 0.01.
 ALIKE = {"routing-path": 0.03}
 
 
 def choice(random: np.random.Generator, n_tokens: int) -> np.ndarray[Any, Any]:
-    """Returns random experts (n_tokens, n_expert_used), different ones within a token."""
+    """Returns random expert ids (n_tokens, n_expert_used). The experts of one token are distinct."""
     return random.random((n_tokens, SHAPE.n_expert)).argsort(axis=1)[:, : SHAPE.n_expert_used].astype(np.int32)
 
 
@@ -185,7 +189,7 @@ def native(predictor: Predictor) -> NativePredictor:
 
 
 class Comparison:
-    """The predictions of a predictor's definition for the sequences of a pass.
+    """Compares a predictor's forecasts with its definition in Python, for the sequences of a pass.
 
     If a layer is predicted several times, the latest prediction counts.
     """
@@ -210,11 +214,14 @@ class Comparison:
             sequence.observe(row, *((ids, inputs) if one else (ids[i : i + 1], inputs[i : i + 1])))
 
     def expected(self, row: int, later: int) -> Float32s | None:
-        """Returns the prediction for the row `later`, after `row` was routed."""
+        """Returns the definition's prediction for the row `later`, after `row` was routed (-1: before the first layer).
+
+        A row is the index of a MoE layer. Returns None if the definition predicts nothing.
+        """
         return any_of([sequence.predict(later, later - row) for sequence in self._present])
 
     def check(self, store: Store, row: int) -> None:
-        """Asserts that the forecast of the store for the layers after a row agrees with the definition."""
+        """Asserts that the store's forecast for the layers after `row` agrees with the definition."""
         table, known = store.forecast()
         for later in range(row + 1, N):
             il, predicted = SHAPE.layers[later], self.expected(row, later)
@@ -226,7 +233,10 @@ class Comparison:
                 self.n_known += 1
 
     def check_asked(self, found: Predictor, row: int) -> None:
-        """Asserts that the predictions of `found`, which is called for each layer, agree with the definition."""
+        """Asserts that `found` predicts what the definition predicts for each later layer.
+
+        Skips layers without a prediction.
+        """
         for later in range(row + 1, N):
             if (expected := self.expected(row, later)) is not None:
                 predicted = found.predict(SHAPE.layers[later], later - row)
@@ -287,7 +297,7 @@ def test_python_policy_gets_the_forecast_of_the_native_predictor() -> None:
 def batch(
     random: np.random.Generator, context: StoreContext, sequences: list[int], comparison: Comparison | None = None
 ) -> None:
-    """Announces a token of each sequence."""
+    """Announces a random token of each sequence to the context, and to `comparison` if there is one."""
     of, tokens = np.array(sequences, np.int32), random.integers(0, SHAPE.n_vocab, len(sequences)).astype(np.int32)
     context.announce(of, np.full(len(of), Phase.DECODE, np.int32), tokens)
     if comparison is not None:
@@ -297,9 +307,9 @@ def batch(
 # Two predictors are left out: rounding may decide which groups, or which of a thousand entries, they select.
 @pytest.mark.parametrize("name", [name for name in MADE if name not in ("skip-groups", "eamc-full")])
 def test_forecast_of_several_sequences_equals_the_forecast_of_each_alone(name: str) -> None:
-    """Compares passes of changing sequences with each sequence alone.
+    """Compares the forecast for several sequences with the combined predictions for each sequence alone.
 
-    Only the sequences of the current pass are predicted.
+    The sequences change between passes, and only those in the current pass count.
     """
     random, comparison = rng(), Comparison(name)
     with simulated() as (store, context):
@@ -412,7 +422,10 @@ LINK = {"link_bytes_per_s": 1e9}  # bytes per second, so that reading an expert 
 
 
 def run(store: Store, context: StoreContext, n: int, compute_ns: int = 20_000) -> None:
-    """Routes 6 * n tokens, in a pool that does not hold all experts. Each group of six tokens uses the same experts."""
+    """Routes 6 * n tokens. Each six tokens in succession use the same random experts.
+
+    The simulated clock advances by `compute_ns` after each layer.
+    """
     random = rng()
     for _ in range(n):
         ids = [choice(random, 1) for _ in SHAPE.layers]
@@ -425,7 +438,10 @@ def run(store: Store, context: StoreContext, n: int, compute_ns: int = 20_000) -
 
 
 def prefetched(forecast: NativeForecast, compute_ns: int = 20_000) -> dict[str, int]:
-    """Returns the counters of a pool that predicts by the previous token."""
+    """Routes 300 tokens in a simulated store of 12 slots with the previous-token predictor.
+
+    Returns the store's counters.
+    """
     with simulated(12, fill=False, **LINK) as (store, context):
         store.set_predictor(native(previous_token(SHAPE)), forecast)
         run(store, context, 50, compute_ns)
@@ -450,9 +466,9 @@ def test_predicted_experts_are_prefetched_up_to_the_limit_and_reduce_stall() -> 
 
 
 def test_likely_expert_is_prefetched_although_its_score_is_lowest() -> None:
-    """The likely expert has the lowest next-use score of all.
+    """The predicted experts of token 1 were never used, and all slots hold experts that were used often.
 
-    It is prefetched nevertheless, because a miss would evict another expert for it, too.
+    A prefetch starts nevertheless, because a miss would also evict one of these experts.
     """
     often, rarely = [[0, 1, 2]], [[3, 4, 5]]
     table = always(*often, *rarely)
@@ -471,7 +487,7 @@ def test_likely_expert_is_prefetched_although_its_score_is_lowest() -> None:
 
 
 def test_late_prefetches_are_counted_apart_from_useful_ones() -> None:
-    """Uses a link on which an expert takes two thirds of a layer's time, and a link on which it takes three layers."""
+    """Uses layers of 5 us and layers of 1 us. An expert is read in 3 us."""
     forecast = NativeForecast(window=1, most_prefetches=100, waste_weight=0.0)
     found = {}
     for compute_ns in (5000, 1000):
@@ -488,7 +504,10 @@ def test_late_prefetches_are_counted_apart_from_useful_ones() -> None:
 
 
 def test_by_proximity_prefetches_the_most_probable_expert_of_near_layers_first() -> None:
-    """Uses a token with twelve likely experts in each layer. Only in the second layer, three experts are certain."""
+    """Uses a token that was counted with twelve experts in every layer but the second.
+
+    There, it always used three experts.
+    """
     counted = np.zeros((1, N, SHAPE.n_expert), np.uint16)
     counted[0][:, :12] = 5
     counted[0][1] = [20] * SHAPE.n_expert_used + [0] * (SHAPE.n_expert - SHAPE.n_expert_used)
@@ -504,13 +523,16 @@ def test_by_proximity_prefetches_the_most_probable_expert_of_near_layers_first()
 
 def test_prefetching_stops_if_waste_is_costly_or_the_link_is_busy() -> None:
     found = prefetched(NativeForecast(window=N, most_prefetches=100, waste_weight=50.0))
-    # No prefetch starts after the store has learned how often the predictor is wrong.
+    # Few prefetches start, because the store learns how often the predictor is wrong.
     assert found["prefetch_started"] < 50
     assert prefetched(NativeForecast(window=N, most_prefetches=100), compute_ns=0)["prefetch_started"] == 0
 
 
 def test_calibration_of_a_predictor_survives_a_pause_but_not_a_replacement() -> None:
-    """Uses tables that are always wrong. The pause removes the predictor, as the watchdog does between two trials."""
+    """Uses two predictors that are always wrong.
+
+    The pause sets no predictor, as the watchdog does between two trials.
+    """
     matrix = np.zeros((N - 1, SHAPE.n_expert, SHAPE.n_expert), np.float32)
     matrix[..., :3] = 1 / 3
     wrong, other = always([0, 1, 2]), affinity(matrix)
@@ -537,7 +559,10 @@ def test_calibration_of_a_predictor_survives_a_pause_but_not_a_replacement() -> 
 
 @pytest.mark.parametrize("pause", ["none", "idle", "prompt"])
 def test_pauses_and_prompts_do_not_count_as_time_to_prefetch(pause: str) -> None:
-    """Uses a link that moves a tenth of an expert in the time of a layer, and a predictor that is often wrong."""
+    """A link moves a tenth of an expert while a layer computes.
+
+    The experts of tokens change after every three tokens.
+    """
     random, forecast = rng(), NativeForecast(window=1, most_prefetches=100, waste_weight=0.5)
     with simulated(12, fill=False, sweep=False, link_bytes_per_s=1e8) as (store, context):
         store.set_predictor(native(previous_token(SHAPE)), forecast)
@@ -596,7 +621,7 @@ def test_store_threads_inherit_the_scheduling_policy_of_the_process(fake: FakeMo
     finally:
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     fake.token(store, context, [3, 4])
-    # The new threads are readers, the thread of the predictor, and an idle OpenMP team.
+    # The new threads include a reader and the predictor's thread.
     new = threads() - before
     assert len(threads()) > n_without
     assert {os.sched_getscheduler(thread) for thread in new} == {os.SCHED_BATCH}
@@ -670,7 +695,7 @@ def test_slots_hold_the_files_bytes_while_predictors_prefetch_and_change(fake: F
             ids = random.permutation(8)[:2].tolist()
             for il in range(4):
                 fake.check(store, il, ids, context.acquire(il, [ids]))
-                time.sleep(0.0001)  # gives the link time for prefetches
+                time.sleep(0.0001)  # leaves the readers time for prefetches
         stop.set()
         for done in beside:
             done.result()
@@ -680,7 +705,7 @@ def test_slots_hold_the_files_bytes_while_predictors_prefetch_and_change(fake: F
 
 
 def test_lockstep_predictor_predicts_before_the_next_event(fake: FakeModel, open_store: Open) -> None:
-    """The thread predicts before the next event continues. Every run has therefore the same forecast at this point."""
+    """Each routing event waits for all earlier predictions (lockstep), so every run makes the same forecasts."""
     store, context = open_store(fake, 14, readers=1)
     store.set_predictor(native(previous_token(MoeShape.of(fake.layout))), NativeForecast(window=4, lockstep=True))
     for _ in range(50):

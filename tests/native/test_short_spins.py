@@ -1,7 +1,6 @@
-"""Tests that compute threads spin only briefly while experts can be absent.
+"""Tests the idle OpenMP team of stores with fewer slots than experts, and the variables that limit spinning.
 
-A store starts an idle OpenMP team for this purpose. OpenMP then has more threads than there are processors, and its
-threads spin only briefly.
+The idle team makes the compute threads spin only briefly before they sleep.
 """
 
 import os
@@ -20,10 +19,11 @@ SPINNING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
 def more_threads(fake: FakeModel, sizes: list[int], simulate: bool, expected: list[int]) -> list[int] | None:
-    """Counts the threads that the process has gained, without readers, after each of several steps.
+    """Counts the threads that the process has gained after each of several steps, without the stores' readers.
 
-    The steps open a store of each size, resize the last store to 8 slots, and close all stores. Threads begin and end
-    a little later, so each count waits for its number in `expected`. Returns None in a build without OpenMP.
+    The steps open a store of each size, resize the last store to 8 slots, and close all stores. Threads begin and end a
+    little later, so each count waits up to 20 s for its number in `expected`. Returns None in a build without GNU
+    OpenMP.
     """
     library.load()
     if "libgomp" not in Path("/proc/self/maps").read_text():
@@ -65,7 +65,10 @@ def test_store_that_can_miss_starts_an_idle_openmp_team(
 
 
 def spinning(given: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Sets `given`. Returns the variables that OpenMP reads while it is loaded, and the variables left afterwards."""
+    """Sets the environment variables `given`, and enters and leaves the block in which OpenMP is loaded.
+
+    Returns the spin variables that are set inside the block, and those that are set after it.
+    """
     os.environ |= given
     with library._short_spins():
         loaded = {name: os.environ[name] for name in SPINNING if name in os.environ}

@@ -1,7 +1,7 @@
 """Tests replays of traces.
 
-Every policy runs and stays below Belady, and a failing policy raises an error. Synthetic routing has the published hit
-rates.
+No policy's hit rate exceeds Belady's, and a failing policy raises an error. The hit rates of synthetic routing are
+within three points of the published ones.
 """
 
 from collections.abc import Callable
@@ -65,7 +65,7 @@ def test_policy_without_scores_equals_lru() -> None:
 
 
 class Answers:
-    """A policy that always returns one answer, or raises it."""
+    """A policy whose `scores` returns `answer`, or raises `answer` if it is an exception."""
 
     name: ClassVar[str] = "answers"
 
@@ -98,7 +98,7 @@ def test_simulated_time_is_compute_plus_stall() -> None:
 
 
 class Oracle(Predictor):
-    """Knows the experts of the next layer of a decode pass."""
+    """Predicts the experts that the last token of the current pass uses, for the next layer."""
 
     name: ClassVar[str] = "oracle"
 
@@ -142,7 +142,8 @@ def test_fitted_cuts_passes_to_the_slots_and_layout_of_keeps_the_shape() -> None
     assert cut.n_tokens == TRACE.n_tokens
     assert cut.pass_first_token[:3].tolist() == [0, 2, 4]
     assert fitted(TRACE, 16) is TRACE
-    device = DeviceSlots("CUDA0", 16, SMALL.layers)  # kernels of a CUDA card are exact for passes of up to 4 tokens
+    # Passes of up to 4 tokens with slots on CUDA have the bits of a resident model.
+    device = DeviceSlots("CUDA0", 16, SMALL.layers)
     assert np.diff(Simulation(TRACE, LRU, NoPrediction(SMALL), [device]).trace.pass_start).max() == 4
     shape = MoeShape(4, 8, 2, (1, 3), 32, 64, expert_bytes=1001)
     assert MoeShape.of(layout_of(shape)) == shape

@@ -1,6 +1,6 @@
 """Tests the modelled link: its counters equal the counters of a store with files, and times are computed by hand.
 
-The link moves 1 byte per ns, so bytes are nanoseconds.
+A link of GB_S moves 1 byte per ns, so a number of bytes is also a number of ns.
 """
 
 import numpy as np
@@ -29,9 +29,9 @@ def test_simulated_counters_equal_the_counters_of_a_store_with_files(
     fake: FakeModel, open_store: Open, n_slots: tuple[int, ...], n_ram: int, staging: int, policies: tuple[str, str],
     of_first: bool,
 ) -> None:  # fmt: skip
-    """Compares stores with files to stores on the modelled link, with one or two tiers and devices.
+    """Compares a store that reads files with a store on the modelled link, on one or two devices.
 
-    RAM below the first device and staging tensors are optional.
+    Slots in RAM below the first device, and staging tensors, are optional.
     """
     found = []
     for options in ({}, MODELLED):
@@ -53,7 +53,7 @@ def test_simulated_counters_equal_the_counters_of_a_store_with_files(
         store.drain(10)
         if Tier.RAM in store.tiers:
             check_tiers(store)
-        # The number of bytes that arrive early depends on time if prompts are staged.
+        # The number of bytes that are prefetched depends on time if prompts are staged.
         names = FIGURES[:5] if staging else FIGURES
         of_tiers = [{name: of[name] for name in names} for of in figures(store)]
         found.append((of_tiers, [store.residency(tier).tolist() for tier in store.tiers], store.counters()["reads"]))

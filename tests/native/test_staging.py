@@ -1,6 +1,6 @@
-"""Tests prompts on a device. A staging tensor has all experts of a layer, in the order of their own ids.
+"""Tests staging tensors, with which a device computes prompts.
 
-The slots keep their experts.
+A staging tensor has a place for every expert of a layer.
 """
 
 from pathlib import Path
@@ -20,19 +20,22 @@ IDS = np.arange(24).reshape(12, 2) * 3 % 8  # ids of 12 tokens: every expert occ
 
 
 def routed(rng: np.random.Generator, n_tokens: int, n_expert: int = 8, n_used: int = 2) -> Any:
-    """Returns expert ids (n_tokens, n_used). Some experts occur far more often than others."""
+    """Returns random expert ids (n_tokens, n_used). An expert with a low id is more probable."""
     share = 1.0 / np.arange(1, n_expert + 1)
     return np.array([rng.choice(n_expert, n_used, False, share / share.sum()) for _ in range(n_tokens)])
 
 
 def check_staged(fake: FakeModel, store: Store, il: int, ids: Any, slot_ids: Any) -> None:
-    """Asserts that the ids are the router's, and that the layer's tensor has the file's bytes at these ids."""
+    """Asserts that the slot ids are the router's expert ids, and that the staging tensor has the file's bytes there."""
     assert np.array_equal(ids, slot_ids)
     fake.check(store, il, ids, slot_ids)
 
 
 def events(fake: FakeModel, store: Store, context: StoreContext, n_passes: int, seed: int = 0) -> int:
-    """Makes passes of prompts and of one token, and checks their bytes. Returns the number of staged look-ups."""
+    """Runs random passes, and checks the experts' bytes. At least every second pass has a single token.
+
+    Returns the number of staged look-ups: the distinct experts of each layer in passes of several tokens.
+    """
     rng, staged = np.random.default_rng(seed), 0
     for n in range(n_passes):
         n_tokens = int(rng.choice(N_TOKENS)) if n % 2 else 1
@@ -49,7 +52,10 @@ def events(fake: FakeModel, store: Store, context: StoreContext, n_passes: int, 
 
 
 def check_figures(store: Store, staged: int) -> None:
-    """Waits until nothing is on its way. Asserts that the figures of all tiers agree."""
+    """Waits until no transfer is queued or running. Asserts that the counters of all tiers are consistent.
+
+    `staged` is the expected number of look-ups in staging tensors.
+    """
     store.drain(10)
     check_tiers(store)
     figures = store.staging()
@@ -79,8 +85,10 @@ def test_staged_prompt_fills_slots_only_in_its_last_pass(fake: FakeModel, open_s
 
 @pytest.mark.parametrize("n_layer", [4, 5])
 def test_staging_copies_the_next_layer_while_a_layer_computes(tmp_path: Path, open_store: Open, n_layer: int) -> None:
-    """Uses the modelled clock. A prompt's copies take as long as its layers, and only the first layer waits. The last
-    of five layers is left out, as in a pass without logits.
+    """Uses the modelled clock, on which copying a layer's experts takes 1 us less than computing the layer.
+
+    A layer's experts are copied while earlier layers compute. The last of five layers is not computed, as in a pass
+    without logits.
     """
     fake = make_model(tmp_path, n_layer=n_layer)
     options = {"simulate": True, "link_bytes_per_s": 1e12, "copy_bytes_per_s": 1e9, "fill": False}
@@ -105,7 +113,7 @@ def test_staging_rejects_impossible_numbers_of_tensors_and_a_resize(fake: FakeMo
     store, _ = open_store(fake, 8, n_ram_slots=8, staging=2)
     with pytest.raises(OptionError, match="keep the size"):
         store.resize(4, abi.STAGING_TIER)
-    store, _ = open_store(fake, 8, staging=2)  # nothing to stage from
+    store, _ = open_store(fake, 8, staging=2)  # staging needs slots in RAM, and there are none
     assert store.staging() == {}
 
 

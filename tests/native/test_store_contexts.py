@@ -59,7 +59,10 @@ def test_cancel_ends_an_event_that_waits_for_a_slot(fake: FakeModel, open_store:
 
 
 def in_child(body: Callable[[], bool]) -> None:
-    """Runs body in a forked child. Fails unless body returns True there in time."""
+    """Runs `body` in a forked child process.
+
+    Fails unless `body` returns a true value within CHILD_TIMEOUT_S seconds.
+    """
     pid = os.fork()
     if pid == 0:
         try:
@@ -78,7 +81,7 @@ def refused(call: Callable[[], object]) -> bool:
 
 
 def test_forked_child_gets_errors_and_never_hangs(fake: FakeModel, open_store: Open) -> None:
-    """Forks repeatedly while readers and another thread sometimes hold the store's lock."""
+    """Forks 25 times while readers and a second thread use the store, so that its lock may be held at a fork."""
     store, context = open_store(fake, 6)
     over = threading.Event()
 

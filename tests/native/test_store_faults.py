@@ -1,6 +1,7 @@
-"""Makes every operation of the store fail, once and permanently.
+"""Tests operations of the store that fail, each once and permanently (TYPED), and files that change while a store is
+open.
 
-The store then returns equal bytes or raises a typed error, and never hangs.
+A routing event then has the file's bytes or raises a typed error.
 """
 
 import errno
@@ -27,7 +28,7 @@ TYPED = {
 
 
 def n_files() -> int:
-    """Counts open files, after garbage of earlier tests is collected."""
+    """Counts this process's open file descriptors after a garbage collection, which closes files of earlier tests."""
     gc.collect()
     return len(os.listdir("/proc/self/fd"))
 
@@ -41,9 +42,10 @@ def n_seen(kind: str) -> int:
 
 
 def story(fake: FakeModel, options: StoreOptions, kind: str) -> tuple[MoeggufError | None, int]:
-    """Opens a store and routes six events. Returns the error or None, and the number of operations of `kind`.
+    """Opens a store of 5 slots, and routes up to six events until one fails. `kind` is the armed kind of fault.
 
-    Asserts that later events have the right bytes once the fault is disarmed.
+    Returns the error (None: nothing failed), and the number of operations of `kind`. If the store has opened, disarms
+    the fault and asserts that later events have the file's bytes.
     """
     try:
         store = Store(fake.layout, 5, options)
@@ -132,14 +134,20 @@ def overwrite(path: Path) -> None:
 
 
 def overwrite_and_hide(path: Path) -> None:
-    """Overwrites a file and restores its access and modification times. Only the change time shows the write."""
+    """Overwrites a file with zeros and restores its access and modification times.
+
+    Only the change time shows the write.
+    """
     before = path.stat()
     overwrite(path)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def hidden_and(change: Callable[[Path], object]) -> Callable[[Path], None]:
-    """Returns a function that overwrites a file, hides it, and also makes a change that sets the change time."""
+    """Returns a function that overwrites a file, restores its times, and then calls `change`.
+
+    `change` itself sets the file's change time, so the change time is no proof of the write.
+    """
 
     def overwrite_and_change(path: Path) -> None:
         overwrite_and_hide(path)
@@ -201,7 +209,7 @@ def test_chmod_does_not_hide_a_later_write(fake: FakeModel, open_store: Open) ->
     fake.token(store, context, [6, 7])
     before = path.stat()
     with path.open("r+b") as file:
-        file.write(b"x")  # the store compares only samples of the file's bytes, and this byte is in no sample
+        file.write(b"x")  # the store compares only samples of the file's bytes, and no sample has this byte
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(ExpertIOError, match="was written to after the model was loaded"):
         context.acquire(0, [0, 1])

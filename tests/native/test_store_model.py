@@ -1,15 +1,15 @@
-"""The store against a model of it: random calls in random order, on small files and on the modelled link.
+"""Compares the store with a model of it, under random calls, on small files and on the modelled link.
 
-An exact run has no partial failure and no fetching ahead, and every expert arrives before the next call. The store
-then holds the same experts as `reference_store.py`, slot for slot. In every run:
+In an exact run, one device has fewer slots than experts, `sweep` and `fill` are off, and all reads end before the next
+call. The store must then hold the same experts as `reference_store.py`, slot for slot. In every run:
 
-- slots that are handed out hold the file's bytes until they are given back;
+- slots of the last event keep its experts until the next event or the pass's end, unless streaming reuses slots;
 - no tier uses more slots than it has;
-- the number of look-ups is the number of hits and misses;
-- a call fails only by a typed error that the test has caused;
-- no read or copy is left unfinished.
+- the number of look-ups is the sum of hits and misses;
+- a call fails only with a typed error that the test provokes or expects;
+- no expert is still being read after the last call and a drain.
 
-MOEGGUF_STORE_EXAMPLES sets a number of random sequences to run instead of the few fixed ones.
+MOEGGUF_STORE_EXAMPLES=N runs N random sequences of calls instead of the 120 fixed ones.
 """
 
 import math
@@ -46,25 +46,27 @@ from moegguf.testing.library import arm_fault
 EXAMPLES = int(os.environ.get("MOEGGUF_STORE_EXAMPLES", "0"))
 Ids = npt.NDArray[np.int32]
 
-# Numbers of layers and experts are taken modulo the model's numbers. A share selects a part of a range of slots.
+# Drawn layers and experts are taken modulo the model's numbers of layers and experts. A share becomes a number of
+# slots.
 layers, seeds = st.integers(0, 5), st.integers(0, 1 << 16)
 experts = st.tuples(layers, st.integers(0, 8))
 shares = st.floats(0, 1)
 
 
 def prompt(layout: ExpertLayout) -> Ids:
-    """Returns the ids of 12 tokens that together use every expert of a layer."""
+    """Returns the expert ids of 12 tokens. They use every expert of a layer; with 5 experts, only expert 0."""
     n_used = layout.n_expert_used
     return (np.arange(12 * n_used).reshape(12, n_used) * 5 % layout.n_expert).astype(np.int32)
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """One store, and random calls on it.
+    """Makes random calls to a store.
 
-    In an exact run, each call is repeated on the reference store, which must fill the same slots.
+    In an exact run, each call is repeated on the reference store, which must then have the same experts in the same
+    slots.
     """
 
-    # Models, each with the bytes of a prompt's product while every expert is resident.
+    # Each model, and the bytes of a prompt's product that was computed with every expert in a slot.
     models: Sequence[tuple[FakeModel, bytes]]
 
     @initialize(
@@ -109,7 +111,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.model = ReferenceStore(MoeShape.of(self.layout), self.slots[0]) if self.exact else MagicMock()
         self.product: Product | None = None
         self.context = self.store.context
-        self.held: tuple[int, Ids, Ids] | None = None  # layer and ids of the last event, and their slots
+        self.held: tuple[int, Ids, Ids] | None = None  # layer, ids and slots of the last event; None: not checked
         self.failed: type[MoeggufError] | None = None
 
     def n_of(self, share: float, n_layers: int) -> int:
@@ -128,13 +130,19 @@ class StoreMachine(RuleBasedStateMachine):
     # Routing events.
 
     def end_pass(self) -> None:
-        """Ends a pass as an engine does, and checks whether it has failed."""
+        """Ends the pass by taking its failure, as an engine does.
+
+        Asserts that the store has a failure exactly if a call of the pass has raised an error.
+        """
         failed, self.held, self.failed = self.failed, None, None
         assert (self.context.take_failure() is None) == (failed is None)
         self.model.end_pass()
 
     def acquire(self, il: int, ids: Ids) -> Ids:
-        """Makes an event of a pass that has not failed, and keeps its slots. Raises the error of the store."""
+        """Routes an event in a pass that has not failed. Raises the error of the store.
+
+        Keeps the event's slots in `held` for later checks.
+        """
         self.held = None
         try:
             slots = self.context.acquire(il, ids)
@@ -143,11 +151,11 @@ class StoreMachine(RuleBasedStateMachine):
             raise
         fits = np.unique(ids).size <= self.usable_for(il) and not self.store.options.stream
         if fits or len(ids) == 1 or self.n_ram or not self.simulate:
-            self.held = (il, ids, slots)  # not if a streamed event has reused some of its slots for its other experts
+            self.held = (il, ids, slots)  # stays None if streaming may have reused this event's slots
         return slots
 
     def route(self, seed: int, il: int, n_tokens: int) -> Ids:
-        """Returns expert ids that fit into the slots.
+        """Returns random expert ids (n_tokens, n_used). They name no more experts than layer `il` has usable slots.
 
         Some experts are chosen more often than others, so that they stay in slots.
         """
@@ -166,7 +174,7 @@ class StoreMachine(RuleBasedStateMachine):
         ahead=st.booleans(),
     )  # fmt: skip
     def passes(self, seed: int, n_passes: int, n_tokens: int, ahead: bool) -> None:
-        """Makes whole passes with prefetches between their layers."""
+        """Runs whole passes. With `ahead`, requests a prefetch after each layer."""
         for pass_ in range(n_passes):
             for row, layer in enumerate(self.layout.layers):
                 self.do_event(layer.il, seed + 100 * pass_ + layer.il, n_tokens)
@@ -202,7 +210,10 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: not (self.exact or self.simulate or self.n_ram) and len(self.slots) == 1)
     @rule()
     def product_of_a_prompt(self) -> None:
-        """Multiplies with ggml's own kernels, which use one pool. Experts that do not fit are streamed."""
+        """Multiplies a prompt with ggml's kernels, which read one pool, and checks the bytes of the product.
+
+        Experts without a slot are streamed.
+        """
         self.end_pass()
         self.product = self.product or Product(self.store, self.context, self.fake, prompt(self.layout))
         self.product.set_ids(prompt(self.layout))
@@ -232,7 +243,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.context.announce(0, 0, range(n_tokens))
         self.model.il = 1 << 30
 
-    # Other calls of the store.
+    # Calls other than routing events.
 
     @rule(of=experts)
     def prefetch(self, of: tuple[int, int]) -> None:
@@ -302,7 +313,10 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(il=layers, seed=seeds)
     def cancelled_event(self, il: int, seed: int) -> None:
-        """Cancels an event. The experts that it needs are read nevertheless."""
+        """Routes an event while the store is cancelled.
+
+        The event fails, but the experts that it needs are read nevertheless.
+        """
         il, _ = self.expert((il, 0))
         ids = self.route(seed, il, 1)
         self.end_pass()
@@ -380,7 +394,7 @@ class StoreMachine(RuleBasedStateMachine):
         ]:
             assert of["lookups"] == of["hits_ready"] + of["hits_late"] + of["misses"]
             n_coming = int((self.store.residency(tier) == 1).sum())
-            # A tier that has shrunk keeps slots that are in use until they are unpinned.
+            # A tier that was shrunk may use more slots than are usable while experts are pinned or still being read.
             over = of["slots_pinned"] + n_coming
             assert of["slots_used"] <= of["n_slots_usable"] + over and of["slots_used"] <= of["n_slots"]
         counters = self.store.counters()
@@ -402,9 +416,13 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.close()
 
     def check_all_that_is_there(self) -> None:
-        """Asserts that no expert is still being read, and that every resident expert has the bytes of the file."""
+        """Asserts that no expert is still being read and no slot is pinned.
+
+        Also asserts that every resident expert is a hit. With files, its slot must have the file's bytes.
+        """
         self.end_pass()
-        self.context.acquire(self.layout.layers[0].il, [[0]])  # a pool that has to shrink has done so after this event
+        # A pool whose shrinking was postponed has shrunk after this event.
+        self.context.acquire(self.layout.layers[0].il, [[0]])
         self.end_pass()
         self.store.drain(10)
         check_counters(self.store.counters(), sum(self.slots))

@@ -1,4 +1,4 @@
-"""Eviction policies of the store. Victims are computed by hand, or are equal to the victims of the Python policy."""
+"""Tests the store's eviction policies. Victims are computed by hand, or compared with a policy in Python."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ from moegguf.native.events import Float32s
 from moegguf.native.store import Store, StoreOptions, Tier
 from moegguf.trace.simulate import layout_of
 
-# The values of the policy: the weight of a layer's distance, and the half-life of the averages in tokens.
+# Arguments of set_policy. The values are the weight of a layer's distance, and the averages' half-life in tokens.
 HALVING = "next-use", Tier.COMPUTE, (1.0, 1.0)
 # Routed (layer, expert) pairs; the averages are then 0.75 for (0, 0), 0.625 for (1, 0) and 0.25 for (1, 1)
 STORY = [(0, 0), (1, 0), (0, 0), (1, 1), (1, 0)]
@@ -24,7 +24,7 @@ STORY = [(0, 0), (1, 0), (0, 0), (1, 1), (1, 0)]
 
 @pytest.fixture
 def two(tmp_path: Path) -> FakeModel:
-    """A model of two layers with 8 experts. A token uses one expert of each layer."""
+    """Returns a model of two layers with 8 experts each. A token uses one expert of each layer."""
     return make_model(tmp_path, n_layer=2, n_used=1)
 
 
@@ -33,9 +33,9 @@ Told = Callable[..., tuple[Store, Callable[..., None]]]
 
 @pytest.fixture
 def told(two: FakeModel, open_store: Open) -> Told:
-    """Returns `told()`, which returns a store and a function that routes one more event.
+    """Returns a function that opens a store with 3 slots and routes the events of STORY.
 
-    The store has 3 slots, and has routed the events of STORY.
+    The function returns the store, and a second function, which routes one more event.
     """
 
     def tell() -> tuple[Store, Callable[..., None]]:
@@ -103,7 +103,10 @@ def test_set_policy_rejects_bad_names_and_values_and_keeps_the_policy(
 def test_next_use_evicts_the_same_victims_as_rates_learned_in_python(
     tmp_path: Path, open_store: Open, n_slots: int
 ) -> None:
-    """Routes passes with some prompts of three tokens. Tokens often repeat the experts of earlier tokens."""
+    """Routes 120 passes: three prompts of three tokens, and single tokens.
+
+    The first token of a pass takes its experts from a repeating pattern with a probability of 0.8.
+    """
     fake = make_model(tmp_path, n_layer=3)
     shape, rng = MoeShape.of(fake.layout), np.random.default_rng(n_slots)
     rates_of, first_weights = LearnedRates(shape), LearnedRates(shape).weights
@@ -130,7 +133,8 @@ def test_next_use_evicts_the_same_victims_as_rates_learned_in_python(
             scores[list(shape.layers)] = (
                 1 - 1 / rates_of.table[list(shape.layers)] - np.float32(4 / n_row) * ahead[:, np.newaxis]
             )
-    assert (np.abs(rates_of.weights - first_weights) > first_weights).any()  # the weights were changed by learning
+    # Learning has changed some weight by more than its first value.
+    assert (np.abs(rates_of.weights - first_weights) > first_weights).any()
     assert native.counters()["evictions"] == scored.counters()["evictions"] > 50
 
 
@@ -151,7 +155,7 @@ def test_next_use_assigns_slots_after_any_forecast_values(told: Told, value: flo
         # One slot is protected: expert 1 replaces expert 0 there, and expert 0 is then evicted before expert 2.
         ([0, 0, 1, 1, 2, 3], 0.3, {1, 2, 3}),
         ([0, 0, 1, 1, 2, 3], 0.7, {0, 1, 3}),
-        ([0, 0, 1, 1, 2, 3, 0, 4, 5], 0.3, {1, 4, 5}),  # expert 0 is evicted, returns, and is not protected at first
+        ([0, 0, 1, 1, 2, 3, 0, 4, 5], 0.3, {1, 4, 5}),  # expert 0 is evicted, returns unprotected, and is evicted again
     ],
 )
 def test_slru_protects_experts_that_are_used_again(
@@ -165,12 +169,13 @@ def test_slru_protects_experts_that_are_used_again(
     assert there(store) == {(0, expert) for expert in left}
 
 
-PAPER = MoeShape(n_layer=4, n_expert=4, n_expert_used=2, layers=(0, 1, 2, 3))  # the example of section 3.2.1
+# The example in section 3.2.1 of ExpertFlow.
+PAPER = MoeShape(n_layer=4, n_expert=4, n_expert_used=2, layers=(0, 1, 2, 3))
 Expert = tuple[int, int]
 
 
 class Pool:
-    """A simulated store that evicts by the policy, with the calls of a controller."""
+    """A simulated store with the policy "locality", and short forms of the calls that a controller makes."""
 
     def __init__(self, n_slots: int) -> None:
         self.store = Store(
@@ -186,7 +191,10 @@ class Pool:
         return before - self.there()
 
     def predict(self, **layers: Sequence[int]) -> None:
-        """Sets a forecast. l1=(0, 2): experts 0 and 2 of layer 1."""
+        """Sets a forecast with probability 1 for some experts.
+
+        The keyword l1=(0, 2) names experts 0 and 2 of layer 1.
+        """
         statuses = np.zeros(PAPER.table, np.float32)
         for name, experts in layers.items():
             statuses[int(name[1:]), list(experts)] = 1
@@ -212,7 +220,10 @@ def pool() -> Iterator[Pool]:
 
 
 def foretell(pool: Pool) -> None:
-    """Predicts and prefetches experts 0 and 1 of layers 1 to 3. Afterwards the pool is full."""
+    """Routes layer 0 to experts 0 and 1, and predicts and prefetches these experts of layers 1 to 3.
+
+    The pool is then full.
+    """
     pool.route(0, 0, 1)
     pool.predict(l1=(0, 1), l2=(0, 1), l3=(0, 1))
     pool.prefetch((1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1))
@@ -276,16 +287,16 @@ def test_locality_without_forecasts_evicts_by_decayed_frequency(pool: Pool) -> N
         for il in range(4):
             pool.route(il, 0, 1)
     for il in range(4):
-        pool.route(il, 2, 3)  # experts 2 and 3 are used once each
+        pool.route(il, 2, 3)  # experts 2 and 3 of each layer are used once
     for il in range(4):
         pool.route(il, 0, 1)
     assert pool.there() == {(il, expert) for il in range(4) for expert in (0, 1)}
 
 
 def test_sparsity_reproduces_figure_6_of_moe_infinity() -> None:
-    """The predicted share of an expert decides until its layer is predicted again.
+    """An expert's predicted share of its layer decides until the layer is predicted again.
 
-    Without a prediction, the least recently used expert is evicted.
+    In prompts, and before the first prediction, the least recently used expert is evicted.
     """
     shape = MoeShape(n_layer=3, n_expert=3, n_expert_used=1, layers=(0, 1, 2))
     store = Store(layout_of(shape), 3, StoreOptions(repack=False, fill=False, simulate=True, sweep=False))

@@ -1,5 +1,7 @@
-"""Two tiers and several devices. Layers compute with the slots of the upper tier, which are filled from slots in RAM.
-Each device has slots for its own layers, and all devices are filled from the same slots in RAM.
+"""Tests stores with two tiers, and stores with several devices.
+
+A layer computes with slots of its device. The slots of all devices are filled from the same slots in RAM, if there are
+any.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +21,10 @@ EVENT = tuple[int, list[int]]
 
 
 def skewed(n_events: int, seed: int = 0, n_layer: int = 4, n_expert: int = 8, n_used: int = 2) -> list[EVENT]:
-    """Returns routing events, layer by layer. Some experts are chosen far more often than others."""
+    """Returns random routing events of one token each, as (layer, expert ids), layer by layer.
+
+    Some experts are chosen far more often than others.
+    """
     rng = np.random.default_rng(seed)
     weights = 1.0 / np.arange(1, n_expert + 1)
     share = weights / weights.sum()
@@ -30,7 +35,7 @@ def skewed(n_events: int, seed: int = 0, n_layer: int = 4, n_expert: int = 8, n_
 
 
 def check_tiers(store: Store) -> None:
-    """Asserts that the counters of two tiers agree. No transfer may be running."""
+    """Asserts that the counters of the upper tier and of the tier in RAM are consistent. The store must be drained."""
     upper, lower = store.tier(), store.tier(Tier.RAM)
     counters = store.counters()
     assert lower["lookups"] == lower["hits_ready"] + lower["hits_late"] + lower["misses"]
@@ -58,7 +63,7 @@ def test_expert_evicted_from_the_device_counts_as_used_in_ram(tmp_path: Path, op
 
 def test_ram_evicts_experts_that_stay_on_the_device_first(fake: FakeModel, open_store: Open) -> None:
     store, context = open_store(fake, 8, n_ram_slots=8)
-    for n in range(60):  # experts 0 and 1 of layers 0 to 2 stay on the device; the experts of layer 3 change
+    for n in range(60):  # experts 0 and 1 of layers 0 to 2 stay on the device; the second expert of layer 3 changes
         il = n % 4
         fake.acquire(store, context, il, [0, 1] if il < 3 else [0, 1 + n // 4 % 7])
     store.drain(10)
@@ -73,7 +78,8 @@ def test_simulated_clock_overlaps_file_reads_and_copies(fake: FakeModel, open_st
     store, context = open_store(
         fake, 8, n_ram_slots=32, fill=False, simulate=True, link_bytes_per_s=1e9, copy_bytes_per_s=4e9
     )
-    context.acquire(0, [0, 1])  # both experts are read from the file; while a matrix is read, the one before is copied
+    # Both experts are read from the file; while a matrix is read, the previous one is copied.
+    context.acquire(0, [0, 1])
     from_file_ns = store.counters()["sim_clock_ns"]
     assert 2 * n_bytes < from_file_ns < 2 * n_bytes * 1.25
     for il in range(1, 4):
@@ -100,7 +106,7 @@ def test_warm_fills_free_slots_in_the_given_order_and_evicts_nothing(
     assert store.counters()["bytes_missed"] == 0
     fake.acquire(store, context, 0, [3, 5])
     assert store.counters()["misses"] == 0
-    store.warm([0], [0])  # no slot is free, so this evicts nothing and reads nothing
+    store.warm([0], [0])  # 6 slots are full, so nothing is evicted or read; 32 slots have room for the expert
     store.drain(10)
     assert (store.residency()[0, 0] == 2) == (n_upper == 32)
 
@@ -141,8 +147,8 @@ def test_reassigned_slot_gets_no_copies_of_its_former_expert(tmp_path: Path, ope
         context.acquire(0, ids)
     store.prefetch([0], [4])
     store.advance(1)  # the first matrix of the prefetched expert is on its way
-    context.acquire(0, [0, 5])  # the reads for this event go before the other matrices of the prefetch
-    context.acquire(0, [0, 7])  # the slot of the prefetch is assigned to this event's expert
+    context.acquire(0, [0, 5])  # copies for this event precede the prefetch's other matrices
+    context.acquire(0, [0, 7])  # expert 7 gets the slot of the prefetched expert
     store.drain()
     assert 0 < store.tier()["bytes_prefetched"] < fake.expert_bytes / 2
 
@@ -158,7 +164,7 @@ def two(n_slots: Sequence[int]) -> list[DeviceSlots]:
 
 
 def figures(store: Store) -> list[dict[str, int]]:
-    """Returns the counters of each device, of all devices, and of the tier below."""
+    """Returns the counters FIGURES of each device, of all devices together, and of the tier in RAM if there is one."""
     found = [store.device(index) for index in range(len(store.devices))] + [store.tier(tier) for tier in store.tiers]
     return [{name: of[name] for name in FIGURES} for of in found]
 

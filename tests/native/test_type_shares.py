@@ -1,7 +1,4 @@
-"""Tests the types of tensors in widely used files.
-
-The types are chosen by the pinned quantiser, or counted from published headers.
-"""
+"""Tests tools/type_shares.py, which counts the bytes of each tensor type in widely used GGUF files."""
 
 import math
 

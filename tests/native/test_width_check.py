@@ -1,4 +1,7 @@
-"""Tests that results of the CPU do not depend on the number of rows computed at once, and the tool that checks this."""
+"""Tests tools/width_check.py, and with it that CPU results do not depend on the number of rows computed together.
+
+Other tests compare the kernels' products with products in float64.
+"""
 
 import os
 import subprocess
@@ -17,13 +20,13 @@ from tools.width_check import Array, Case, Ggml, StateCase
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTHS = (1, 2, 3, 7, 8, 17)
-N_ROWS, N_IN, N_OUT = 17, 512, 40  # 40 columns are five groups of 8, and kernels compute two groups at once
-N_FLOATS = 37  # no multiple of 16: kernels compute 16 values of a float row at a time
+N_ROWS, N_IN, N_OUT = 17, 512, 40  # 40 columns are five groups of 8, and AVX-512 kernels compute two groups at once
+N_FLOATS = 37  # not a multiple of 16, the number of values of a float row that kernels compute at once
 INTERLEAVED = ("q4_0", "q4_K", "q5_K", "q6_K", "iq4_nl", "mxfp4")
 # Types that moegguf's kernels read in the layout of the file.
 PLAIN = ("q8_0", "q5_0", "q5_1", "q4_1", "q2_K", "q3_K", *GRIDS)
 FLOATS = ("f32", "f16", "bf16")
-# Types that take long to quantise. Their products use the code of iq3_s.
+# Types that take long to quantise. Tests that quantise weights leave them out or are marked as slow.
 SLOW = ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs")
 
 # A program that writes the bytes of `products` to stdout, with the kernels that MOEGGUF_KERNELS selects.
@@ -35,7 +38,7 @@ sys.stdout.buffer.write(products().tobytes())
 
 
 def products() -> Array:
-    """Computes products of x with weights of each type: [n_types, N_ROWS, N_OUT]."""
+    """Returns the products of random rows with weights of each supported type: [n_types, N_ROWS, N_OUT]."""
     ggml = GridBlocks()
     x = np.random.default_rng(0).standard_normal((N_ROWS, N_IN)).astype(np.float32)
     made = [width_check.product(ggml, ggml.types[name], x, N_OUT, ggml.interleaved) for name in INTERLEAVED]
@@ -45,7 +48,7 @@ def products() -> Array:
 
 
 def products_by(kernels: str) -> Array:
-    """Computes `products` in a process of its own with these kernels."""
+    """Returns `products()`, computed in another process with MOEGGUF_KERNELS=`kernels` (empty: the default kernels)."""
     environment = os.environ | {"MOEGGUF_KERNELS": kernels, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests/native'}"}
     command = [sys.executable, "-c", PRODUCTS]
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True)
@@ -107,9 +110,9 @@ def rounded(x: Array, n: int) -> Array:
 
 @pytest.mark.parametrize("name", PLAIN + INTERLEAVED)
 def test_plain_products_equal_float64_products_of_rounded_activations(name: str) -> None:
-    """Also compares a matrix of 11 columns, which fill no whole vector, with the first columns of a wider matrix.
+    """Also asserts that a matrix of 11 columns, which do not fill a vector, gives the first columns of a wider matrix.
 
-    Kernels compute a single row in another way than several rows.
+    Kernels compute a single row and several rows differently.
     """
     ggml = GridBlocks()
     x = np.random.default_rng(0).standard_normal((N_ROWS, N_IN)).astype(np.float32)
@@ -159,7 +162,7 @@ def test_interleaved_products_are_as_exact_as_plain_products(name: str) -> None:
 
 @pytest.mark.parametrize("is_slow", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_plain_products_differ_from_float64_only_by_rounded_activations(is_slow: bool) -> None:
-    """Computes one row with ggml's vec_dot, and all rows with tiles if llama.cpp has tiles for the type."""
+    """Multiplies weights of quantised types with one row and with 17 rows. `is_slow` selects the types in SLOW."""
     ggml = Ggml()
     x = np.random.default_rng(0).standard_normal((N_ROWS, N_IN)).astype(np.float32)
     quantised = [name for name in ggml.types if name.startswith(("q", "iq", "mxfp4")) and name not in ("q8_1", "q8_K")]
@@ -175,7 +178,7 @@ def test_plain_products_differ_from_float64_only_by_rounded_activations(is_slow:
 
 
 def weights(ggml: Ggml, ggml_type: int, n_in: int = N_IN, n_out: int = N_OUT) -> Array:
-    """Returns the weights that width_check.product uses, as float64 [n_out, n_in]."""
+    """Returns the quantised weights of width_check.product, converted to float64 [n_out, n_in]."""
     values = ggml.quantized(ggml_type, np.random.default_rng(1).standard_normal((n_out, n_in)))
     graph = ggml.graph()
     rows = graph.array(np.arange(n_out, dtype=np.int32))

@@ -1,4 +1,4 @@
-"""A hub on loopback for tests that fetch models. Only the fixtures import huggingface_hub, which is slow."""
+"""Fixtures for tests of models and downloads. Only the fixtures import huggingface_hub, which takes long to import."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """A hub for one test, which this process uses. Waits between tries are short."""
+    """A fake Hugging Face hub, which this process uses during one test.
+
+    Downloads wait only briefly before they retry.
+    """
     from fake_hub import hub_in_use
 
     from moegguf.models import hub as downloads
@@ -30,7 +33,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 
 @pytest.fixture
 def repo(hub: FakeHub) -> FakeHub:
-    """The hub of the fixture `hub`, which has the repository User/Repo-GGUF (see `pulling`)."""
+    """The hub of the fixture `hub`, which has the repository User/Repo-GGUF with the files of `pull_helpers.FILES`."""
     from pull_helpers import FILES
 
     hub.add("User/Repo-GGUF", dict(FILES))
@@ -39,7 +42,7 @@ def repo(hub: FakeHub) -> FakeHub:
 
 @pytest.fixture
 def catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Catalog:
-    """The catalog where all models and data are below this test's folder."""
+    """A catalog whose data folder, Hugging Face cache and Ollama store are in the test's folder."""
     from moegguf.models.catalog import Catalog
 
     for name, folder in (("MOEGGUF_HOME", "home"), ("HF_HOME", "hf"), ("OLLAMA_MODELS", "ollama")):
@@ -51,7 +54,7 @@ def catalog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Catalog:
 
 @pytest.fixture
 def any_file_is_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files with any contents count as models, for tests of names and downloads."""
+    """Makes the catalog and downloads accept files with any contents as models."""
     from moegguf.models import catalog
     from moegguf.models import hub as downloads
 

@@ -1,4 +1,4 @@
-"""Analysis of a recorded trace, without a model."""
+"""Tests studies of a recorded trace without its model: chosen names, samples, hit rates and scores."""
 
 import warnings
 from dataclasses import replace
@@ -79,10 +79,7 @@ def test_score_named_reports_and_scores_each_predictor_in_order(analysis: Study)
 
 
 def kinds(sizes: dict[str, list[int]]) -> Trace:
-    """Returns a trace of requests.
-
-    `sizes` has for each kind of text the numbers of decoded tokens, one for each request.
-    """
+    """Returns a random trace. `sizes` maps each kind of text to the numbers of decoded tokens of its requests."""
     labels = [kind for kind, lengths in sizes.items() for _ in lengths]
     wanted = [length for lengths in sizes.values() for length in lengths]
     whole = random_trace(n_sequences=len(wanted), n_prefill=2, n_decode=max(wanted))
@@ -93,7 +90,7 @@ def kinds(sizes: dict[str, list[int]]) -> Trace:
 
 def test_sample_sequences_takes_whole_requests_of_every_kind_in_turn() -> None:
     trace = kinds({"code": [5, 5, 5], "prose": [9], "chat": [2, 2]})
-    # One request of every kind: 5 + 9 + 2 = 16 tokens.
+    # One request of every kind has 5 + 9 + 2 = 16 decoded tokens.
     assert sample_sequences(trace, 1) == sample_sequences(trace, 16) == [0, 3, 4]
     assert sample_sequences(trace, 17) == [0, 3, 4, 1]
     assert sorted(sample_sequences(trace, 10**6)) == trace.sequences()

@@ -34,7 +34,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def artifacts(file: Path, tmp_path: Path) -> Artifacts:
-    """The artifacts of a model in a folder of its own."""
+    """The artifacts of a small model in the folder `models` of this test."""
     (tmp_path / "models").mkdir()
     os.link(file, tmp_path / "models" / "tiny.gguf")
     return Artifacts(read_layout(tmp_path / "models" / "tiny.gguf"))
@@ -131,10 +131,11 @@ def test_writable_folder_falls_back_to_the_users_folder(
     assert [path.name for path in models.iterdir()] == ["tiny.gguf"]
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != artifacts.model_folder and access(path, mode))
     assert artifacts.writable_folder() == artifacts.model_folder
-    # The model's folder exists after the first call, but is not writable.
+    # The model's artifact folder now exists, but is not writable.
     assert artifacts.writable_folder() == artifacts.user_folder
     monkeypatch.setattr(os, "access", access)
-    monkeypatch.setattr(moegguf, "__path__", [str(models)])  # nothing is ever written to the package
+    # The models folder now belongs to the package, to which nothing is written.
+    monkeypatch.setattr(moegguf, "__path__", [str(models)])
     assert artifacts.writable_folder() == artifacts.user_folder
 
 

@@ -1,4 +1,7 @@
-"""Tests a batch on disk: its lines of requests, and one answer to each after crashes, full disks and changed files."""
+"""Tests the files of a batch: the lines of its requests, and its journal.
+
+The journal keeps one answer to each request through full disks, and refuses answers to changed requests.
+"""
 
 import errno
 import json
@@ -30,7 +33,10 @@ def journal_of(tmp_path: Path, requests: Requests) -> AbstractContextManager[Jou
 async def answered(
     tmp_path: Path, lines: list[Any], endpoint: Any, n_parallel: int = 4, *, disk_bytes: int = 1 << 30
 ) -> list[Any]:
-    """Returns the objects in the finished file. The journal may take `disk_bytes`."""
+    """Answers `lines` as a batch, and returns the objects in the finished file.
+
+    The database may grow to `disk_bytes`.
+    """
     with requests_in(tmp_path / "requests", lines) as requests, journal_of(tmp_path, requests) as journal:
         journal.database.execute(f"PRAGMA max_page_count = {disk_bytes // 4096}")
         await answer_requests(requests, journal, endpoint, n_parallel, lambda entry: None)
@@ -123,7 +129,7 @@ async def test_full_disk_raises_storage_error_and_keeps_stored_answers(
     with requests_in(tmp_path / "requests", lines) as requests, journal_of(tmp_path, requests) as journal:
         kept = entries(b"".join(journal.lines()))
     assert 1 <= len(kept) < 10
-    with monkeypatch.context() as patch:  # the disk is full again after the last answer
+    with monkeypatch.context() as patch:  # the disk is full when the finished file is written
         patch.setattr(atomic_write, "locked_temporary", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
         with pytest.raises(StorageError, match="full"):
             await answered(tmp_path, lines, Endpoint())

@@ -1,4 +1,4 @@
-"""The database of batches: folders of older versions, kills at any moment, other processes, damaged databases."""
+"""Tests the database of batches: folders of older versions, kills at random moments, other processes, and damage."""
 
 import asyncio
 import os
@@ -44,7 +44,7 @@ def batches_in(folder: Path, endpoint: Endpoint) -> Batches:
 
 
 def old_folder(tmp_path: Path) -> Path:
-    """Returns a copy of the old folder with its original mode. git does not keep this mode."""
+    """Returns a copy of the older version's folder of batches, made in the test's folder."""
     return shutil.copytree(OLD / "batches", tmp_path / "batches")
 
 
@@ -206,7 +206,7 @@ asyncio.run(main())
 
 
 def test_kill_of_the_server_neither_loses_nor_repeats_an_answer(tmp_path: Path) -> None:
-    """Kills a server at random moments of many batches. Afterwards every batch has each answer once."""
+    """Starts a server N_KILLS times and kills it at a random moment. Afterwards, every batch has each answer once."""
     folder, dice = tmp_path / "batches", random.Random(1)
     command = [sys.executable, "-c", KILLED % N_REQUESTS, folder, tmp_path / "log"]
     acknowledged: set[str] = set()

@@ -1,4 +1,4 @@
-"""Batches of a server over a scripted endpoint: every status, a restart in each, cancels, full disks, limits."""
+"""Tests a server's batches with a scripted endpoint: statuses, restarts, cancelling, full disks and limits."""
 
 import asyncio
 import os
@@ -47,7 +47,10 @@ async def ended(found: Batches, batch: Batch) -> Batch:
 
 
 def left_in(found: Batches) -> list[Any]:
-    """Returns the rows of answers and the ids of deleted files that are still stored. Ended batches need neither."""
+    """Returns the answers in the database, and the ids of files in the folder that the database does not list.
+
+    The list is empty when all batches have ended.
+    """
     contents = {path.stem for path in (found.folder / "files").iterdir()}
     return found.files.database.execute("SELECT * FROM answer") + sorted(
         contents - {file.id for file in found.files.all()}
@@ -55,7 +58,7 @@ def left_in(found: Batches) -> list[Any]:
 
 
 def fill_disk(database: Database) -> int:
-    """Stops the database from growing. Returns its former limit."""
+    """Limits the database to its present number of pages, as a full disk would. Returns the former limit in pages."""
     ((most,),) = database.execute("PRAGMA max_page_count")
     ((n_pages,),) = database.execute("PRAGMA page_count")
     database.execute(f"PRAGMA max_page_count = {n_pages}")
@@ -70,7 +73,7 @@ async def test_batch_runs_from_creation_to_output_and_error_files(tmp_path: Path
         assert batch.status == "validating" and batch.expires_at == batch.created_at + 86400
         await until(lambda: batch.counts.done == 2)
         assert (batch.status, batch.total, batch.counts.failed, batch.model) == ("in_progress", 3, 1, "demo")
-        found.files.delete(input_id)  # the batch keeps its requests
+        found.files.delete(input_id)  # the running batch keeps the requests of the deleted file
         endpoint.released.set()
         assert (await ended(found, batch)).status == "completed"
         assert (batch.counts.completed, batch.counts.failed, batch.counts.output_tokens) == (2, 1, 6)
@@ -133,7 +136,10 @@ async def test_batch_expires_after_its_window_and_keeps_its_answers(tmp_path: Pa
 
 
 async def test_restarted_server_continues_batches_of_their_owner(tmp_path: Path) -> None:
-    """Restarts the server for another owner. The batches still belong to the first owner."""
+    """Restarts the server while "bob" is the current owner.
+
+    The batches continue, and still belong to "ann", who made them.
+    """
     lines = [request("a", "first"), *(request(f"h{i}", "hold") for i in range(3)), request("z", "last")]
     before, endpoint = Endpoint(), Endpoint()
     async with batches_in(tmp_path, before, n_parallel=2) as found:
@@ -199,7 +205,7 @@ async def test_storage_limit_counts_answers_of_a_running_batch(tmp_path: Path, m
         await until(lambda: batch.counts.completed == 2)
         taken = 60_000 - found.files.room()
         assert taken > sum(map(len, ask)) + 2 * 8000, "the requests, and two of the answers"
-    # A server that starts again reads the sizes from the database.
+    # The restarted server counts the bytes of the answers in the database again.
     async with batches_in(tmp_path, endpoint, max_bytes=60_000) as found:
         assert 60_000 - found.files.room() == taken
         found.cancel(found.get(batch.id))
@@ -300,7 +306,7 @@ async def test_deleted_file_counts_as_storage_while_used_by_a_batch(tmp_path: Pa
         found.files.delete(input_id)
         with pytest.raises(StorageError, match="MOEGGUF_STORAGE_LIMIT"):
             stored(found, [b"y" * 10_000])
-    # A server that starts again reads the sizes from the database.
+    # The restarted server still counts the deleted file, because the batches use it.
     async with batches_in(tmp_path, endpoint, max_bytes=40_000) as found:
         with pytest.raises(StorageError, match="MOEGGUF_STORAGE_LIMIT"):
             stored(found, [b"y" * 10_000])
@@ -357,7 +363,7 @@ async def test_batch_files_are_readable_only_by_their_owner(tmp_path: Path, umas
             endpoint.released.set()
             await ended(found, batch)
             assert rights_of_others() == []
-        # Older versions left files with these modes, which other users could read.
+        # Makes all files accessible to other users, as files of older versions may be.
         for path in (folder, *folder.rglob("*")):
             path.chmod(0o777 if path.is_dir() else 0o666)
         (folder / "link").symlink_to(outside := tmp_path / "outside")

@@ -1,6 +1,6 @@
-"""Tests `moegguf bench` without a library: the order of runs, the contents of rows, and the formats of output.
+"""Tests `moegguf bench` without computing: the order of runs, the contents of rows, and the formats of output.
 
-Memory groups are tested on machines made of files. Another test drops files from the page cache.
+Memory limits are tested in folders that imitate cgroups. One test drops a file from the page cache.
 """
 
 import csv
@@ -51,7 +51,7 @@ SPEC = Spec("m.gguf", (Test(4, 0), Test(0, 2)), n_threads=2, repetitions=2, expe
 
 
 def result(seconds: float, tokens: int = 7, store: bool = True) -> dict[str, Any]:
-    """Returns the output of a child process with two repetitions of a measurement.
+    """Returns an invented result of a child process, with two repetitions of both tests of SPEC.
 
     The 4 tokens of the prompt take `seconds` together, and each of the 2 generated tokens takes `seconds`.
     """
@@ -250,9 +250,9 @@ def v1(root: Path, place: str = "/job") -> Path:
 
 
 def v2(root: Path, *, leaf_has_processes: bool) -> Path:
-    """Writes the files of a cgroup v2 in a slice, and returns its folder.
+    """Writes the files of a cgroup v2 below a slice, and returns the group's folder.
 
-    A group that has processes of its own passes no controllers on to groups below it.
+    With leaf_has_processes, the group has no subtree controllers, because a group with processes cannot enable them.
     """
     write(root / "proc/self/mountinfo", V2_MOUNT)
     write(root / "proc/self/cgroup", "0::/slice/leaf\n")
@@ -265,7 +265,7 @@ def v2(root: Path, *, leaf_has_processes: bool) -> Path:
 
 @pytest.fixture(autouse=True)
 def rmdir_like_cgroups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the removal of a group delete the files in its folder, as the kernel does for cgroups."""
+    """Replaces the removal of a group's folder by one that deletes its files, too. The kernel does so for cgroups."""
     monkeypatch.setattr(limits, "_rmdir", shutil.rmtree)
 
 
@@ -324,7 +324,7 @@ def test_make_group_removes_groups_of_dead_processes(tmp_path: Path) -> None:
 def test_group_reads_peak_bytes_and_oom_kills(tmp_path: Path, make, peak: str, events: tuple[str, str]) -> None:  # noqa: ANN001
     make(tmp_path)
     group = make_group(GIB, tmp_path)
-    assert (group.peak_bytes, group.oom_kills) == (0, 0)  # an old kernel has no such files
+    assert (group.peak_bytes, group.oom_kills) == (0, 0)  # 0 while the files are missing, as on an old kernel
     write(group.folder / peak, "123456789\n")
     write(group.folder / events[0], events[1])
     assert (group.peak_bytes, group.oom_kills) == (123456789, 2)
@@ -348,7 +348,7 @@ def test_drop_page_cache_returns_the_bytes_that_stay_cached(tmp_path: Path) -> N
     assert drop_page_cache([path]) == 0
     path.write_bytes(bytes(1 << 20))
     kept = drop_page_cache([path])
-    assert kept in (0, 1 << 20)  # a file system in memory (tmpfs) keeps all
+    assert kept in (0, 1 << 20)  # tmpfs, a file system in memory, keeps all bytes
     fd = os.open(path, os.O_RDONLY)
     try:
         os.read(fd, 1 << 20)

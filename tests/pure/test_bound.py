@@ -1,7 +1,7 @@
-"""Tests the bound of a measurement.
+"""Tests the upper limit of the speed that `moegguf bench --bound` prints.
 
-The fewest experts that a traced routing has to read are computed by hand, and compared to every choice of victims.
-Other tests compute the speed that bytes, links and waits allow, and check the output of `moegguf bench --bound`.
+The minimum number of expert reads is computed by hand, or by a search over all victims. Other tests compute the speed
+that bytes, links and waits allow.
 """
 
 import json
@@ -30,7 +30,7 @@ Test.__test__ = False  # type: ignore[attr-defined]
 
 
 def lookups_of(events: list[list[int]], n_expert: int = 4) -> Lookups:
-    """Returns the look-ups of events of one layer. Each event is a pass of one or several tokens."""
+    """Returns the look-ups of several passes through one layer. A list in `events` has the experts that a pass uses."""
     widest = max(map(len, events))
     shape = MoeShape(1, n_expert, widest, (0,))
     trace = hand_made(shape, [[[event + [-1] * (widest - len(event))] for event in events]])
@@ -58,7 +58,7 @@ def test_least_misses_accepts_passes_with_more_experts_than_slots() -> None:
 
 
 def fewest(events: list[set[int]], n_slots: int, resident: set[int]) -> int:
-    """Returns the fewest reads, by trying every content of the slots after each event."""
+    """Returns the minimum number of reads, found by trying every content that the slots can have after each event."""
     best = {frozenset(resident): 0}
     for event in events:
         after: dict[frozenset[int], int] = {}
@@ -107,7 +107,7 @@ def test_bound_figures_without_reads_are_bound_by_computing() -> None:
 
 
 def bounded(seconds: float) -> dict[str, Any]:
-    """Returns the output of a child for a run whose bounds are known."""
+    """Returns `result(seconds)` with the figures of a bound in both tests."""
     found = result(seconds)
     for test in found["tests"]:
         n_tokens = 2 * (test["n_prompt"] + test["n_gen"])

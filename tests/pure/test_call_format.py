@@ -1,7 +1,7 @@
 """Tests that moegguf learns from a chat template how its model writes thinking, text and tool calls.
 
-The tests render answers with every template of the pinned llama.cpp and parse them again. A forced call has the form of
-the template.
+Tests render answers with the templates that the pinned llama.cpp ships, and parse them again. Other tests check that a
+forced call has the template's form.
 """
 
 import functools
@@ -42,7 +42,8 @@ ONE_CALL = {  # templates that reject a second call in a message, or render only
     "meta-llama-Llama-3.3-70B-Instruct",
     "openai-gpt-oss-120b",
 }
-NO_OBJECTS = {"CohereForAI-c4ai-command-r-plus-tool_use"}  # rejects tools with an object that has named properties
+# The template rejects a tool with an object parameter that has named properties.
+NO_OBJECTS = {"CohereForAI-c4ai-command-r-plus-tool_use"}
 
 PLACE = {
     "type": "object",
@@ -112,7 +113,7 @@ def mark_end(text: str, at: int) -> int:
 
 
 def written(name: str, message: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns the end of the prompt, and the rendered answer up to the place where the model would end."""
+    """Returns the prompt up to the answer, and the rendered answer up to the place where the model would end."""
     prompt, whole = rendered(name), rendered(name, message)
     other = rendered(name, message_of([], "ϰ"))
     begin = mark_begin(whole, len(os.path.commonprefix([prompt, whole])))
@@ -123,7 +124,7 @@ def written(name: str, message: Mapping[str, Any]) -> tuple[str, str]:
         begin = mark_begin(whole, len(os.path.commonprefix([prompt, whole])))
         return prompt[:begin], whole[begin : whole.rindex("</TOOLCALL>") + len("</TOOLCALL>")]
     n_end = len(os.path.commonprefix([whole[begin:][::-1], other[::-1]]))
-    # The prompt ends within the thinking, after some words of it.
+    # True if the answer continues thinking that the end of the prompt does not close.
     goes_on = THOUGHT in whole and "</" not in prompt[begin:]
     prompt_end = prompt if goes_on else prompt[:begin]
     answer = whole[begin : mark_end(whole, len(whole) - n_end)]
@@ -184,7 +185,7 @@ def forced(name: str, tools: Sequence[Mapping[str, Any]], prompt_end: str = "") 
 
 
 def accepted(matcher: Matcher, text: str) -> str:
-    """Returns the longest beginning of a text that the matcher accepts."""
+    """Feeds `text` to a matcher. Returns the longest prefix that the matcher accepts."""
     data = text.encode()
     for n, byte in enumerate(data):
         if not matcher.allows(byte):
@@ -202,7 +203,7 @@ def test_forced_call_accepts_the_form_that_the_template_renders(name: str) -> No
         prompt_end += head + form.think.close
     tools = tools_for(name)
     answer = answer.strip("\n").replace("call00000", "call00001")
-    if form.is_harmony:  # the request names the channel first, as gpt-oss itself does
+    if form.is_harmony:  # a forced call names the channel first, as gpt-oss does
         answer = (
             '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Oslo", "days": 3}'
         )
@@ -268,7 +269,10 @@ MARKS = [
 
 
 def random_answers(name: str, n: int) -> list[str]:
-    """Returns answers of random marks, and whole calls that are cut or have other text inside."""
+    """Returns n answers made of random marks. If the template renders calls, adds n calls that were changed.
+
+    Each of these calls is cut, or has a mark inserted.
+    """
     form, rng = answer_format(TEMPLATES[name]), random.Random(name)
     marks = [form.text_open, form.text_close, *form.endings, *MARKS]
     marks += [form.think.open, form.think.close] if form.think else []
@@ -343,7 +347,7 @@ def test_strict_tool_restricts_calls_and_no_text(name: str) -> None:
     begun = accepted(matcher, f"{text}{mark} is a mark")
     assert text + mark == begun.rstrip() and not matcher.finished
     answer = written(name, message_of(CALLS["one"]))[1]
-    # The prompt may already end with the mark.
+    # The rendered answer lacks the mark if the prompt already ends with the mark.
     answer = answer[answer.index(mark) :] if mark in answer else mark + answer
     whole = text + answer.replace("call00000", "call00001").rstrip()
     begun = accepted(Matcher(found, BYTES), whole)

@@ -1,4 +1,4 @@
-"""Tests plans of two well-known models for cards with 8 and 16 GB. Only the headers of the models exist here."""
+"""Tests plans of Qwen1.5-MoE and Qwen3-30B-A3B for cards with 8 and 16 GB. Their files have headers and no weights."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -44,7 +44,7 @@ def card(n_bytes: int, used_bytes: int = CONTEXT_BYTES) -> Device:
 
 
 def speeds(cpu_bytes_per_s: float) -> Speeds:
-    """Speeds of a fast card behind PCIe 5."""
+    """Returns the speeds of a fast card behind PCIe 5, and of a CPU that reads `cpu_bytes_per_s`."""
     return Speeds(1.2e12, Link(50e9, 10e-6), cpu_bytes_per_s, device_node_s=2e-6, source="supposed")
 
 

@@ -1,4 +1,4 @@
-"""Tests the sentence about a card that cannot compute. Machines are folders of files."""
+"""Tests the sentence about a card that cannot be used. Folders of files imitate /dev, /proc and /sys of a machine."""
 
 from pathlib import Path
 
@@ -66,9 +66,9 @@ def build(
         (nvidia(OLD_NVRM), [Card("NVIDIA", "470.256.02")]),
         (nvidia("NVRM version: another text\n"), [Card("NVIDIA", "unknown")]),
         (nvidia(node=False), [Card("NVIDIA", "580.65.06", is_reachable=False)]),
-        ({"proc/driver/nvidia/version": OLD_NVRM}, []),  # the driver without a card
+        ({"proc/driver/nvidia/version": OLD_NVRM}, []),  # the driver is loaded, but there is no card
         (pci("0x10de"), [Card("NVIDIA", driver="")]),
-        (pci("0x10de", kind="0x020000"), []),  # a network card of that vendor
+        (pci("0x10de", kind="0x020000"), []),  # a network card by NVIDIA
         (WINDOWS, [Card("NVIDIA")]),
         (pci("0x1002", memory_bytes=16 * GIB) | RENDER, [Card("AMD")]),
         (pci("0x1002", memory_bytes=192 * GIB, kind="0x120000"), [Card("AMD", is_reachable=False)]),

@@ -1,4 +1,4 @@
-"""Every model by name: found, listed, described and removed."""
+"""Tests the catalog: models are found by name, listed, described and removed."""
 
 import hashlib
 import re
@@ -77,7 +77,7 @@ def test_catalog_without_paths_puts_no_path_or_command_into_errors(
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """MOEGGUF_MODELS with a model, a split model, and a model in a subfolder."""
+    """Sets MOEGGUF_MODELS to a folder with two models, a split model, a model in a subfolder and a text file."""
     big = [f"Big-Q8_0-0000{n}-of-00002.gguf" for n in (1, 2)]
     for name in ("Qwen-Q4_0.gguf", *big, "mix/mix.gguf", "two words.gguf", "notes.txt"):
         path = tmp_path / "models" / name
@@ -106,7 +106,7 @@ def test_find_model_resolves_file_names_in_the_models_folder(folder: Path) -> No
         ("Qwen-Q4_0", "Qwen-Q4_0.gguf"), ("qwen-q4_0", "Qwen-Q4_0.gguf"), ("qwen-q4_0.gguf", "Qwen-Q4_0.gguf"),
         ("big-q8_0", "Big-Q8_0-00001-of-00002.gguf"), ("mix", "mix/mix.gguf"),
         ("big-q8_0-00001-of-00002:latest", "Big-Q8_0-00001-of-00002.gguf"),
-        # A folder name finds the only model in the folder.
+        # A path finds its file of any kind. A folder's path finds the only model in the folder.
         (folder / "notes.txt", "notes.txt"), (folder / "mix", "mix/mix.gguf"),
     ):  # fmt: skip
         assert find_model(name) == folder / file
@@ -157,7 +157,7 @@ def test_hub_cache_prefers_the_newest_commit_and_falls_back_to_older_ones(catalo
     assert catalog.find("u/r:q4_0").path.read_bytes() == b"new"
     assert catalog.find("u/r:q8_0").path.read_bytes() == b"old 8"
     assert sorted(names("hf.co")) == ["hf.co/u/r:Q4_0", "hf.co/u/r:Q8_0"]
-    for blob in (repository / "blobs").iterdir():  # a broken link is no model
+    for blob in (repository / "blobs").iterdir():  # a broken link is not a model
         blob.unlink()
     assert names("hf.co") == []
 
@@ -231,7 +231,7 @@ def test_draft_method_replaces_the_draft_model_of_the_base(catalog: Catalog, how
     assert f'PARAMETER draft "{how}"' in catalog.modelfile(made)
 
 
-# Tests of the folders of the Hugging Face hub
+# Tests of the folders of the Hugging Face cache, and of a removal that fails
 
 
 def test_hub_cache_reads_the_environment_at_each_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

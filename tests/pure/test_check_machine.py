@@ -1,4 +1,4 @@
-"""Tests that the set-up of the tests never fails because Chromium cannot be installed."""
+"""Tests the installation of Chromium: a missing package or missing root rights raise no error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from tools import check_machine
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The last word of each command that root runs on a machine with apt-get and without a browser."""
+    """Replaces apt-get and root's rights on a machine without a browser.
+
+    Returns the last word of each command that is run.
+    """
     ran: list[str] = []
     there = {"apt-get"}
 

@@ -1,4 +1,4 @@
-"""Processes that asyncio watches, and how they are killed."""
+"""Tests that killing a child process leaves the exit code to asyncio."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Tests the EAM collection: entries that stay, replaced entries, and saved files."""
+"""Tests the EAM collection: replaced entries, rejected entries, and the arrays that are saved."""
 
 import numpy as np
 import numpy.typing as npt

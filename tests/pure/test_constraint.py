@@ -1,4 +1,4 @@
-"""Tests that constraints are made only if needed, and that any schema is compiled and followed in limited time."""
+"""Tests that constraints are made only if needed, and that schemas are followed or refused in limited time."""
 
 import contextlib
 import functools
@@ -42,7 +42,8 @@ def matcher(form: Any = None, template: str | None = None, **options: Any) -> Ma
 def longest_step_s(form: Any, text: bytes) -> float:
     """Returns the longest time of a step, in seconds. A step computes a mask and accepts the next byte of `text`.
 
-    Stops at the first byte that the grammar does not allow.
+    Ends at the first byte that the grammar does not allow, or when the schema is refused. The time until then counts as
+    a step, too.
     """
     begin, steps = time.thread_time(), list[float]()
     with contextlib.suppress(SchemaError):
@@ -74,7 +75,7 @@ def chain(n: int) -> dict[str, Any]:
 
 
 def doubling(word: str, n: int) -> dict[str, Any]:
-    """Returns a schema in which each definition uses the next one twice."""
+    """Returns a schema with a chain of n definitions. Each definition refers to the next one twice, under `word`."""
     defs: dict[str, Any] = {f"d{i}": {word: [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(n)}
     defs[f"d{n}"] = {"properties": {"a": {"type": "null"}}}
     return {word: [{"$ref": "#/$defs/d0"}] * 2, "$defs": defs}
@@ -216,7 +217,7 @@ COSTLY = (
 
 @pytest.mark.parametrize("pattern", COSTLY)
 def test_costly_pattern_takes_less_than_a_second_per_token(pattern: str) -> None:
-    """A costly pattern is either followed or refused, within a limit of time for each token."""
+    """A costly pattern may also be refused. No step, and no refusal, takes a second."""
     assert longest_step_s({"type": "string", "pattern": pattern}, b'"' + b"ab" * 500) < 1
 
 
@@ -229,7 +230,7 @@ def test_random_schema_gives_a_matcher_or_a_schema_error(form: dict[str, Any]) -
 
 @pytest.mark.parametrize("multiple", [1, 1000, 0.01, 10**6, 0.00001, 9973, 99991, 1.0000007])
 def test_multiple_of_takes_less_than_a_second_per_token(multiple: float) -> None:
-    """Each remainder may be a state of the lexer."""
+    """The lexer may need a state for each remainder of a division by `multiple`."""
     assert longest_step_s({"type": "number", "multipleOf": multiple}, b"1234567890123456789012345") < 1
 
 
@@ -263,7 +264,7 @@ def test_constraint_rejects_too_many_nameless_and_unknown_tools() -> None:
         constraint(tools=(TOOL,), tool_choice="later")
 
 
-BETWEEN = {"type": "number", "minimum": 0.25, "exclusiveMaximum": 0.5}  # bounds that are no whole numbers
+BETWEEN = {"type": "number", "minimum": 0.25, "exclusiveMaximum": 0.5}  # bounds that are not whole numbers
 
 
 def test_matcher_allows_only_described_properties_and_keeps_number_bounds() -> None:
@@ -302,7 +303,7 @@ def accepts(one: Matcher, text: bytes) -> bool:
 
 
 class FewTokens:
-    """A vocabulary in the manner of SentencePiece: bytes, words, control tokens. `ends`: tokens that end an answer."""
+    """A small vocabulary like SentencePiece's: bytes, words, control tokens. `ends`: the tokens that end an answer."""
 
     words = (b" the", b"", b'{"', b"<think>", b"</think>", b'"}', b"\xff\xfe", b"<end>")
     pieces = (*(bytes([n]) for n in range(256)), *words)

@@ -1,4 +1,7 @@
-"""Tests the folder of kept contexts. A written block is read back or missing, and processes share a limit."""
+"""Tests the folder of kept contexts. A written block is read back unchanged or counts as missing.
+
+Several stores that use one folder share its limit.
+"""
 
 import errno
 import os
@@ -131,7 +134,8 @@ def test_store_deletes_least_recently_used_blocks_first(folder: Path) -> None:
     assert {NAMES[0], NAMES[1], *NAMES[9:14]} <= left
     assert not set(NAMES[2:6]) & left
     used_s = {block.path.name: block.used_s for block in stored_blocks(folder)}
-    assert used_s[NAMES[1]] > used_s[NAMES[0]]  # NAMES[1] is the prefix of NAMES[0], so it is kept longer
+    # `touch` takes NAMES[1] as the prefix of NAMES[0], so NAMES[1] is kept longer.
+    assert used_s[NAMES[1]] > used_s[NAMES[0]]
     # Refused, because the block is larger than the limit of the whole store.
     assert not store.write(NAMES[20], ABOUT, [bytes(11 * MIB)])
     assert {block.path.name for block in stored_blocks(folder)} == left
@@ -144,7 +148,7 @@ def test_two_stores_together_stay_below_the_limit(folder: Path) -> None:
     left = list(stored_blocks(folder))
     # A store counts the blocks of another store only from time to time.
     assert sum(block.n_bytes for block in left) <= 22 * MIB
-    for block in left:  # the second store finds each block missing that the first one has deleted
+    for block in left:  # the second store finds no block that the first one has deleted
         stores[0].delete(block.path.name)
         assert stores[1].read(block.path.name) is None
     assert not stores[1].is_off

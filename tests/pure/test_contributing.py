@@ -1,6 +1,6 @@
 """Tests that CONTRIBUTING.md names files, folders of tests, commands and header fields that exist.
 
-The forms for issues are valid, too.
+Other tests check the forms for issues, and CITATION.cff.
 """
 
 import re
@@ -20,7 +20,7 @@ COMMANDS = sorted(set(re.findall(r"\.venv/bin/moegguf ([^`\n]*)", GUIDE)))
 
 
 def rows_below(heading: str) -> list[list[str]]:
-    """Returns the cells of the first table below a heading, without its first two lines."""
+    """Returns the cells of each row in the first table below a heading, without the table's heading and separator."""
     table = re.search(rf"^#+ {heading}\n.*?((?:^\|[^\n]*\n)+)", GUIDE, re.MULTILINE | re.DOTALL)
     assert table, heading
     return [[cell.strip() for cell in line.strip("|\n").split(" | ")] for line in table[1].splitlines()[2:]]

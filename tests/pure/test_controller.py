@@ -70,7 +70,7 @@ def test_prompts_clear_the_scores_once_and_cause_no_prefetch() -> None:
     run_pass(controller, Phase.PREFILL, pass_=2, sequence=1)
     assert store.named("scores")[3:] == [None]
     run_pass(controller, Phase.DECODE, pass_=3, sequence=1)
-    assert policy.calls == 12  # the policy observes prompts, too
+    assert policy.calls == 12  # prompts call the policy, too
 
 
 FOUR_PERIODS = WatchdogOptions(
@@ -117,7 +117,7 @@ def test_watchdog_periods_without_prefetching_still_predict() -> None:
 
 
 def native_prediction(store: RecordingStore, predictor: Predictor, **options: Any) -> Controller:
-    """The controller of a store that predicts by itself."""
+    """Returns a controller with the policy LRU for a store that runs `predictor` itself."""
     acting = ActingOptions(clock_ns=lambda: store.clock_ns, **options)
     controller = build_controller(SHAPE, NativePolicy("lru"), predictor, store, acting)
     assert controller is not None and controller.native
@@ -212,7 +212,7 @@ def test_native_policy_gets_a_forecast_only_if_takes_forecast_is_set() -> None:
 
 
 class Bad(CountingPolicy):
-    """A policy that does `act` at its third event."""
+    """A policy whose third call returns `act()` instead of scores."""
 
     name = "bad"
 

@@ -1,7 +1,6 @@
-"""Tests names that users create: copies, recipes, and models of sent blobs.
+"""Tests models that users create under new names: copies, recipes, and models of uploaded blobs.
 
-Other tests check the options that a name adds to files of another model. The index of names stays whole after damage,
-crashes and writes by many processes.
+Other tests check the digests of names, and that the index of names survives damage, kills and concurrent writers.
 """
 
 import hashlib
@@ -196,7 +195,7 @@ PIRATE = Recipe(from_="demo", system="You are a pirate.", parameters={"temperatu
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A model's file at a path of its own."""
+    """A copy of the demo model's file in the test's folder."""
     path = tmp_path / "files" / "two words.gguf"
     path.parent.mkdir()
     path.write_bytes(demo_path().read_bytes())  # type: ignore[union-attr]
@@ -232,7 +231,7 @@ def test_equal_recipes_have_equal_digests(catalog: Catalog) -> None:
 def test_digest_of_a_name_follows_a_changed_file(catalog: Catalog, file: Path) -> None:
     before = catalog.create("mine", Recipe(from_=str(file), system="x"))
     assert (catalog.find("mine").digest, catalog.find("mine").weights) == (before.digest, before.weights)
-    file.write_bytes(file.read_bytes() + b"more")  # another file at the same path is another model
+    file.write_bytes(file.read_bytes() + b"more")  # the file's new contents count as another model
     after = catalog.find("mine")
     assert after.weights == catalog.find(str(file)).digest != before.weights
     assert after.digest != before.digest
@@ -247,7 +246,7 @@ def test_modelfile_recreates_a_model_whose_base_name_is_gone(catalog: Catalog, f
     text = catalog.modelfile(made)
     assert parse(text).from_ == base
     catalog.remove("step")
-    if kind == "hub":  # the base has lost its name, so the Modelfile names the file of the base
+    if kind == "hub":  # the Modelfile names the file of the base, because the base has lost its name
         catalog.remove("u/r")
         assert parse(catalog.modelfile(made)).from_ == str(made.path)
         assert catalog.create("again", parse(catalog.modelfile(made))).files == made.files

@@ -27,13 +27,13 @@ def _log_as_before() -> Iterator[None]:
 
 
 def logged_in_code() -> dict[str, set[str]]:
-    """Returns {event: its fields} of all calls in the package."""
+    """Returns {event: names of its fields} for all calls of `log_decision` in the package that name an event."""
     found = {}
     for path in (ROOT / "moegguf").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "log_decision"):
                 continue
-            if node.args:  # skips a call without arguments, which only logs a decision that a worker has made
+            if node.args:  # skips a call without positional arguments, which logs a decision that a worker has sent
                 event = ast.literal_eval(node.args[0])
                 assert event not in found, f"{event} is logged at two places"
                 found[event] = {keyword.arg or "" for keyword in node.keywords}

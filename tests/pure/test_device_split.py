@@ -27,7 +27,7 @@ RAM = Memory(64 * GIB, 60 * GIB, "the machine")
 
 @pytest.fixture(scope="module")
 def layout(tmp_path_factory: pytest.TempPathFactory) -> ExpertLayout:
-    """A model of 12 layers with 16 experts, so 192 experts. A token uses 4 experts of each layer."""
+    """The layout of a model of 12 layers with 16 experts each, so 192 experts. A token uses 4 experts of each layer."""
     return read_layout(moe(n_layer=12, n_expert=16, n_used=4).write(tmp_path_factory.mktemp("split") / "m.gguf"))
 
 
@@ -136,7 +136,7 @@ def test_any_split_has_every_layer_once_and_keeps_its_budgets(
         most = 16 * len(part.layers)
         assert min(4, most) <= part.n_slots <= most
         if not most:
-            continue  # this device has only the output matrix
+            continue  # a device without layers has at most the output matrix
         if (share := shares.get(part.name or "", vram)) == "auto":
             assert part.total_bytes <= free[part.name == "GPU1"] - VRAM_MARGIN_BYTES
         elif len(shares) == 2:

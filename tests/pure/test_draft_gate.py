@@ -1,4 +1,4 @@
-"""The gate of drafts, with passes that take simulated time."""
+"""Tests DraftGate, which decides how many tokens are drafted. The time of passes is simulated."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ SOURCE = 1
 class Simulation:
     """Decodes with a gate. A pass takes 1 s, and each drafted token adds `cost` seconds.
 
-    `chance` maps the index of a token to the probability that a drafted token is right. With 0, nothing is drafted.
+    `chance` maps the number of decoded tokens to the probability that a drafted token is right. With 0, nothing is
+    drafted. `noise` is the largest random change of a pass's time, as a share.
     """
 
     def __init__(self, gate: DraftGate, cost: float, n_sequences: int = 1, noise: float = 0.02) -> None:
         self.gate, self._cost, self._n_sequences, self._noise = gate, cost, n_sequences, noise
         self._random = random.Random(0)
-        self.widths: list[int] = []  # the number of drafted tokens of the first sequence, for each pass
+        self.widths: list[int] = []  # number of tokens drafted for the first sequence, for each pass
 
     def speed(self, n_tokens: int, chance: Callable[[int], float]) -> float:
-        """Decodes `n_tokens` tokens of each sequence, and returns the tokens per second of one sequence."""
+        """Decodes at least `n_tokens` tokens of each sequence. Returns the mean tokens per second of a sequence."""
         answers, seconds, n_done = [self.gate.of_answer() for _ in range(self._n_sequences)], 0.0, 0
         while n_done < n_tokens:
             if not self.gate.is_due():
@@ -86,7 +87,10 @@ def test_gate_measures_passes_without_drafts_again(monkeypatch: pytest.MonkeyPat
 
 
 def seconds_in_vain(gate: DraftGate, n_passes: int, look_s: float) -> float:
-    """Returns the seconds of passes that find no draft. A pass takes 1 s, and a look for drafts takes `look_s` more."""
+    """Returns the simulated seconds of passes that find no draft. A pass takes 1 s.
+
+    A pass in which the gate lets the model look for drafts takes `look_s` more.
+    """
     seconds = 0.0
     for _ in range(n_passes):
         seconds += 1

@@ -1,7 +1,7 @@
-"""Tests docs/evidence, predictors/README.md and the texts that the demo learns.
+"""Tests docs/evidence and the programs that make its figures. Pages equal the recorded results.
 
-Commands in the documents exist, and tables equal the recorded results. The demo learns every starter, one answer for
-each question, and only commands and options that exist.
+Other tests check what the demo learns: every starter, one answer for each question, and only commands and options that
+exist.
 """
 
 import re
@@ -162,7 +162,7 @@ def test_workload_replays_all_requests_after_a_warm_up(tmp_path: Path) -> None:
 
 
 class EventByEvent(Replay):
-    """A replay that handles each event separately. Replays with predictions do this, too."""
+    """A replay that handles all events separately, as replays with predictions do."""
 
     def _replay_passes(self, context: object, meter: object) -> None:
         self._replay_events(self._store, None, meter)
@@ -286,7 +286,7 @@ def test_starters_are_taught_with_one_answer_and_conversations_use_answers() -> 
         (question, entry["answer"]) for entry in questions.lines(questions.TAUGHT) for question in entry.get("ask", ())
     ]
     assert len(dict(asked)) == len(set(asked))
-    # A conversation may have only the first sentence of an answer, if its system message requests one sentence.
+    # An assistant's message may be the beginning of an answer, because a system message may request one sentence.
     for entry in questions.lines(questions.TAUGHT):
         for message in entry.get("messages", ()):
             assert message["role"] != "assistant" or any(one.startswith(message["content"]) for one in ANSWERS), message

@@ -1,4 +1,4 @@
-"""Tests the layout of experts. Byte ranges are checked against the file, and every inconsistency is refused."""
+"""Tests the layout of experts. Byte ranges are checked against the file, and inconsistent files are refused."""
 
 import dataclasses
 import os
@@ -111,7 +111,7 @@ def test_read_layout_reads_tied_output_mla_nextn_layers_and_mixed_types(tmp_path
 
 
 def latent(**changed: int) -> Gguf:
-    """A model with latent attention; a keyword changes one of its lengths."""
+    """Returns a model with latent attention. Keywords replace values of its attention's metadata."""
     numbers = {"head_count_kv": 1, "key_length": 40, "key_length_mla": 24, "value_length_mla": 16}
     g = moe("deepseek2", skip_kv=("attention.head_count_kv",)).add("deepseek2.rope.dimension_count", U32, 8)
     for key, value in {"kv_lora_rank": 32, **numbers, **changed}.items():
@@ -173,7 +173,10 @@ def test_mutants_depend_only_on_the_seed_and_raise_only_typed_errors(tiny: Calla
 
 
 def shards(folder: Path, name: str = "m", n: int = 3, **kwargs: Any) -> list[Path]:
-    """Writes a model of 3 layers in `n` shards: 2 tensors and a layer, then a layer each."""
+    """Writes a model of 3 layers as `n` shards, with layer i in shard i. Returns the paths.
+
+    The first shard also has the 2 tensors outside of layers.
+    """
     total = 2 + 3 * 4
     paths = []
     for i in range(n):

@@ -1,6 +1,6 @@
-"""Tests FETCHRATE against values computed by hand.
+"""Tests ProMoE's FETCHRATE against values computed by hand.
 
-The cases have several distances of predictions, several links, and a cache without experts.
+The cases vary the distance of predictions and the time of a layer. They include cached experts and wrong predictions.
 """
 
 import pytest
@@ -16,7 +16,7 @@ EXPERT_US = 1000.0
 
 
 def moving(n_tokens: int = 8) -> Trace:
-    """Returns a trace in which each token uses two new experts of each layer."""
+    """Returns a trace in which each token uses two experts of each layer that no earlier token used."""
     return hand_made(SHAPE, [[[[2 * t, 2 * t + 1]] * 4 for t in range(n_tokens)]], prefill=1)
 
 

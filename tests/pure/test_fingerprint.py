@@ -1,6 +1,6 @@
-"""Tests digests of a model's files.
+"""Tests digests of a model's files. A kept context belongs to one file on this disk (`weights_digest`).
 
-A kept context belongs to one file on this disk. Learned files belong to every copy of the model.
+Learned files belong to every copy of the model (`fingerprint`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def set_back(path: Path, before: os.stat_result) -> None:
 
 def rewrite(path: Path) -> None:
     before = path.stat()
-    write(path, path.stat().st_size - 1, b"?")  # the last byte is in no sample of the fingerprint
+    write(path, path.stat().st_size - 1, b"?")  # neither the fingerprint nor the header's digest reads the last byte
     set_back(path, before)
 
 

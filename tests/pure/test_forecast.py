@@ -1,6 +1,6 @@
 """Tests the sliding window of forecasts, and requests for prefetches.
 
-Each event predicts certain layers, and wrong predictions are errors. Prefetches take the nearest layer first, stay
+Each event predicts certain layers, and invalid predictions raise errors. Prefetches take the nearest layer first, stay
 within the budget, and leave out resident experts and experts that were requested before.
 """
 

@@ -1,7 +1,7 @@
 """Tests trace files and files of prompts.
 
-A written trace is read back unchanged. Damaged, foreign and forged files raise a TraceError. Prompts are read from both
-documented formats, and an error names the line of a mistake.
+A written trace is read back unchanged. Files of other kinds raise a TraceError. A damaged file raises a TraceError or
+still gives the written trace. Prompts are read from both documented formats, and an error names the line of a mistake.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def npy(array: Any) -> bytes:
 
 
 def header_with(members: Members, changes: dict[str, Any]) -> Members:
-    """Returns members with other values in the header, or in the header's shape."""
+    """Returns `members` with `changes` made in header.json. A key of the header's shape is changed in the shape."""
     header = json.loads(members["header.json"])
     for key, value in changes.items():
         (header["shape"] if key in header["shape"] else header)[key] = value
@@ -78,7 +78,7 @@ def test_written_trace_is_read_back_unchanged(tmp_path: Path, trace: Trace) -> N
     write(tmp_path / "t.npz", trace)
     assert same(read(tmp_path / "t.npz"), trace)
     assert [path.name for path in tmp_path.iterdir()] == ["t.npz"]
-    with np.load(tmp_path / "t.npz", allow_pickle=False) as arrays:  # numpy alone opens it
+    with np.load(tmp_path / "t.npz", allow_pickle=False) as arrays:  # numpy can open the file without moegguf
         assert json.loads(arrays["header.json"])["shape"]["n_expert"] == 16
         assert "expert_ids.000000" not in arrays or np.array_equal(arrays["expert_ids.000000"], trace.expert_ids)
 
@@ -165,7 +165,10 @@ def test_read_rejects_a_header_that_breaks_a_rule(
 
 
 def changed(name: str, change: Callable[[Any], Any]) -> Callable[[Members], Members]:
-    """Returns a function that replaces one array. `change` may also change the array in place."""
+    """Returns a function that applies `change` to the array `name` of the first block.
+
+    `change` returns the new array, or changes its argument and returns None.
+    """
 
     def apply(members: Members) -> Members:
         array = np.load(io.BytesIO(members[f"{name}.000000.npy"]))

@@ -1,4 +1,4 @@
-"""Tests that grammars in GBNF accept the described texts, and no others."""
+"""Tests grammars in GBNF: texts that they accept and reject, and grammars that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests tools/gpu_trial.py: the packed files, calls that continue the last call, and the table of results."""
+"""Tests tools/gpu_trial.py: the packed files, calls that continue an earlier call, and the table of results."""
 
 import subprocess
 import sys
@@ -77,7 +77,7 @@ def test_unpack_runs_once_and_pack_overwrites_no_foreign_folder(
 
 
 class Clock:
-    """A clock that steps move forward by their own seconds."""
+    """A simulated clock. A step of this clock moves the clock forward by the step's seconds."""
 
     def __init__(self) -> None:
         self.now, self.ran, self.said = 0.0, list[str](), list[str]()

@@ -1,4 +1,4 @@
-"""Gradients of each operation, of both losses and of whole networks, against finite differences."""
+"""Compares gradients of each operation, of both losses and of the routing-path network with finite differences."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OPERATIONS: dict[str, tuple[Callable[..., Node], list[Floats]]] = {
 
 
 def by_differences(of: Callable[[], float], values: Floats) -> Floats:
-    """Returns the gradient of the number `of()` by `values`, from finite differences.
+    """Returns the gradient of the number `of()` with respect to `values`, from finite differences.
 
     Each value is changed and restored.
     """

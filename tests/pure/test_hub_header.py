@@ -1,4 +1,7 @@
-"""Tests descriptions and plans of a model on Hugging Face, which read only the needed part of its headers."""
+"""Tests descriptions and plans of models that are on the Hugging Face hub, not on the disk.
+
+Only the beginnings of the models' files are fetched.
+"""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -20,7 +23,7 @@ PATH = "m-Q4_0.gguf"
 
 @pytest.fixture
 def data(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> bytes:
-    """Returns the bytes of a model of 0.3 MB, which the hub has in u/r.
+    """Returns the bytes of a model of 2.7 MB, which the hub has in u/r.
 
     The first request for a header fetches 1,000 bytes.
     """
@@ -32,7 +35,7 @@ def data(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> bytes:
 
 @pytest.fixture
 def gates(hub: FakeHub, data: bytes) -> Iterator[list[Fault]]:
-    """The hub sends no more than a tenth of the model, in two requests."""
+    """Lets the hub send at most a tenth of the model for each of two requests. Returns the hub's faults."""
     hub.faults[PATH] = list(gates := [Gate(len(data) // 10), Gate(len(data) // 10)])
     yield hub.faults[PATH]
     for gate in gates:

@@ -1,4 +1,4 @@
-"""Tests image files: checks of their headers, and their places in a message."""
+"""Tests image files, their places in a message, and the projector that belongs to a model's file."""
 
 import struct
 from pathlib import Path

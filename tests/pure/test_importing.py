@@ -44,7 +44,7 @@ def npz(path: Path, **arrays: Any) -> Path:
 
 
 def table(n_tokens: int = 4, requests: tuple[str, ...] = ("a", "b")) -> list[dict[str, Any]]:
-    """Returns the rows of a table with some requests. Position 0 of each request is a prompt of one token."""
+    """Returns the rows of a table with n_tokens tokens of each request. The token at position 0 is the prompt."""
     return [
         {
             "request": request, "position": position, "layer": layer + 1,
@@ -114,7 +114,7 @@ def test_import_trace_reads_tables_of_several_requests_in_any_row_order(
 ) -> None:
     rows = table()
     shuffled = [rows[n] for n in np.random.default_rng(1).permutation(len(rows))]
-    # Requests are numbered in the order of their first rows, so request a comes first.
+    # Requests are numbered in the order of their first rows, so the rows of request a must come first.
     shuffled.sort(key=lambda row: row["request"])
     file = tmp_path / f"table{suffix}"
     file.write_text(text(shuffled), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Tests paired intervals: without width for constant ratios, equal for equal seeds, and narrower than unpaired ones."""
+"""Tests confidence intervals of paired measurements, and the verdicts on claims that follow from them."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Tests that a grammar accepts exactly the values that the JSON schema allows."""
+"""Tests grammars made from JSON schemas: texts that they accept and reject, and keywords that they may ignore."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ VALUES = st.recursive(
 
 
 def some_of(keywords: dict[str, st.SearchStrategy[Any]], **always: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Makes schemas with the keywords in `always`, and any choice of the others."""
+    """Returns a strategy for schemas with all keywords of `always` and any choice of `keywords`."""
     return st.fixed_dictionaries(always, optional=keywords)
 
 
@@ -259,7 +259,7 @@ SCHEMAS = st.recursive(LEAVES, lambda inner: objects(inner) | arrays(inner) | co
 
 
 def orders(value: Any) -> list[str]:
-    """The texts of a value with its properties in each order."""
+    """Returns the JSON texts of a value: one text for each order of the properties in its objects."""
     if isinstance(value, dict):
         texts = []
         for items in itertools.permutations(value.items()):
@@ -274,7 +274,10 @@ def orders(value: Any) -> list[str]:
 @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(SCHEMAS, st.lists(VALUES, min_size=6, max_size=12))
 def test_strict_grammar_accepts_a_random_value_if_the_validator_does(schema: Any, values: list[Any]) -> None:
-    """A schema that allows no value is refused. All schemas are compiled with strict=True."""
+    """All schemas are compiled with strict=True.
+
+    If a schema is refused because nothing matches it, no value may be valid.
+    """
     is_valid = Draft202012Validator(schema).is_valid
     try:
         grammar = grammar_of(schema, strict=True)

@@ -20,7 +20,7 @@ from moegguf.serving.events import LoadOverrides
 from moegguf.serving.lease import LeaseRequest, ManagedModel
 from moegguf.serving.model_manager import ModelManager
 
-LOOP = asyncio.new_event_loop()  # the loop of requests without a manager
+LOOP = asyncio.new_event_loop()  # the event loop of the futures in Queue, where no manager runs
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ async def test_requests_queued_before_a_load_are_answered_before_that_load(
         await until(lambda: manager.loaded()[0].queue == 2)
         group.create_task(request(manager, "many", "b", "say other"))
         await until(lambda: manager._short)  # the size of b is known, and its load waits for memory
-        # If clients took turns, this request would come before many1; but it arrived after the load of b.
+        # If clients took turns, this request would come before many1; but it arrived after b's load began to wait.
         group.create_task(request(manager, "one", "a", "say later"))
         await until(lambda: manager.loaded()[0].queue == 3)
         go.touch()
@@ -150,7 +150,10 @@ class Queue:
         self.tickets.append(request.ticket)
 
     def serve(self) -> tuple[int, str]:
-        """Serves the next request from its beginning to its end. Returns its number and its client."""
+        """Serves the next request from its beginning to its end.
+
+        Returns its number in the order of `add`, and its client.
+        """
         first = self.model.queue[0]
         self.model.grant(first)
         self.model.release(first)

@@ -14,7 +14,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "moegguf"
 
 # The packages that each package may import, in addition to itself and the "floor". The floor is the set of modules that
-# are in no package.
+# are in none of these packages.
 ALLOWED: dict[str, set[str]] = {
     "floor": set(),
     "gguf": set(),
@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
 DIALECTS = {"openai", "ollama", "anthropic"}
 APART = {name: DIALECTS - {name} for name in (*DIALECTS, "common")} | {"llama_server": {"ollama", "anthropic"}}
 
-# Libraries that belong to some packages only.
+# The packages that may import each of these libraries. Other libraries may be imported anywhere.
 OWNED: dict[str, set[str]] = {
     "ctypes": {"native", "testing", "engine", "generate", "bench"},
     "llama_cpp": {"native", "engine"},
@@ -61,7 +61,7 @@ OWNED: dict[str, set[str]] = {
     "ray": {"serving"},
 }
 
-# Folders beside the package: the laboratory imports it and never the other way round.
+# Folders beside the package. Their code imports the package, and the package must not import them.
 BESIDE = ("predictors", "recipes", "tools", "tests")
 
 MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
@@ -82,7 +82,7 @@ NAMES = {name_of(path) for path in MODULES}
 
 
 def imports_of(path: Path, *, types: bool = False) -> Iterator[str]:
-    """Yields the imports of a module, also inside functions. With `types`, imports for type checkers are included."""
+    """Yields the names of imported modules, also inside functions. With `types`, includes imports for type checkers."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree if types else without_type_checking(tree)):
         if isinstance(node, ast.Import):
@@ -156,7 +156,7 @@ def test_package_docstring_states_its_promises_and_limits(package: str) -> None:
 
 
 def public(node: ast.Module | ast.ClassDef) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Yields public classes, functions, methods and properties. Setters share their property's docstring."""
+    """Yields the public classes, functions, methods and properties of a module or class. Leaves out setters."""
     for inner in node.body:
         if not isinstance(inner, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or inner.name.startswith("_"):
             continue

@@ -1,7 +1,7 @@
 """Tests `moegguf.learning`.
 
-Training reduces the loss, and its result follows from the seed. Strategies are judged on requests that they did not
-learn from. Saved files are whole.
+Training reduces the loss, and equal seeds give equal results. Strategies are judged on requests that they did not learn
+from. An interrupted training run keeps the old files.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SMALL = {
 
 @pytest.fixture
 def artifacts(tmp_path: Path) -> Artifacts:
-    """The files of a model in the folder of the test."""
+    """The artifacts of a small model whose file is in the test's folder."""
     g: Gguf = moe(n_layer=N_LAYER, n_expert=N_EXPERT, n_embd=N_EMBD, vocab=64)
     for il in range(N_LAYER):
         g.tensor(f"blk.{il}.ffn_gate_inp.weight", N_EMBD, N_EXPERT)
@@ -58,7 +58,7 @@ def trace(artifacts: Artifacts) -> Trace:
 
 
 def fitted(seed: int) -> tuple[FeedForward, Fitted]:
-    """A network fitted to choices that follow from its inputs."""
+    """Returns a network trained to choose two of six outputs from eight inputs, and the result of its training run."""
     rng = np.random.default_rng(7)
     inputs = rng.standard_normal((600, 8)).astype(np.float32)
     scores = inputs @ rng.standard_normal((8, 6))

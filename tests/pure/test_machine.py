@@ -1,7 +1,7 @@
-"""Tests free memory and CPUs on machines made of files: cgroup v1, v2, nested, mixed, absent and broken.
+"""Tests free memory and CPUs in folders that imitate machines with cgroups v1 and v2, nested, mixed, absent and broken.
 
-A library that was compiled for another processor is refused. The number of compute threads follows from invented times
-and loads.
+A library that was compiled for another processor is refused. Other tests check speeds of reading, and the number of
+compute threads for invented times and loads.
 """
 
 import os
@@ -26,7 +26,7 @@ V1_MOUNT = "35 31 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,me
 
 
 class FakeMachine:
-    """A root folder with 16 GiB of memory, 10 GiB of it free, and no cgroups yet."""
+    """A folder that imitates a machine with 16 GiB of memory, 10 GiB of it free, and at first no cgroups."""
 
     MEMORY = {"MemTotal": 16 << 20, "MemAvailable": 10 << 20} | dict.fromkeys(
         ("MemFree", "Buffers", "Cached", "Shmem", "Active", "Inactive", "Slab"), 1
@@ -185,7 +185,7 @@ def test_memory_read_speed_takes_the_fastest_of_five_turns(monkeypatch: pytest.M
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of libraries that need AVX2 and AVX-512, and a processor that has AVX2."""
+    """A folder of libraries that need AVX2 and AVX-512. The processor is replaced by one that has only AVX2 and FMA."""
     monkeypatch.setattr(library, "read_processor", lambda: Processor("Some CPU", frozenset({"avx2", "fma"})))
     (tmp_path / "CPU_FEATURES").write_text("avx2\navx512f\n")
     return tmp_path
@@ -207,14 +207,15 @@ def test_check_processor_rejects_missing_instructions_and_passes_unknown_ones(
         (folder / "CPU_FEATURES").write_text(features)
         library.check_processor(folder)
     (folder / "CPU_FEATURES").write_text("avx512f\n")
-    monkeypatch.setattr(library, "read_processor", lambda: read_processor(folder))  # no /proc/cpuinfo there
+    # `folder` has no proc/cpuinfo, so the processor's instructions are unknown.
+    monkeypatch.setattr(library, "read_processor", lambda: read_processor(folder))
     library.check_processor(folder)
     (folder / "CPU_FEATURES").unlink()
     library.check_processor(folder)
 
 
 class Governed:
-    """A clock, and a governor of threads that decides once every 0.25 s."""
+    """A governor of threads and its clock. Each decision moves the clock forward by 0.25 s."""
 
     def __init__(self, n_cpu: int, n_max: int | None = None) -> None:
         self.governor = ThreadGovernor(n_cpu, n_max or n_cpu)
@@ -261,7 +262,7 @@ def test_governor_keeps_all_threads_if_fewer_are_slower() -> None:
     harmless, machine = {1: 0.020, 2: 0.012}, Governed(2)
     n_steps = int(10 * MEMORY_S / 0.25)
     n_fewer = machine.steps(n_steps, 0.6, harmless).count(1)
-    assert 1 <= n_fewer <= 12  # the governor tries fewer threads once every MEMORY_S seconds
+    assert 1 <= n_fewer <= 12  # about one try with fewer threads in MEMORY_S seconds
 
 
 @pytest.mark.parametrize(("others", "expected"), [(0.1, 8), (1.0, 7), (3.0, 5), (7.9, 1), (8.0, 1)])

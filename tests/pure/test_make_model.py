@@ -1,4 +1,4 @@
-"""Tests random models: well-formed files that depend only on the seed, and weights of mean zero."""
+"""Tests the random models of tools/models: files that are well-formed and equal for equal seeds, weights of mean 0."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The choice after a measurement, and the file of measurements."""
+"""Tests the choice of a policy and predictor from measured hit rates, and the file of measurements."""
 
 import json
 from contextlib import suppress
@@ -22,11 +22,11 @@ MEASURED = Measured("ab" * 16, RATES, {"next-use": "skip"}, about={"trace": "t",
 @pytest.mark.parametrize(
     ("share", "choice"),
     [
-        # Lfu is better at the nearest share, but is below LRU at other shares.
+        # Lfu is better at the nearest share, but is below LRU at other shares, so next-use is chosen.
         (0.02, ControllerChoice("next-use", "skip")),
         (0.12, ControllerChoice("next-use", "skip")),
         (0.3, ControllerChoice("next-use", "skip")),
-        (0.5, ControllerChoice()),  # no policy is better than LRU
+        (0.5, ControllerChoice()),  # no policy is better than LRU at this share
         (1.0, ControllerChoice()),
     ],
 )

@@ -1,4 +1,4 @@
-"""Tests which models are unloaded so that another model fits, and when a load has to wait."""
+"""Tests which models are unloaded so that another model fits, when a load has to wait, and plans for less memory."""
 
 import json
 from collections.abc import Callable
@@ -136,7 +136,10 @@ def test_memory_limit_is_the_setting_or_the_free_memory() -> None:
 
 
 def test_plan_within_less_memory_chooses_batch_and_slots_together(path: Path) -> None:
-    """Each number of bytes from the minimum up has a plan that fits. The worker receives this plan."""
+    """Checks about 20 amounts of memory from the minimum up.
+
+    Each has a plan that fits, and the worker receives this plan.
+    """
     found = measure(
         file_entry(path, "path", "m"), LoadOverrides(), Settings(loading={"placement": "cpu"}), memory_of(64 * GIB)
     )
@@ -156,19 +159,19 @@ GPU = Device("GPU0", 0, 32 * GIB, 64 * GIB)
 
 @pytest.fixture(autouse=True)
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces the devices of this machine by one GPU whose speed is not measured."""
+    """Makes loads assume that the machine has a GPU, with the speeds STOPS_ARE_SLOW instead of measured ones."""
     monkeypatch.setattr(load_spec, "has_gpu", lambda: True)
     monkeypatch.setattr(KnownSpeeds, "speeds_apart", lambda *_: STOPS_ARE_SLOW)
 
 
 def memory_of(n_bytes: int) -> Memory:
-    """Returns memory for all models together, without any use yet."""
+    """Returns memory of n_bytes, all of it free and usable."""
     return Memory(n_bytes, n_bytes, "a test", 0)
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A model of 6 layers of 16 experts, top-4."""
+    """The path of a model with 6 layers of 16 experts each, top-4."""
     return moe(n_layer=6, n_expert=16, n_used=4).write(tmp_path / "m.gguf")
 
 
@@ -178,7 +181,7 @@ def measure_on_gpu(path: Path, **loading: Any) -> ModelSize:
 
 
 def sent(found: ModelSize, plan: Plan) -> Plan | None:
-    """Returns the plan that a worker receives: the plan is encoded as JSON and decoded again."""
+    """Returns the plan as a worker receives it: encoded as JSON and decoded again."""
     return build(LoadConfig, json.loads(encode(vars(found.load_config(plan))))).plan
 
 

@@ -35,7 +35,7 @@ MODELFILE = "FROM demo\nPARAMETER mirror /mnt/b/demo.gguf\nPARAMETER mirror copi
 
 
 def options_of(entry: ModelEntry, overrides: LoadOverrides, **loading: Any) -> dict[str, Any]:
-    """Returns the options with which a worker loads a model."""
+    """Returns the options with which a worker loads a model, given 4 GiB of memory."""
     settings, memory = replace(Settings(), loading=loading), Memory(1 << 32, 1 << 32, "a test", 0)
     size = measure(entry, replace(overrides, n_ctx=256), settings, memory)
     return dict(size.load_config(size.plan_within({"RAM": 1 << 32})).options)

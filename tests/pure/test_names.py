@@ -1,4 +1,4 @@
-"""Tests names of models. A text that cannot be a name raises an error of moegguf, and opens no file."""
+"""Tests names of models. An invalid name raises an error of moegguf, and opens no file outside moegguf's folders."""
 
 import os
 import subprocess

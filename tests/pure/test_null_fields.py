@@ -60,7 +60,7 @@ DATA = (  # names of objects whose keys a client chooses, so they are not fields
 )  # fmt: skip
 
 
-# `format` is a plain JSON schema in a body of these paths.
+# Bodies of these paths may have a JSON schema itself as `format`.
 SCHEMAS = ("/api/chat", "/api/generate", "/completion", "/infill")
 
 
@@ -97,7 +97,7 @@ def test_null_field_is_read_as_an_absent_one(kind: type[Body]) -> None:
 
 
 def whole_numbers(schema: Any, path: str = "", is_wrapped: bool = False) -> Iterator[str]:
-    """Yields the places in a pydantic schema at which a whole number must not be written as 8.0."""
+    """Yields the paths of integers in a pydantic schema that refuse 8.0, a whole number with a fraction of zero."""
     if isinstance(schema, list | tuple):
         for i, each in enumerate(schema):
             yield from whole_numbers(each, f"{path}[{i}]")
@@ -119,7 +119,7 @@ def test_whole_number_fields_accept_a_fraction_of_zero(kind: type[Body]) -> None
 
 
 def read(kind: type[Body], given: Any) -> Any:
-    """Returns the body, or None if the body is refused."""
+    """Returns the validated body as a dict, or None if the body is refused."""
     try:
         return kind.model_validate(given).model_dump()
     except ValidationError:
@@ -127,7 +127,10 @@ def read(kind: type[Body], given: Any) -> Any:
 
 
 def objects(value: Any, data: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yields the objects in a body whose keys are fields of the API. The values of the names in `data` are left out."""
+    """Yields the objects in a body whose keys are fields of the API.
+
+    Leaves out objects that are values of the names in `data`, and everything in `output`.
+    """
     if isinstance(value, list):
         for each in value:
             yield from objects(each, data)
@@ -197,7 +200,7 @@ def test_null_in_any_object_of_a_body_is_read_as_absent(source: list[tuple[str, 
         given = {**least(kind), **copy.deepcopy(body)}
         if source is RAW:
             assert read(kind, given) is not None, path
-        # A field of llama-server that holds a schema, in which null may be a value.
+        # A field of llama-server that holds a schema, in which null may be a value, so it is taken out.
         schema = given.pop("json_schema", None)
         if schema is not None:
             assert read(kind, {**given, "json_schema": schema}) is not None

@@ -1,9 +1,10 @@
-"""Tests that every command and `Llama` make equal plans from equal options on one machine.
+"""Tests that commands and `Llama` make equal plans from equal options on one machine.
 
-Each of ROWS has a model, flags, variables of the environment and GPUs. `run`, `serve`, `batch` and `estimate` get the
-flags, and `Llama` gets keywords. Some defaults differ. `Llama` has the defaults of llama-cpp-python, so tests give it
-the defaults of commands (COMMAND_DEFAULTS of `moegguf.options`). `bench` has the batch and pass sizes of llama-bench,
-so tests compare `bench` with a `Llama` of these sizes.
+Each of ROWS has a model, flags, variables of the environment and GPUs. `serve`, `run`, `batch` and `estimate` get the
+flags, and `Llama` gets keywords. A command without one of the flags is left out. `run` and `batch` plan for one
+sequence. `Llama` has the defaults of llama-cpp-python, so tests give it the commands' defaults (COMMAND_DEFAULTS of
+`moegguf.options`). `bench` has the batch and pass sizes of llama-bench, so tests compare `bench` with a `Llama` of
+these sizes.
 """
 
 from __future__ import annotations
@@ -45,17 +46,17 @@ from moegguf.serving.worker import open_model
 from moegguf.serving.worker_process import WorkerProcess
 from tools.models import write_projector
 
-TIGHT = 700 << 20  # bytes of memory in which not everything fits
+TIGHT = 700 << 20  # bytes of free memory that do not hold the whole model "large"
 TRAINED = 32768  # tokens of context
 CONTEXT = 2048
 
 
 @dataclass(frozen=True)
 class Row:
-    """Options of one load.
+    """Options of one load, and the machine on which the load is planned.
 
     `flags` are options of commands, and `keywords` are further options of `Llama`. `gpus` has the free bytes of each
-    GPU. `files` has the files of the model's catalog entry, by keyword.
+    GPU. `free_bytes` is the free RAM.
     """
 
     flags: dict[str, Any] = field(default_factory=dict)
@@ -141,7 +142,7 @@ OF_COMMANDS: dict[str, Any] = {"n_ctx": None, "flash_attn": None, "embedding": N
 OF_BENCH: dict[str, Any] = {
     "n_ctx": 512, "n_batch": 2048, "n_ubatch": 512, "n_seq_max": 1, "draft": "off", "embedding": False
 }  # fmt: skip
-"""Keywords of a `Llama` with the sizes of llama-bench. The context is as long as the longest test."""
+"""Keywords of a `Llama` with the sizes of llama-bench. The context is as long as the longest test, 512 tokens."""
 FLAGS_OF_BENCH = {"expert_cache", "vram_cache", "placement", "type_k", "type_v", "strategy", "n_gpu_layers"}
 
 
@@ -174,7 +175,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def heads() -> Any:
-    """Returns a model whose last layer is for multi-token prediction."""
+    """Returns a model of 6 layers and one layer for multi-token prediction, the last one."""
     arch = "glm4moe"
     found = moe(arch, n_layer=7, n_expert=16, n_used=4, skip_kv=("context_length",))
     found.add(f"{arch}.context_length", U32, TRAINED).add(f"{arch}.nextn_predict_layers", U32, 1)
@@ -183,7 +184,7 @@ def heads() -> Any:
 
 @pytest.fixture(scope="module")
 def beside(models: dict[str, Path]) -> dict[str, dict[str, Path]]:
-    """{model: the files that belong to it, by keyword}."""
+    """Returns {model: {keyword: a file that is loaded with the model}}."""
     folder = models["moe"].parent
     adapter = write_adapter(folder / "adapter.gguf", "qwen2moe", "blk.0.ffn_gate_exps.weight", (16, 32, 64))
     images = write_projector(folder / "mmproj.gguf", "mlp", 64)
@@ -204,7 +205,7 @@ class FakeDevice:
 
 
 class Process:
-    """A worker process that records its configuration and fails to load."""
+    """A stand-in for a worker process. `load` records the configuration and raises an error."""
 
     configs: list[LoadConfig]
 
@@ -222,7 +223,7 @@ class Process:
 
 @pytest.fixture
 def given_machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[Row], None]:
-    """Returns a function that sets the memory, the GPUs and the environment of a row."""
+    """Returns a function that sets the free memory, the GPUs, their speeds and the environment variables of a row."""
     speeds = Speeds.supposed(448e9, Link(24e9, 1e-5), 20e9, "put in")
 
     def set_up(row: Row) -> None:
@@ -252,7 +253,7 @@ class LoadedError(MoeggufError):
 
 @pytest.fixture(autouse=True)
 def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LoadConfig]]:
-    """Keeps workers and models from loading. Returns the configurations that workers would receive."""
+    """Keeps workers and models from loading. Returns the list of configurations that workers receive."""
     configs = list[LoadConfig]()
     monkeypatch.setattr(Process, "configs", configs, raising=False)
 
@@ -275,7 +276,7 @@ def plan_of(call: Callable[[], Any]) -> Plan:
 
 
 def plan_sent(configs: list[LoadConfig]) -> Plan:
-    """Returns the plan that a worker received. Its `Llama` has the same plan."""
+    """Returns the plan that a worker received last. Asserts that the worker's `Llama` would have an equal plan."""
     config = configs[-1]
     has = plan_of(lambda: open_model(config, lambda _: None))
     assert config.plan == has, "a worker made a plan"
@@ -283,7 +284,7 @@ def plan_sent(configs: list[LoadConfig]) -> Plan:
 
 
 def takes(command: Callable[..., Any], row: Row, files: dict[str, Path]) -> bool:
-    """Returns True if a command has the flags of a row and of these files."""
+    """Returns True if a command has options for all flags of a row and for these files."""
     return row.flags.keys() | files.keys() <= inspect.signature(command).parameters.keys()
 
 
@@ -357,7 +358,7 @@ def of_bench(path: Path, row: Row, patch: pytest.MonkeyPatch) -> Plan:
 
 
 def same(plan: Plan, facts: dict[str, Any]) -> None:
-    """Fails unless `facts`, which `estimate` has printed, are the facts of this plan."""
+    """Asserts that `facts`, which `estimate` has printed, are the facts of this plan."""
     assert json.loads(json.dumps(plan.facts())) == facts
 
 
@@ -386,7 +387,8 @@ def test_commands_and_llama_make_the_same_plan(
         assert of_batch(path, row, tmp_path, nothing_loads) == alone, "batch"
 
 
-# `bench` sets all options of its measurements itself. The context of the row and the environment change nothing.
+# The rows that `bench` can repeat: rows without environment variables and without flags that it lacks. `bench` sets the
+# context itself, so a row's context changes nothing.
 MEASURED = [
     name for name, row in ROWS.items() if row.flags.keys() <= FLAGS_OF_BENCH | {"n_ctx"} and not row.environment
 ]

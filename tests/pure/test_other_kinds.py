@@ -1,4 +1,7 @@
-"""Tests files with names of models and other contents. They are not listed, and their downloads stop early."""
+"""Tests files that are named like models but have other contents.
+
+They are not listed, and their downloads stop early.
+"""
 
 from __future__ import annotations
 

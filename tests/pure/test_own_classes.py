@@ -1,7 +1,7 @@
 """Tests policies and predictors of the user, which are named FILE.py:CLASS.
 
-A class is constructed with the model's shape and used in a simulation, or refused with an error that names the broken
-rule. Only a command line, the environment and Python can name a class.
+A class is constructed with the model's shape or without arguments. A class that breaks a rule is refused with an error
+that names the rule. Requests, Modelfiles and files of measurements cannot name a class.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def test_own_class_that_breaks_a_rule_is_refused_with_that_rule(
     make = make_policy if kind == "policy" else make_predictor
     with pytest.raises(OptionError, match=words):
         make(name, SMALL, HERE)
-    if "constructor" not in words and "reach" not in words:  # an error that is found before a model is loaded
+    if "constructor" not in words and "reach" not in words:  # a check without a model finds these errors, too
         with pytest.raises(OptionError, match=words):
             (check_policy if kind == "policy" else check_predictor)(name)
 

@@ -1,6 +1,7 @@
 """Tests the parsing of answers.
 
-The parts of an answer do not depend on its chunks, and no text is lost. An answer ends before the first stop string.
+The parts of an answer do not depend on its chunks, and text outside of calls and marks is kept. An answer ends before
+the first stop string.
 """
 
 import time
@@ -17,7 +18,7 @@ WEATHER = {"city": "Paris", "days": 3}
 
 
 def split(template: str, chunks: list[str], **options: Any) -> tuple[str, str, list[tuple[str, dict[str, Any]]]]:
-    """Returns text, thinking and calls of the whole answer."""
+    """Parses the chunks of an answer. Returns its text, its thinking and its calls."""
     parser = answer_parser(template, **{"tools": [{}], **options})
     deltas = [*(parser.feed(chunk) for chunk in chunks), parser.end()]
     calls = [(call.name, dict(call.arguments)) for delta in deltas for call in delta.tool_calls]
@@ -140,7 +141,7 @@ def test_parser_result_does_not_depend_on_chunks(template: str, answer: str, siz
 @given(st.sampled_from(ALL[:-1]), anything)
 def test_parser_loses_no_text(template: str, answer: str) -> None:
     text, thinking, calls = split(template, [answer])
-    if not calls:  # only the thinking marks and blanks next to them may be missing
+    if not calls:  # only the thinking marks may be missing; blanks are not compared
         assert "".join((thinking + text).split()) in ("".join(answer.split()), unmarked(answer))
 
 
@@ -204,7 +205,7 @@ TEXT = st.text("ab<>|", max_size=40)
 
 
 def fed(stops: list[str], text: str, cuts: list[int]) -> tuple[str, StopStrings]:
-    """Returns the output for `text` cut at `cuts`, and the filter afterwards."""
+    """Feeds a filter with `text`, cut at the places `cuts`. Returns the filter's output, and the filter."""
     filtered, out, begin = StopStrings(stops), "", 0
     for end in [*sorted(cut % (len(text) + 1) for cut in cuts), len(text)]:
         out += filtered.feed(text[begin:end])

@@ -37,7 +37,7 @@ RTX_3070 = Speeds.supposed(448e9, Link(24e9), 38e9)  # x16 beside DDR4
 def test_cost_model_predicts_published_speeds_of_qwen3_30b(
     memory: float, link: float, cpu: float, share: float, hit_rate: float, layers: float, slots: float
 ) -> None:
-    # Only whole layers; the published speeds are rounded.
+    # The device holds only whole layers, and the published speeds are rounded.
     speeds, n_whole = Speeds.supposed(memory, Link(link), cpu), int(share * 48)
     assert 1 / slots_s(QWEN3_30B, speeds, hit_rate) == pytest.approx(slots, rel=0.03)
     assert 1 / layers_s(QWEN3_30B, speeds, 48 - n_whole, 1 - n_whole / 48) == pytest.approx(layers, rel=0.07)
@@ -74,7 +74,7 @@ def test_cost_model_adds_one_latency_per_missing_layer_and_time_per_node() -> No
 
 @pytest.fixture(scope="module")
 def layout(tmp_path_factory: pytest.TempPathFactory) -> ExpertLayout:
-    """8 layers of 16 experts, top-4: 128 experts."""
+    """The layout of a model of 8 layers with 16 experts each, so 128 experts. A token uses 4 experts of each layer."""
     path = tmp_path_factory.mktemp("placed") / "m.gguf"
     return read_layout(moe(n_layer=8, n_expert=16, n_used=4, n_embd=256, n_ff=256).write(path))
 
@@ -85,9 +85,9 @@ AMPLE = Memory(64 * GIB, 60 * GIB, "the machine")
 def planned(
     layout: ExpertLayout, share: float | None, speeds: Speeds = RTX_3070, memory: Memory = AMPLE, **budgets: Any
 ) -> Plan:
-    """Plans for a device with room for a share of the experts beside everything else.
+    """Plans for a device with room for a share of the experts and everything else.
 
-    With None the device has too little room even for everything else.
+    Without a share (None), the device has half of the room that everything else needs.
     """
     needs = Sizes(512, on_device=True).needs(layout, 64).total_bytes(0) + VRAM_MARGIN_BYTES
     free = needs // 2 if share is None else needs + int(share * layout.n_expert_total) * slot_bytes(layout)
@@ -132,7 +132,7 @@ def test_plan_uses_a_small_device_for_the_parts_that_fit(layout: ExpertLayout) -
     found = planned(layout, 0.5, vram_cache=(parse_expert_cache(slot_bytes(layout)),))
     assert set(by_kind(found)) == {"layers", "cpu"}
     assert (by_kind(found)["layers"].n_layers, str(by_kind(found)["layers"])) == (0, "no whole layer")
-    assert found.layers_on == "GPU0"  # everything but experts is faster there
+    assert found.layers_on == "GPU0"  # weights other than experts are computed faster on the GPU
     assert any("not slots: " in reason for reason in found.reasons)
     small = replace(RTX_3070, cpu_bytes_per_s=1e6)
     assert not planned(layout, None, small, vram_cache=(parse_expert_cache("auto"),)).device
@@ -176,7 +176,7 @@ def test_best_of_takes_the_best_value_of_each_figure() -> None:
     second = abi.Speeds(cpu_bytes_per_ns=3, cpu_op_ns=6, device_bytes_per_ns=8, copy_bytes_per_ns=2, copy_ns=70)
     few, many = (best_of([first, second], n_bytes) for n_bytes in (50, 200))
     assert (few.cpu_bytes_per_ns, few.cpu_op_ns, few.device_bytes_per_ns) == (3, 5, 9)
-    # Both figures are from the measurement with the shortest time to copy `n_bytes`.
+    # Both figures of copies are from the measurement with the shortest time to copy `n_bytes`.
     assert (few.copy_bytes_per_ns, few.copy_ns) == (1, 10)
     assert (many.copy_bytes_per_ns, many.copy_ns) == (2, 70)
 

@@ -34,7 +34,10 @@ def layout_of(folder: Path, **kwargs: Any) -> ExpertLayout:
 
 @pytest.fixture(scope="module")
 def layout(tmp_path_factory: pytest.TempPathFactory) -> ExpertLayout:
-    """A model of 6 layers with 16 experts, so 96 experts. A token uses 4 experts of each layer, so 24 in all."""
+    """The layout of a model of 6 layers with 16 experts each, so 96 experts.
+
+    A token uses 4 experts of each layer, so 24 in all.
+    """
     return layout_of(tmp_path_factory.mktemp("plan"), n_layer=6, n_expert=16, n_used=4)
 
 
@@ -84,7 +87,7 @@ def test_plan_without_streaming_limits_n_ubatch_to_the_slots(layout: ExpertLayou
 
 
 def long_context(layout: ExpertLayout, budget: str = "25%", **options: Any) -> Plan:
-    """Returns a plan with fused attention and a context of 8,192 tokens."""
+    """Returns a plan for a context of 8,192 tokens, with attention that may be fused. `options` replace both."""
     return plan(layout, budget, **{"n_ctx": 8192, "n_batch": None, "flash_attn": None, **options})
 
 
@@ -141,7 +144,8 @@ def test_plan_of_a_dense_model_has_no_slots(tmp_path: Path) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@example(mode="fraction", n_bytes=1, percent=4, free=1 << 33, n_ubatch=512)  # 3 experts, one less than a token needs
+# 3 experts, one less than a token needs in a layer.
+@example(mode="fraction", n_bytes=1, percent=4, free=1 << 33, n_ubatch=512)
 @given(
     mode=st.sampled_from(["auto", "bytes", "fraction"]), n_bytes=st.integers(1, 1 << 22), percent=st.integers(1, 100),
     free=st.one_of(st.integers(0, 1 << 33), st.integers(1 << 26, 1 << 29)), n_ubatch=st.integers(1, 4096),
@@ -238,7 +242,7 @@ def test_plan_chooses_batch_and_slots_together(layout: ExpertLayout) -> None:
     """Buffers for 512 tokens leave too little room for a layer's experts. A smaller pass leaves enough room."""
     size = slot_bytes(layout)
     large, small = Sizes(4096).needs(layout, 512), Sizes(4096).needs(layout, 64)
-    # Only 5 slots fit beside passes of 512 tokens, so such passes would be cut to one token.
+    # Only 5 slots fit beside the buffers of passes of 512 tokens.
     free = large.total_bytes(0) + MARGIN_BYTES + 5 * size
     p = plan(layout, "auto", Memory(64 * GIB, free, "x"))
     assert small.total_bytes(p.n_slots) + p.budget_bytes <= free - MARGIN_BYTES

@@ -1,4 +1,4 @@
-"""Tests each policy by a few events and its victim: the expert with the lowest score, least recently used among equals.
+"""Tests policies in Python by the first victim: the expert with the lowest score, least recently used among equals.
 
 Other tests cover policies by tier, and strategies by name.
 """

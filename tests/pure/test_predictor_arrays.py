@@ -35,9 +35,11 @@ from moegguf.native.predictor import QuantizedMatrix
 THREE = MoeShape(n_layer=3, n_expert=3, n_expert_used=2, layers=(0, 2), n_embd=8, n_vocab=6)
 FOUR = MoeShape(n_layer=3, n_expert=4, n_expert_used=2, layers=(1, 2), n_embd=8, n_vocab=6)
 
-# Layer 0 chose {0, 1}, {0, 2}, {0, 1}; layer 2 {0, 1}, {1, 2} and was not computed for the last token.
+# Experts of three tokens. In layer 0 they chose {0, 1}, {0, 2} and {0, 1}. In layer 2 the first two chose {0, 1} and
+# {1, 2}, and the layer was not computed for the third.
 PAIRS = hand_made(THREE, [[[[0, 1], [0, 1]], [[2, 0], [2, 1]], [[1, 0], [-1, -1]]]])
-# Token 5 twice with experts {0, 1} then {0, 2} in layer 1; token 3 once with {2, 3}; one token unknown.
+# Token id 5 occurs twice, with the experts {0, 1} and {0, 2} in layer 1. Token id 3 occurs once, with {2, 3}. The last
+# token has no known id.
 TOKENS = replace(
     hand_made(FOUR, [[[[0, 1], [3, 2]], [[0, 2], [3, 2]], [[2, 3], [-1, -1]], [[1, 2], [0, 1]]]]),
     tokens=np.array([5, 5, 3, -1], np.int32),
@@ -47,7 +49,8 @@ TOKENS = replace(
 def test_popularity_and_affinity_equal_shares_counted_by_hand() -> None:
     popularity = count_popularity(PAIRS)
     assert popularity == pytest.approx(np.array([[3, 2, 1], [1, 2, 1]]) / [[6], [4]])
-    # 0 was followed by {0, 1} and {1, 2}; 1 by {0, 1}; 2 by {1, 2}.
+    # Tokens that chose expert 0 in layer 0 chose {0, 1} and {1, 2} in layer 2. After expert 1 they chose {0, 1}; after
+    # expert 2, {1, 2}.
     expected = np.array([[1, 2, 1], [2, 2, 0], [0, 2, 2]]) / 4
     assert count_affinity(PAIRS, popularity)[0] == pytest.approx(expected)
     trace = replace(PAIRS, expert_ids=PAIRS.expert_ids.copy())
@@ -244,7 +247,7 @@ def test_load_rejects_arrays_of_another_shape(path: Path) -> None:
 
 
 class Payload:
-    """An object that writes a file when it is unpickled."""
+    """An object that creates the file `mark` when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark

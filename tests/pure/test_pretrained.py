@@ -1,4 +1,4 @@
-"""Tests `Llama.from_pretrained`: the files that a pattern selects, and their download by the code of `pull`."""
+"""Tests `fetch`, with which `Llama.from_pretrained` downloads: the files of a pattern, and their folders."""
 
 import os
 from pathlib import Path

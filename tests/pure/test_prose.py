@@ -1,4 +1,7 @@
-"""Tests the lint of sentences: docstrings and comments that break a rule, and packages without findings."""
+"""Tests the prose linter: it finds sentences that break a rule and accepts plain ones.
+
+This project's own packages must have no finding.
+"""
 
 from __future__ import annotations
 

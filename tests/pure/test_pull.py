@@ -130,7 +130,7 @@ def test_concurrent_pulls_share_one_download_although_the_first_leaves(repo: Fak
     left.set()  # the first pull is cancelled, and the others continue
     first.join(20)
     assert isinstance(results[0], PullError)
-    # The second request belongs to the pull of the other name.
+    # Each pull lists the repository. A second listing shows that another pull has begun.
     until(lambda: sum(path.startswith("/api/models") for _, path, _ in repo.requests) >= 2)
     gate.open.set()
     for thread in others:
@@ -176,7 +176,7 @@ def start_pull(hub: FakeHub, home: Path, **extra: str) -> subprocess.Popen[str]:
 
 @pytest.fixture
 def gated_pull(repo: FakeHub, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Gate]]:
-    """Starts a pull in another process, and waits until that process reports 1 MiB.
+    """Starts a pull in another process, and waits until that process reports 1 MiB. Yields the process and the gate.
 
     The hub sends 2 MiB and then waits until the gate opens.
     """
@@ -276,7 +276,7 @@ def test_pull_resumes_a_cut_download(repo: FakeHub, monkeypatch: pytest.MonkeyPa
     assert nothing_has_a_name()
     assert [name for name in stored() if name.endswith(".incomplete")] != []
     repo.requests.clear()
-    # The disk has room only for the missing bytes.
+    # The disk has room only for the missing bytes, and for the 64 MiB that stay free.
     monkeypatch.setattr(own_store, "free_bytes", lambda folder: (64 << 20) + (2 << 20) + 99)
     entry, _ = fetch()
     assert entry.path.read_bytes() == DATA

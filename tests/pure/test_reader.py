@@ -1,7 +1,7 @@
 """Tests the GGUF reader with files that break one rule each, cut files, and hostile files.
 
-The reader succeeds, or raises a ModelFormatError that names the key or tensor and an offset. It raises no other
-exception, and needs little memory and time.
+For such a file, the reader raises a ModelFormatError that names the key or tensor and an offset. It needs little memory
+and time. Missing files and disk errors raise other typed errors.
 """
 
 import io
@@ -26,7 +26,10 @@ def small() -> Gguf:
 
 
 def refuse(tmp_path: Path, data: bytes) -> str:
-    """Writes `data` and returns the message of the expected ModelFormatError."""
+    """Writes `data` and reads it. Asserts that a ModelFormatError with the file's name and an offset is raised.
+
+    Returns the error's message.
+    """
     path = tmp_path / "bad.gguf"
     path.write_bytes(data)
     with pytest.raises(ModelFormatError) as caught:

@@ -1,7 +1,7 @@
-"""Tests the README and docs: commands exist, Python code compiles, and links lead somewhere.
+"""Tests the README and docs: commands exist, Python code compiles, and links lead to existing files and headings.
 
-The page of the architecture names files that exist, and every package. Variables and options on the page of deployment
-exist, and its configuration files are valid.
+docs/architecture.md names only files that exist, and every package. Variables and options in docs/deployment.md exist,
+and the configuration files in deploy/ are valid.
 """
 
 import ast
@@ -28,9 +28,9 @@ README = PAGES[ROOT / "README.md"]
 TEXT = "\n".join(PAGES.values())
 LABORATORY = (ROOT / "predictors/README.md", ROOT / "recipes/README.md", *sorted((ROOT / "docs/evidence").glob("*.md")))
 ALL_TEXT = "\n".join((TEXT, *(page.read_text(encoding="utf-8") for page in LABORATORY)))
-# Programs that import torch at once, so that their help is not tested.
+# Programs that import torch when they start. Their help is not tested.
 TRAINING = ("recipes.make_lab_model", "recipes.train_demo")
-GROUPS = ("trace", "contexts")  # commands that have commands of their own
+GROUPS = ("trace", "contexts")  # commands that have subcommands
 
 
 def blocks(language: str, text: str = TEXT) -> list[str]:
@@ -151,7 +151,7 @@ def test_deployment_page_names_existing_paths_and_every_deploy_file() -> None:
 def test_deployment_page_names_only_variables_of_serve() -> None:
     known = help_of("serve")
     text = PAGE + "".join(FILES.values())
-    own = {"MOEGGUF_MEMORY_LIMIT"}  # a variable of compose.yaml alone
+    own = {"MOEGGUF_MEMORY_LIMIT"}  # a variable that only compose.yaml reads
     assert own <= set(re.findall(r"\$\{(\w+)", FILES["compose.yaml"]))
     assert {name for name in re.findall(r"\bMOEGGUF_[A-Z_]+\b", text) if name not in known} == own
 

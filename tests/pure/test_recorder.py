@@ -1,4 +1,4 @@
-"""Tests that the recorder writes the observed events, for passes of any form."""
+"""Tests the recorder: the trace that it writes from events, its use of memory, and its failures."""
 
 import errno
 from dataclasses import replace

@@ -1,4 +1,7 @@
-"""Tests files that moegguf opens by itself. A pipe, folder or device there is an error or counts as missing."""
+"""Tests files that moegguf opens by itself.
+
+A pipe, folder or device in place of a file is an error or counts as missing.
+"""
 
 from __future__ import annotations
 

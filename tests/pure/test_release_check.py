@@ -52,7 +52,7 @@ def sdist_of(folder: Path, names: Sequence[str]) -> Path:
 
 @pytest.fixture
 def places(tmp_path: Path) -> Path:
-    """A folder with the files that have the version."""
+    """A folder with copies of the files that contain the version."""
     for name in ("pyproject.toml", "moegguf/package.py", "CITATION.cff", "CHANGELOG.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)

@@ -1,7 +1,7 @@
 """Tests the chat templates that the pinned llama.cpp ships.
 
-Each template renders every kind of conversation. No text of a message is lost, and the arguments of calls are JSON.
-Tables list the templates that leave something out by design.
+Each template renders every conversation of CONVERSATIONS. The prompt has every text of the messages, and objects as
+JSON. The tables below list the exceptions.
 """
 
 import re
@@ -62,9 +62,9 @@ EITHER_TEXT_OR_CALLS = {  # templates that write either the text of a message or
     "meta-llama-Llama-3.2-3B-Instruct", "meta-llama-Llama-3.3-70B-Instruct", "mistralai-Mistral-Nemo-Instruct-2407",
     "muse-glimmer", "openai-gpt-oss-120b", "upstage-Solar-Open-100B",
 }  # fmt: skip
-# Templates that write the system's message only if a question ends the conversation.
+# Templates that write the system's message only if the last message is the user's.
 SYSTEM_WITH_LAST_QUESTION = {"mistralai-Mistral-Nemo-Instruct-2407"}
-# Templates that write tools as Python prints them.
+# Templates that write tools as Python's repr, not as JSON.
 PYTHON_TOOLS = {"Apriel-1.6-15b-Thinker-fixed", "unsloth-Apriel-1.5"}
 
 
@@ -73,7 +73,7 @@ def template(name: str) -> str:
 
 
 def expected_texts(name: str, messages: list[Message], tools: list[dict[str, Any]]) -> set[str]:
-    """Returns the texts that a prompt must contain."""
+    """Returns the texts that the prompt of this template must contain."""
     texts = {message["content"] for message in messages if message["content"]}
     has_calls = any("tool_calls" in message for message in messages)
     if tools and name not in WITHOUT_TOOLS:
@@ -114,7 +114,7 @@ def test_pinned_template_renders_arguments_as_object_or_text_equally(name: str) 
     assert len(prompts) == 1
 
 
-SWITCHES = {  # the end of the prompt if thinking is not chosen, if it is on, and if it is off
+SWITCHES = {  # the end of the prompt with think=None, True and False
     "Qwen-Qwen3-0.6B": ("assistant\n", "assistant\n", "<think>\n\n</think>\n\n"),
     "deepseek-ai-DeepSeek-V3.1": ("<think>", "<think>", "</think>"),
     "google-gemma-4-31B-it": ("<|turn>model\n", "<|turn>model\n", "<|channel>thought\n<channel|>"),

@@ -1,4 +1,4 @@
-"""Tests the beginning of a request, and the evaluations that belong to its prompt."""
+"""Tests `Requests`: which evaluation begins a request, and which evaluations belong to its prompt."""
 
 from collections.abc import Generator
 
@@ -11,7 +11,7 @@ PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
 
 
 class Context:
-    """Evaluates tokens like `Llama`, and records (number of the request, phase) in `noted`."""
+    """Counts evaluated tokens like `Llama`. `noted` has (number of the request, phase) for each evaluation."""
 
     def __init__(self) -> None:
         self.requests = Requests()

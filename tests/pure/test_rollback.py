@@ -1,4 +1,4 @@
-"""Tests how many of the last tokens can be removed from a recurrent state.
+"""Tests how many of the most recent tokens can be removed from a recurrent state.
 
 Each ubatch replaces the snapshots of the state, so earlier snapshots cannot be used.
 """

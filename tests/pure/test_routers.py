@@ -26,7 +26,7 @@ INPUTS = RNG.standard_normal((5, N_EMBD)).astype(np.float32)
 
 
 def write(path: Path, g: Gguf, values: dict[str, bytes]) -> ExpertLayout:
-    """Writes a file with these bytes of tensors, and returns its layout."""
+    """Writes a GGUF file whose tensors have the bytes of `values`, or zeros. Returns the file's layout."""
     out = bytearray(pad(g.header(), g.alignment))
     for tensor in g.tensors:
         data = values.get(str(tensor.name), bytes(tensor.size()))
@@ -173,7 +173,10 @@ def with_routers(g: Gguf, layers: range = range(2), n_expert: int = N_EXPERT) ->
 
 
 def with_other_bytes(path: Path, g: Gguf) -> Path:
-    """Writes a model in which the bytes of each router differ from all other bytes. Returns its path."""
+    """Writes a model in which each router's tensor contains the tensor's own name, so that routers differ.
+
+    Returns its path.
+    """
     g.write(path)
     for tensor in read_gguf(path).tensors:
         if "ffn_gate_inp" in tensor.name:

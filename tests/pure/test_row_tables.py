@@ -81,7 +81,7 @@ def test_loader_advice_leaves_out_the_row_table(layout: ExpertLayout, monkeypatc
 
 
 def mapped_bytes(path: Path) -> int:
-    """Returns the bytes of a file that are in this process's memory."""
+    """Returns how many bytes of a file are resident in this process's memory."""
     found = re.findall(rf"{re.escape(str(path))}\n(?:.*\n)*?Rss: +(\d+) kB", Path("/proc/self/smaps").read_text())
     return sum(int(kib) for kib in found) * 1024
 

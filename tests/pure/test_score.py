@@ -25,7 +25,10 @@ SHAPE = MoeShape(n_layer=5, n_expert=8, n_expert_used=2, layers=(1, 2, 3, 4), ex
 
 
 def cyclic(n_sequences: int = 1, n_tokens: int = 6) -> Trace:
-    """Returns a trace in which token t uses the experts t and t + 1 (mod 8) in every layer."""
+    """Returns a trace in which token t of a sequence uses the experts t and t + 1 (mod 8) in every layer.
+
+    The first two tokens of a sequence are its prompt.
+    """
     path = [[[t % 8, (t + 1) % 8]] * 4 for t in range(n_tokens)]
     return hand_made(SHAPE, [path] * n_sequences, prefill=2)
 
@@ -37,7 +40,7 @@ def only(trace: Trace, predictor: Oracle | Unpredictive, distance: int = 1) -> F
 @pytest.mark.parametrize("distance", [1, 2, 3, 8])
 def test_perfect_predictor_scores_one_by_every_definition(distance: int) -> None:
     figures = only(cyclic(), Oracle(cyclic()), distance)
-    assert figures.due == 4 * 3  # four tokens decoded, three layers behind the first
+    assert figures.due == 4 * 3  # four decoded tokens, three layers after the first
     assert figures.coverage == figures.accuracy == figures.top_k_hit == figures.at_least_one == 1
     assert figures.precision[:2] == (1, 1) and figures.recall[:2] == (0.5, 1)
 
@@ -142,7 +145,7 @@ def test_judge_figures_equal_the_score_of_the_trace_and_include_a_control() -> N
     live = run(trace, Judge(Oracle(trace, n_wrong=1, reach=3))).table()
     assert live.means == offline.means and live.layers == offline.layers
     assert live.means[1].accuracy == 0.5
-    # A predictor that may not predict the routed layer itself (reach > 0) cannot be its own control.
+    # A predictor with reach > 0 is not its own control, so no control is measured here.
     assert live.fresh is None
     trace = random_trace(with_inputs=True)
     control = FreshGate(trace.shape, routers_of(trace.shape, hidden_routers(trace.shape, 0)))

@@ -1,4 +1,4 @@
-"""Tests a server's variables of the environment, refused values, the table of options, and texts printed from it."""
+"""Tests environment variables of servers and loads, refused values, the table of options, and its printed page."""
 
 import dataclasses
 import inspect

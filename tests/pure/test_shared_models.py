@@ -1,4 +1,7 @@
-"""Tests names of the same files, which share one process: its use, end, context and statistics."""
+"""Tests names that refer to the same files and share one worker process.
+
+The tests check when such a process is loaded again and when it ends, and how its statistics are counted.
+"""
 
 import asyncio
 from dataclasses import replace

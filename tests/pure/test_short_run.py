@@ -30,7 +30,10 @@ def answered(tokens_per_s: float, **more: Any) -> dict[str, Any]:
 
 
 class Scripted(Runner):
-    """A runner without processes. Each part takes its scripted seconds."""
+    """A runner that starts no process.
+
+    A part takes its scripted seconds (1 without any), but no longer than the time left.
+    """
 
     def __init__(self, seconds: dict[str, float], fail: str = "", switches: int = 0) -> None:
         self.now, self.ran, self.switches = 0.0, list[tuple[str, float]](), 0

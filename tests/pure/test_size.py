@@ -1,4 +1,4 @@
-"""Tests that the meter of size counts only code."""
+"""Tests tools/size.py, which counts code without docstrings and comments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rendering of conversations, and sandboxing of untrusted templates."""
+"""Tests the rendering of conversations, and the sandbox for untrusted templates."""
 
 import contextlib
 import json
@@ -125,7 +125,7 @@ ROLES = ("system", "user", "assistant", "tool")
 @pytest.mark.parametrize("roles", [ROLES, *((role,) for role in ROLES)], ids="+".join)
 @pytest.mark.parametrize("kind", PARTS)
 def test_render_passes_texts_to_a_template_that_reads_lists_of_parts(kind: str, roles: tuple[str, ...]) -> None:
-    """A template may read the content of the other roles as text."""
+    """The template reads the content of `roles` as a list of parts, and the content of the other roles as text."""
     template = (
         f"{{% for m in messages %}}{{{{ m.role }}}}:{{% if m.role in {roles} %}}{PARTS[kind]}"
         "{% else %}{{ '' + m.content }}{% endif %};{% endfor %}"
@@ -306,7 +306,7 @@ def test_template_of_many_parts_is_compiled_in_time_or_stopped() -> None:
 def test_stopped_template_names_the_limit(template: str, limit: str, impatient: None) -> None:
     with pytest.raises(TemplateError, match=limit):
         render(template, CHAT)
-    assert render("{{ 1 }}", []) == "1"  # the next one renders
+    assert render("{{ 1 }}", []) == "1"  # the next template is rendered
 
 
 def sandboxes() -> list[psutil.Process]:
@@ -343,7 +343,7 @@ def test_render_starts_another_sandbox_beside_a_slow_template(monkeypatch: pytes
 
 
 def test_sandbox_process_gets_the_module_path_of_its_parent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Uses a folder that this process has added to its path, and a Python without sys.executable."""
+    """Uses a folder that this process has added to sys.path, and a Python without sys.executable."""
     (tmp_path / "elsewhere.py").write_text("from moegguf.generate.sandbox import main\nmain()\n")
     monkeypatch.syspath_prepend(tmp_path)
     sys.path.append(Path("of-another-type"))  # type: ignore[arg-type]  # a mistake that Python leaves out

@@ -1,4 +1,7 @@
-"""Tests the token scheduler. Tokens with similar routing paths are in one batch, and batches have equal sizes."""
+"""Tests the token scheduler.
+
+Tokens with similar routing paths share a batch, and sizes of batches differ by at most one.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,15 @@ from predictors.study.token_scheduler import PredictedPaths, RecentPaths, Routin
 
 
 def path(*experts: int, n_expert: int = 8) -> np.ndarray:
-    """Returns a path. Each argument is the expert of one layer."""
+    """Returns a routing path (n_layer, n_expert) of booleans. Each argument is the expert of one layer."""
     return np.arange(n_expert) == np.array(experts)[:, np.newaxis]
 
 
 def two_kinds() -> np.ndarray:
-    """Tokens 0, 2, 5, 7 use expert 0, then one of 1-3; the others expert 4, then one of 5-7."""
+    """Returns the paths of eight tokens. Tokens 0, 2, 5 and 7 use expert 0 first, then one of 1 to 3.
+
+    The other tokens use expert 4 first, then one of 5 to 7.
+    """
     return np.stack([path(0, 1), path(4, 5), path(0, 2), path(4, 6), path(4, 7), path(0, 3), path(4, 5), path(0, 1)])
 
 
@@ -79,7 +85,7 @@ def test_order_effects_replay_equal_tokens_in_every_order() -> None:
 
 
 class FixedPaths(RoutingPaths):
-    """Paths that a test sets."""
+    """Routing paths that a test passes to the constructor."""
 
     def __init__(self, paths: np.ndarray | dict[int, np.ndarray]) -> None:
         super().__init__(SMALL)

@@ -30,7 +30,8 @@ from moegguf.trace.trace import Trace, TraceHeader
 from predictors.study.arrange import separated, shuffled
 
 TINY = MoeShape(n_layer=4, n_expert=4, n_expert_used=2, layers=(1, 3), n_embd=2, n_vocab=100)
-# A token uses two experts of layer 1 and one of layer 3. Layer 3 of the first pass is computed for its last token only.
+# A token uses two experts of layer 1 and one of layer 3. Layer 3 is computed only for the last of the first three
+# tokens, which are a prompt in two passes.
 LAYER_1 = [[0, 1], [1, 2], [2, 3], [3, 0], [1, 0], [2, 1]]
 LAYER_3 = [[-1, -1], [-1, -1], [3, -1], [0, -1], [1, -1], [2, -1]]
 
@@ -132,18 +133,18 @@ def test_shuffled_keeps_the_experts_of_each_request_in_another_order() -> None:
                 for of in (trace, control)
             )
             assert before == after
-    # Only the order of the tokens differs. The shuffled trace keeps some reuse, but less than the recorded order has.
+    # Only the order of the experts differs. The shuffled trace keeps some reuse, but less than the recorded trace has.
     assert reuse(trace) > 1.15 * reuse(control)
 
 
 def reuse(trace: Trace) -> float:
-    """Returns the share of experts that the previous token also used."""
+    """Returns the mean share of a decoded token's experts in the first MoE layer that the token before also used."""
     ids = trace.decode().expert_ids[0]
     return float(np.mean([np.isin(now, before).mean() for before, now in pairwise(ids)]))
 
 
 def trace_of(passes: Sequence[Sequence[Sequence[int]]], n_expert: int = 4) -> Trace:
-    """Returns a trace. passes[p][row] has the experts of one token in a layer."""
+    """Returns a trace of one request with one token per pass. passes[p][row] has the token's experts in a layer."""
     n_row, k = len(passes[0]), len(passes[0][0])
     path = [[list(layer) for layer in token] for token in passes]
     return hand_made(MoeShape(n_row, n_expert, k, tuple(range(n_row))), [path])
@@ -166,7 +167,7 @@ def test_lookups_are_distinct_experts_in_order_of_first_choice() -> None:
 
 
 def optimum(trace: Trace, n_slots: int) -> int:
-    """Returns the most hits, by trying every choice of victims."""
+    """Returns the maximum number of hits with n_slots slots, found by trying every choice of victims."""
     lookups = Lookups.of(trace)
     best: dict[frozenset[int], int] = {frozenset(): 0}
     for start, end in zip(lookups.start[:-1], lookups.start[1:], strict=True):

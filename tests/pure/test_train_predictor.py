@@ -133,7 +133,7 @@ def test_trained_expert_mlp_has_its_batch_norms_folded_in() -> None:
     rng = np.random.default_rng(0)
     network = FeedForward((12, 32, *(16,) * 5, 5), rng, norms=True)
     x = (3 * rng.standard_normal((4096, 12)) + 1).astype(np.float32)
-    for _ in range(200):  # moves the norms' running means and variances to the mean and variance of x
+    for _ in range(200):  # lets the norms' running means and variances converge
         expected = network.training_logits(x, rng).value
     y = x
     for i, (weight, bias) in enumerate(network.matrices()):

@@ -18,7 +18,7 @@ DEFAULT = WatchdogOptions()
 
 
 class Run:
-    """A watchdog with tokens that stall `off` ns without prefetching and `on` ns with prefetching.
+    """Feeds tokens to a watchdog. A token stalls `off` ns without prefetching, and `on` ns with prefetching.
 
     `noise` makes the stalls random.
     """
@@ -107,7 +107,7 @@ def test_watchdog_ignores_first_tokens_outliers_prompts_and_odd_batches() -> Non
     assert run.dog.last_gain == pytest.approx(0.1)
     run = Run(1000, 900)
     while not run.dog.trials:
-        # Passes of 8 and 7 sequences come between passes of one token.
+        # Passes of 8 and 7 sequences come between passes of one sequence.
         for n_sequences, took_ns in ((8, 10**6), (7, 10**6)):
             run.dog.token(run.stall_ns, n_sequences)
             run.stall_ns += took_ns
@@ -142,7 +142,10 @@ def test_watchdog_rests_between_trials_double_up_to_a_limit() -> None:
 
 
 class Watched(Run):
-    """Tokens with a prompt after each token. The link is busy for the share `busy` of the time between tokens."""
+    """A Run with a prompt after each token.
+
+    For each token, the link is busy for the share `busy` of the stall without prefetching.
+    """
 
     def __init__(self, busy: float) -> None:
         super().__init__(1000, 500)

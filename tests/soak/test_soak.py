@@ -4,10 +4,10 @@ clients leave before their answer ends. The test does not run by default: `make 
 The test checks that
 
 - every answer is equal to the answer that a single client receives;
-- only requests that a killed worker was computing are lost;
-- no error other than "busy" comes;
+- no more answers are lost than the killed workers can have been computing;
+- clients receive no error other than "busy";
 - memory stays within the budget;
-- no process or file is left over.
+- no process or temporary file is left over.
 """
 
 from __future__ import annotations
@@ -32,22 +32,23 @@ from tools.load_test import DIALECTS, MOST_GROWTH_MB, Question, Run, lines, ques
 
 SECONDS = float(os.environ.get("MOEGGUF_SOAK", "120"))
 CLIENTS, MAX_TOKENS = 64, 24
-REPETITIVE = "Repeat this: " + "moegguf runs Mixture-of-Experts models. " * 8  # the model drafts parts of the answer
+# A prompt whose answer repeats text, so that parts of it are drafted.
+REPETITIVE = "Repeat this: " + "moegguf runs Mixture-of-Experts models. " * 8
 CANCELS = 0.15  # share of the requests that the client cancels
-# The shortest and the longest time between two kills, and between two changes of the budget.
+# The shortest and the longest seconds between two kills, and between two changes of the budget.
 KILL_S, BUDGET_S = (4.0, 9.0), (0.5, 2.0)
 BUDGETS = ("auto", "25%", "40%", "60%", "100%")
-MEMORY = 512 << 20  # memory for all models together
-# Memory of a worker without its model: Python, libraries, and the vocabulary for constraints of answers.
+MEMORY = 512 << 20  # bytes of memory for all models together
+# Bytes of a worker without its model: Python, libraries, and the vocabulary for constraints of answers.
 PROCESS_BYTES = 200 << 20
 REFUSED = (404, 503)  # statuses of a change of the budget while the model is loaded anew
 
-# Answers are computed one at a time if bits depend on the pass.
+# Answers are computed one at a time if the processor lacks the kernels whose bits do not depend on the pass.
 PARALLEL = 8 if has_kernels(read_processor(), read_environment().kernels) else 1
 
 
 class Meddler:
-    """Kills the demo's worker, changes its budget at random times, and watches its memory.
+    """Kills workers and changes the demo's budget at random times, and watches the memory of workers.
 
     Each of these methods runs until its task is cancelled.
     """
@@ -121,7 +122,10 @@ async def soak(server: Server) -> tuple[Run, Meddler]:
 
 
 def processes_in(home: Path) -> list[str]:
-    """Returns every process whose MOEGGUF_HOME is `home`, with any parent."""
+    """Returns the id and command line of each process whose MOEGGUF_HOME is `home`, with any parent.
+
+    Leaves out zombies.
+    """
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
