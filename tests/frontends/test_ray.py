@@ -97,7 +97,7 @@ def test_whole_and_streamed_answers_are_equal_on_each_api(application: RayApplic
 
 def test_a_second_turn_is_sent_to_the_replica_with_its_context(application: RayApplication) -> None:
     questions = ("What is an expert?", "Who are you?")
-    # The first calls let Ray learn the queue lengths of both replicas. Ray skips a replica whose queue length is unknown.
+    # The first calls let Ray learn the queue lengths of both replicas. Ray skips a replica of unknown queue length.
     with ThreadPoolExecutor() as threads:
         list(threads.map(lambda i: chat(application, f"What is {i}?"), range(4)))
     first = [chat(application, text).json for text in questions]
