@@ -164,7 +164,7 @@ CASES = zip(product(LOCALITIES, (1.0, 0.0)), cycle(SHAPES), strict=False)
 def test_random_models_hit_at_the_published_rates(tmp_path: Path, locality: str, temperature: float, arch: str) -> None:
     trace = recorded(model(tmp_path, locality, arch), temperature)
     assert trace.n_tokens > 500
-    assert len(set(trace.tokens.tolist())) > trace.n_tokens / 2  # few tokens occur twice, so no answer loops
+    assert len(set(trace.tokens.tolist())) > trace.n_tokens / 2  # enough distinct tokens: no answer loops
     assert_hits_as_published(trace, locality)
 
 
