@@ -24,8 +24,8 @@ Plain = Callable[..., Logits]
 OPTIONS: dict[str, Any] = {"n_ctx": 256, "n_threads": 1, "logits_all": True, "verbose": False}
 N_UBATCH = 64
 
-# Numbers of tokens in a pass. Some are near the widest pass of matrix-vector kernels (4 or 8), others near the tile sizes
-# of matrix kernels (16 or 32).
+# Numbers of tokens in a pass. Some are near the widest pass of matrix-vector kernels (4 or 8), others near the tile
+# sizes of matrix kernels (16 or 32).
 BATCHES = (1, 2, 4, 8, 9, 16, 32, 33)
 TINY = [name for name in PRESETS if name.startswith("tiny-")]
 

@@ -250,7 +250,7 @@ def answer_tokens(llm: Llama, request: Request) -> tuple[int, ...]:
 def test_a_stop_string_within_a_draft_leaves_a_state_to_continue(
     pair: tuple[Llama, Llama], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens that were evaluated beyond the stop string are rolled back, so that the next request reuses the context."""
+    """Tokens that were evaluated beyond the stop string are rolled back, so the next request reuses the context."""
     monkeypatch.setattr(drafting, "DraftGate", Eager)
     many, one = pair
     if one.layout.arch not in ROLLBACK_ARCHS:
