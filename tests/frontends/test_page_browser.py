@@ -20,7 +20,7 @@ from moegguf.models.catalog import demo_path
 RESIDENT = "document.getElementById('resident').textContent.startsWith('48 of 192 in memory')"
 PHONE, SMALLEST = {"width": 390, "height": 844}, {"width": 360, "height": 640}
 
-# A JavaScript function that counts the map's dark grey pixels (`grey`: resident experts) and strongly coloured pixels
+# A JavaScript function that counts the map's grey pixels (`grey`: resident experts) and strongly coloured pixels
 # (`hot`: experts just used or read). `sum` is a checksum of all pixels. All are 0 while the map is hidden.
 COUNT_PIXELS = """() => {
   const canvas = document.getElementById("map"), counts = { grey: 0, hot: 0, sum: 0 };

@@ -172,7 +172,7 @@ def test_recurrent_states_are_stored_beside_blocks_without_duplicates(tiny: Tiny
 @pytest.mark.parametrize("kept", [0, 1])
 @pytest.mark.parametrize("preset", ["tiny-lfm2moe", "tiny-qwen35moe", "tiny-deepseek4"])
 def test_a_damaged_state_is_computed_again(tiny: TinyModel, preset: str, kept: int) -> None:
-    """Damages all stored states except the first `kept` ones."""
+    """Damages all stored states except the first `kept` ones, which have the fewest tokens."""
     model, prompt = tiny(preset), prompt_of(N_LONG)
     with engine(model) as first:
         expected = answer(first, prompt)

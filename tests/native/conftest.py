@@ -26,7 +26,7 @@ def no_faults() -> Iterator[None]:
 
 @pytest.fixture
 def fake(tmp_path: Path) -> FakeModel:
-    """A model of 4 layers with 8 experts of about 4 kB each. A token uses 2 experts of each layer, so 8 in all."""
+    """A model of 4 layers with 8 experts of about 4.5 kB each. A token uses 2 experts in each layer, 8 in all."""
     return make_model(tmp_path)
 
 

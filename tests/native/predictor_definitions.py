@@ -255,6 +255,6 @@ def defined(predictor: Predictor, arrays: Arrays | None = None) -> Callable[[], 
 
 
 def any_of(found: list[Float32s | None]) -> Float32s | None:
-    """Returns the probability that any of several sequences uses each expert, or None without a prediction."""
+    """Returns the probability that any of several sequences uses each expert, or None if none has a prediction."""
     known = [each for each in found if each is not None]
     return 1 - np.prod([1 - each for each in known], axis=0) if known else None

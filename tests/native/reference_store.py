@@ -31,7 +31,7 @@ class Slot:
 
 
 class ReferenceStore:
-    """A store on one device without a tier below. It has fewer slots than the model has experts."""
+    """A store on one device without a tier below, with fewer slots than the model has experts."""
 
     def __init__(self, shape: MoeShape, n_slots: int) -> None:
         self.shape = shape

@@ -45,7 +45,7 @@ class Rig:
         self._free: list[Callable[[], object]] = []
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Calls ggml_backend_NAME. Integers are addresses or sizes."""
+        """Calls the function ggml_backend_NAME. Integer arguments must be addresses or sizes."""
         return getattr(self.ggml, f"ggml_backend_{name}")(
             *(c.c_void_p(a) if isinstance(a, int) else a for a in arguments)
         )
