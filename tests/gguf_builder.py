@@ -1,7 +1,8 @@
-"""Writes GGUF files for tests: valid files from a few lines of code, and files with any part of the header wrong.
+"""Writes GGUF files for tests: valid files, and files whose header breaks a rule.
 
-`Gguf` collects key-values and tensors, and `build()` returns the bytes of the file. A test can give the bytes of each
-entry itself, and so break exactly one rule. The gguf package is not used, because it refuses to write wrong files.
+`Gguf` collects key-values and tensors, and `build()` returns the bytes of the file. A test can set counts, offsets and
+encoded key-values itself, so that a file breaks exactly one rule. The gguf package is not used, because it is made for
+valid files.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def string(text: str | bytes) -> bytes:
 
 
 def scalar(gguf_type: int, value: int | float | str | bytes) -> bytes:
-    """Returns the bytes of one value, without its type."""
+    """Returns the encoded bytes of one value, without its type. Text is always encoded as a GGUF string."""
     if isinstance(value, str | bytes):
         return string(value)
     return struct.pack(_FORMATS[gguf_type], value)
@@ -46,7 +47,7 @@ def pad(data: bytes, alignment: int) -> bytes:
 
 @dataclass
 class Tensor:
-    """One tensor. `offset` and `n_bytes` are computed if they are None."""
+    """One tensor of a file. `offset`, `n_bytes` and `n_dims` are computed if they are None."""
 
     name: str | bytes
     shape: tuple[int, ...]
@@ -67,7 +68,10 @@ class Tensor:
 
 @dataclass
 class Gguf:
-    """A GGUF file under construction. `kv` holds encoded key-values, `tensors` the tensors in order."""
+    """A GGUF file under construction. `kv` holds encoded key-values, `tensors` the tensors in order.
+
+    If `n_kv` or `n_tensors` is None, the header has the real number.
+    """
 
     alignment: int = 32
     magic: bytes = b"GGUF"
@@ -133,10 +137,12 @@ def moe(
     il_range: range | None = None,
     skip_kv: tuple[str, ...] = (),
 ) -> Gguf:
-    """Returns a small MoE model with every key that llama.cpp needs. `types` are the types of gate, up and down.
+    """Returns a small MoE file for moegguf's own reader. llama.cpp would need more keys and tensors.
 
-    With `split` = (number of the shard, number of shards, tensors in all shards), the file is one shard, whose layers
-    are `il_range`.
+    `types` are the ggml types of gate, up and down. Keys in `skip_kv` are left out.
+
+    If `split` is (index of the shard, number of shards, tensors in all shards), the file is one shard. Its layers are
+    `il_range`, or all layers if that is None. Only shard 0 has the model's keys.
     """
     g = Gguf()
     numbers = {

@@ -1,4 +1,7 @@
-"""Tests images in Ollama's and OpenAI's API, in `run` and in the chat, with a random vision model and its projector."""
+"""Tests images in Ollama's and OpenAI's APIs, in `moegguf run` and in its interactive chat.
+
+The image projectors have random weights.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +23,7 @@ QUIET = {"temperature": 0, "num_predict": 4, "num_thread": 1}
 
 @pytest.fixture(scope="module")
 def vision(tmp_path_factory: pytest.TempPathFactory, tiny: Tiny, projector: Tiny) -> Iterator[Server]:
-    """A server with `see`, which has a projector, and `blind`, which has none."""
+    """Yields a server with two models: `see` has an image projector, and `blind` has none."""
     models = {"see": tiny("tiny-qwen2moe"), "mmproj-see": projector("mlp"), "blind": tiny("tiny-qwen2moe")}
     with serving(tmp_path_factory.mktemp("vision"), models=models) as found:
         yield found

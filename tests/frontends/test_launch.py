@@ -1,4 +1,4 @@
-"""Tests `moegguf launch`: the settings that programs get, and the server that is started for them."""
+"""Tests `moegguf launch`: the settings for each client program, and the server that it starts if none is running."""
 
 import json
 import os
@@ -18,7 +18,8 @@ from moegguf.cli.launch_clients import CLIENTS, NO_KEY, Target
 TARGET = Target("http://127.0.0.1:11434", "hf.co/user/repo:Q4_K_M", "secret")
 STARTED = [name for name, client in CLIENTS.items() if client.start]
 
-# A program that reads the server's list of models and prints the list, its arguments and its environment.
+# A program that prints its arguments and its environment as JSON. If ANTHROPIC_BASE_URL is set, it also prints the
+# server's list of models. Its exit code is 7.
 PROGRAM = f"""#!{sys.executable}
 import json, os, sys, urllib.request
 url = os.environ.get("ANTHROPIC_BASE_URL")
@@ -30,7 +31,10 @@ sys.exit(7)
 
 @pytest.fixture
 def programs(tmp_path: Path) -> str:
-    """Returns a PATH with a folder that has every program."""
+    """Writes PROGRAM under the command name of each client that `launch` can start.
+
+    Returns a PATH that begins with the folder of these programs.
+    """
     for name in STARTED:
         file = tmp_path / CLIENTS[name].command
         file.write_text(PROGRAM)
@@ -39,7 +43,7 @@ def programs(tmp_path: Path) -> str:
 
 
 def launched(*words: object, **extra: str) -> tuple[int, dict[str, object], str]:
-    """Returns the exit code, the object that the program printed, and stderr."""
+    """Runs `moegguf launch`. Returns its exit code, the object that the program printed, and stderr."""
     command = moegguf_command("launch", *words)
     done = subprocess.run(command, env=environment(**extra), capture_output=True, text=True, timeout=90)
     return done.returncode, json.loads(done.stdout), done.stderr
@@ -58,7 +62,7 @@ def test_each_client_gets_the_address_the_model_and_the_key(name: str) -> None:
     said = json.dumps([start(TARGET).environment, start(TARGET).arguments])
     for words in (TARGET.url, TARGET.key):
         assert words in said
-    assert TARGET.model in said or name == "open-webui"  # open-webui lists the models itself
+    assert TARGET.model in said or name == "open-webui"  # open-webui gets no model: it reads the server's list
 
 
 def test_codex_gets_toml_settings_and_opencode_gets_json() -> None:

@@ -1,4 +1,4 @@
-"""Tests `moegguf learn`: its sources of texts, its table, its errors, and the learned files in `show`."""
+"""Tests `moegguf learn`: its sources of prompts, its table, its errors, and the learned files that `show` lists."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from moegguf.trace.prompts import read_prompts
 
 @pytest.fixture
 def home(tmp_path: Path) -> dict[str, str]:
-    """The environment of a user who has learned nothing."""
+    """Returns environment variables that set MOEGGUF_HOME to a folder that does not exist yet."""
     return {"MOEGGUF_HOME": str(tmp_path / "home")}
 
 

@@ -1,4 +1,4 @@
-"""Tests lists of models: no damaged or strange file hides another model."""
+"""Tests the lists of models: a damaged file, or a file that is not a model, hides no other model."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ from moegguf.terminal.facts import library_facts, list_facts
 from moegguf.terminal.tables import print_model_list
 from tools.mutants import mutate, read_header, write_file
 
-SEEDS = (*range(60), 462, 465)  # the last two seeds rename the tensor of the token embeddings
-FAR_S = 1 << 40  # a time in the year 36812
-LONG = "x" * 300  # too long for the name of a file
+SEEDS = (*range(60), 462, 465)  # seeds of mutations; 462 and 465 rename the token embeddings
+FAR_S = 1 << 40  # seconds since 1970: a time in the year 36812
+LONG = "x" * 300  # longer than a file name can be
 ANTHROPIC = {"anthropic-version": "2023-06-01"}
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Sets MOEGGUF_MODELS to a folder with one good model, and hides all other models."""
+    """Sets MOEGGUF_MODELS to a folder with one good model, `good`, and returns the folder.
+
+    Hides the user's other models.
+    """
     for name, path in (("MOEGGUF_HOME", "home"), ("HF_HOME", "hf"), ("OLLAMA_MODELS", "ollama")):
         monkeypatch.setenv(name, str(tmp_path / path))
     folder = tmp_path / "models"
@@ -50,11 +53,11 @@ def http(manager: FakeManager) -> Iterator[httpx.Client]:
 
 
 def lists(http: httpx.Client, manager: FakeManager) -> dict[str, set[str]]:
-    """Returns the names in every list of models."""
+    """Returns the names of models in each list, by the name of the list."""
     entries = Catalog().entries()
     print_model_list(entries)
     assert [list_facts(entry)["name"] for entry in entries] == [entry.name for entry in entries]
-    manager.there = {entry.name: entry for entry in entries}  # the fake manager has loaded all models
+    manager.there = {entry.name: entry for entry in entries}  # the fake manager now lists all models as loaded
     found = {
         "list": {entry.name for entry in entries},
         "completion": {f"{name}:latest" for name in complete_model("")},
@@ -92,7 +95,7 @@ def bind(path: Path) -> None:
 
 
 def without_embedding(path: Path, *shape: int) -> None:
-    """Writes a model without an embedding, or with one of this shape."""
+    """Writes a model without token embeddings, or, with `shape`, with token embeddings of this shape."""
     model = moe()
     model.tensors = model.tensors[1:]
     if shape:

@@ -1,7 +1,7 @@
-"""Tests many concurrent clients: each answer equals a single client's answer, and requests beyond the queue get errors.
+"""Tests many concurrent clients: each answer equals a single client's answer, and a full queue refuses requests.
 
-`python -m tools.load_test` runs the same checks for a minute or for thousands of requests. The variable
-MOEGGUF_REQUESTS sets the number of requests during which memory must not grow (default: a few dozen).
+`python -m tools.load_test` makes similar checks for a minute or for thousands of requests. The variable
+MOEGGUF_REQUESTS sets the number of requests in the test of memory growth (default: 48).
 """
 
 import asyncio
@@ -22,7 +22,7 @@ N_REQUESTS = int(os.environ.get("MOEGGUF_REQUESTS", "48"))
 
 @pytest.fixture(scope="module")
 def busy_server(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[..., Path]) -> Iterator[Server]:
-    """A server whose queue holds QUEUE requests.
+    """Yields a server whose queue holds QUEUE requests, with `demo` and `tiny` loaded.
 
     Each model has one compute thread: more threads would spin on shared cores.
     """
@@ -42,9 +42,9 @@ async def client_of(server: Server) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def run_load(server: Server, clients: int, seconds: float, requests: int | None = None) -> Outcome:
-    """Runs a load test: all clients send the same few questions to the demo model.
+    """Runs a load test in which all clients send the same three questions to the demo model.
 
-    A single client sends the questions first, and its answers are the expected ones.
+    First a single client sends the questions, and its answers become the expected answers.
     """
 
     async def run() -> Outcome:
@@ -71,9 +71,9 @@ def test_requests_beyond_the_queue_limit_are_refused_as_busy(busy_server: Server
 
 
 def test_memory_stays_flat_over_many_requests(busy_server: Server) -> None:
-    """Tests the memory of a server that computes one request at a time.
+    """Tests a server that computes one request of a model at a time.
 
-    tests/live/test_batching.py tests passes with many sequences.
+    tests/live/test_batching.py tests the memory of passes with many sequences.
     """
     sizes = list[int]()
     (server, *workers) = processes_of(httpx.URL(busy_server.url).port or 0)

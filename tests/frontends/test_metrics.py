@@ -1,4 +1,4 @@
-"""Tests /metrics: every line follows Prometheus' grammar, and no counter decreases."""
+"""Tests /metrics: Prometheus' parser accepts the text, and no counter decreases when models are unloaded."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -19,7 +19,10 @@ def model(name: str = "demo:latest", pid: int = 1, **fields: Any) -> LoadedModel
 
 
 def samples(text: str) -> dict[tuple[str, str], float]:
-    """Returns every sample by name and model, from Prometheus' own parser. Samples of tiers are left out."""
+    """Parses the text with Prometheus' own parser. Returns the samples by (metric, model).
+
+    The model is "" for a sample without labels. Samples with any label other than the model are left out.
+    """
     found: dict[tuple[str, str], float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -36,12 +39,12 @@ def fields_of(specs: Iterable[CounterSpec]) -> list[str]:
 
 
 def numbered(fields: Iterable[str], first: int) -> dict[str, int]:
-    """Returns a different number for every field."""
+    """Returns successive numbers from `first` on, one for each field."""
     return {name: first + i for i, name in enumerate(fields)}
 
 
 def test_exposition_equals_the_recorded_metrics() -> None:
-    """Each number in `recorded/metrics.txt` stands for one field."""
+    """Compares the text with `recorded/metrics.txt`. Each field of a Stats has its own number."""
     totals = Totals()
     for name, n in (("a:latest", 1), ("a:latest", 2), ("b:latest", 4)):
         counts = {"prompt_tokens": 10 * n, "cached_tokens": n, "answer_tokens": 20 * n}
@@ -50,7 +53,7 @@ def test_exposition_equals_the_recorded_metrics() -> None:
     vram, ram = (numbered([*fields_of(TIER_COUNTS), *slots], first) for first in (200, 300))
     tiers = (TierStats("VRAM", "CUDA0", **vram), TierStats("RAM", "CUDA0", **ram))
     stats = Stats(tiers=tiers, **numbered([*fields_of(COUNTS), *slots, "n_experts", "staging_bytes"], 100))
-    gone = 2**22 + 1  # the process id of a worker that has ended
+    gone = 2**22 + 1  # no process has this id: Linux's ids are below 2**22
     loaded = [
         model("a:latest", gone, stats=stats, busy=True, queue=2, n_ctx=7),
         model("b:latest", gone + 1, busy=True, queue=1),
@@ -59,7 +62,7 @@ def test_exposition_equals_the_recorded_metrics() -> None:
     text = exposition(totals, loaded)
     assert samples(text)
     check_recorded("metrics", text)
-    found = samples(exposition(Totals(), []))  # only llama-server's metrics exist without models
+    found = samples(exposition(Totals(), []))  # no model: only metrics with llama-server's names
     assert found["llamacpp:prompt_tokens_total", ""] == found["llamacpp:predicted_tokens_seconds", ""] == 0
     assert not [name for name, _ in found if name.startswith("moegguf_")]
 

@@ -1,4 +1,4 @@
-"""Tests tables on a narrow terminal: each line fits, and no name is cut."""
+"""Tests tables and an error on a narrow terminal: no model's name is cut, and lines break between words."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from moegguf.terminal.tables import print_columns
 
 
 def shown(home: Path, *arguments: object, columns: int = 80) -> list[str]:
-    """Returns the lines that a command leaves on a terminal."""
+    """Runs a command on a terminal. Returns the lines that the terminal shows when the command has ended."""
     command = moegguf_command(*arguments)
     with Terminal(command, environment(MOEGGUF_HOME=str(home)), columns=columns, rows=60) as terminal:
         assert terminal.exit_code() == 0

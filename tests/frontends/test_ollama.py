@@ -1,4 +1,7 @@
-"""Tests /api of a real server with plain HTTP, the `ollama` Python client, and examples of Ollama's documentation."""
+"""Tests a real server's Ollama API (/api) with plain HTTP and with the `ollama` Python client.
+
+Also runs the curl examples of README.md and docs/server.md.
+"""
 
 import hashlib
 import re
@@ -29,7 +32,7 @@ def test_durations_and_counts_of_an_answer_add_up(server: Server) -> None:
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
 def test_an_empty_request_loads_and_keep_alive_0_unloads(server: Server, path: str) -> None:
-    server.call(path, {"model": "tiny", "keep_alive": 0})  # other tests load it with a longer context
+    server.call(path, {"model": "tiny", "keep_alive": 0})  # an earlier test may have loaded it with a longer context
     loaded = server.call(path, {"model": "tiny", "keep_alive": -1, "options": {"num_ctx": 256}}).json
     assert (loaded["done"], loaded["done_reason"], loaded["model"]) == (True, "load", "tiny")
     there = server.loaded()
@@ -38,11 +41,11 @@ def test_an_empty_request_loads_and_keep_alive_0_unloads(server: Server, path: s
     worker = psutil.Process(there["tiny:latest"]["moe"]["pid"])
     assert worker.memory_info().rss > 0
     asked = {"model": "tiny", "prompt": "x", "options": {"num_ctx": 256, "num_predict": 1}, "keep_alive": 0}
-    assert server.call("/api/generate", asked).lines[-1]["done"]  # unloads it after the answer
+    assert server.call("/api/generate", asked).lines[-1]["done"]  # keep_alive 0: unloaded after the answer
     gone = server.call(path, {"model": "tiny", "keep_alive": 0}).json
     assert (gone["done"], gone["done_reason"]) == (True, "unload")
     assert "tiny:latest" not in server.loaded()
-    assert not worker.is_running()  # all memory of the worker is free
+    assert not worker.is_running()  # the process has ended, so its memory is free
 
 
 def test_show_hides_long_arrays_unless_verbose(server: Server) -> None:
@@ -133,7 +136,7 @@ def test_the_client_gets_an_answer_by_a_schema_and_embeddings(client: ollama.Cli
 def test_models_are_copied_and_deleted_and_unknown_ones_get_errors(client: ollama.Client, server: Server) -> None:
     client.copy("demo", "twin")
     assert "twin:latest" in {model.model for model in client.list().models}
-    # Ollama's command sends an empty `model`, too.
+    # Ollama's command-line program sends `name` together with an empty `model`.
     gone = server.call("/api/delete", {"model": "", "name": "twin"}, method="DELETE")
     assert gone.status == 200
     assert "twin:latest" not in {model.model for model in client.list().models}
@@ -168,7 +171,11 @@ def test_examples_of_the_readme_and_the_server_page_succeed(served: Server) -> N
 
 
 def test_requests_of_copilot_are_answered(server: Server) -> None:
-    """Copilot requires version 0.6.4 or later, the capability `tools`, and the length of the context."""
+    """Tests the replies that Copilot depends on.
+
+    These are a version of at least 0.6.4, the capability `tools`, the model's family and context length, and a streamed
+    chat completion.
+    """
     assert [int(part) for part in server.call("/api/version").json["version"].split(".")] >= [0, 6, 4]
     shown = server.call("/api/show", {"model": "demo:latest"}).json
     assert "tools" in shown["capabilities"] and shown["details"]["family"]

@@ -1,6 +1,6 @@
-"""Tests OpenAI's APIs with the `openai` Python client, over real answers and a scripted manager.
+"""Tests OpenAI's APIs with the `openai` Python client, against real servers and a scripted manager.
 
-Other tests check the field `exact`, which computes an answer apart from other requests.
+The last test checks the field `exact`: concurrent requests change no bit of such an answer.
 """
 
 import json
@@ -122,7 +122,7 @@ N_TOKENS = 24
 
 
 def chances(server: Server) -> list[float]:
-    """Returns the log probabilities of the tokens of an answer that was requested with the field `exact`."""
+    """Requests an answer with the field `exact`. Returns the log probability of each of its tokens."""
     asked: Any = {"model": "demo", "messages": MESSAGES, "temperature": 0, "logprobs": True, "max_tokens": N_TOKENS}
     with client_of(server.url) as client:
         found = client.chat.completions.create(**asked, extra_body={"exact": True}).choices[0].logprobs

@@ -1,6 +1,7 @@
-"""Tests the page in a browser over the real server with the demo model: the stream, the map of experts, and a phone.
+"""Tests the page in a browser.
 
-Other tests check an answer in Markdown: its look, its limits, and its display while it is being written.
+The first tests use a real server with the demo model: streaming, the map of experts, the panel, and a phone's screen.
+The later tests use a fake manager: rendering Markdown and formulas, hostile text, and text that is still growing.
 """
 
 import json
@@ -15,13 +16,12 @@ from servers import Server, serving
 
 from moegguf.models.catalog import demo_path
 
-# True if the panel shows a quarter of the experts as resident. A snapshot during an answer also counts experts that are
-# being read; a snapshot after the answer has none.
+# A JavaScript expression that is true if the panel shows a quarter of the experts (48 of 192) as resident.
 RESIDENT = "document.getElementById('resident').textContent.startsWith('48 of 192 in memory')"
 PHONE, SMALLEST = {"width": 390, "height": 844}, {"width": 360, "height": 640}
 
-# Counts the pixels of the map in the grey of resident experts (`grey`) and in the colours of experts just used or read
-# (`hot`).
+# A JavaScript function that counts the map's grey pixels (`grey`: resident experts) and strongly coloured pixels
+# (`hot`: experts just used or read). `sum` is a checksum of all pixels. All are 0 while the map is hidden.
 COUNT_PIXELS = """() => {
   const canvas = document.getElementById("map"), counts = { grey: 0, hot: 0, sum: 0 };
   if (canvas.hidden) return counts;
@@ -38,7 +38,7 @@ COUNT_PIXELS = """() => {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A real server with a quarter of the demo model's experts in memory.
+    """Yields a real server with slots for a quarter of the demo model's experts.
 
     The model has one compute thread: several threads would wait for each other while the browser uses the processor.
     """
@@ -62,7 +62,7 @@ def test_a_message_streams_and_the_map_changes(server: Server, look: Look) -> No
     until(page, f"({COUNT_PIXELS})().hot > 50")
     ended(page)
     seen = page.evaluate("window.seen")
-    assert len(seen) > 2 and seen[-1].startswith(seen[0])  # the text grew word by word
+    assert len(seen) > 2 and seen[-1].startswith(seen[0])  # the text grew in several steps
     assert re.search(r"\d+ tokens · [\d.,]+ tokens/s", page.inner_text(".statistics").replace("\xa0", " "))
     until(page, f"({COUNT_PIXELS})().hot === 0")
     idle = page.evaluate(COUNT_PIXELS)
@@ -93,7 +93,7 @@ def test_the_panel_shows_the_figures_of_the_last_answer(server: Server, look: Lo
         assert int(count) == last["eval_count"]
         assert float(speed.replace(",", "")) == pytest.approx(rate, rel=0.006)
         until(page, f"document.getElementById('speed-value').textContent === '{speed}t/s'")
-    # Only the panel's is visible: the table of tiers has a hit rate, too.
+    # The heading is visible only once, in the panel. The table of tiers has this heading, too, and is hidden.
     assert page.locator(".panel :text-is('Hit rate'):visible").count() == 1
     page.reload()
     until(page, f"document.getElementById('speed-value').textContent === '{speed}t/s'")
@@ -107,7 +107,7 @@ def test_the_budget_slider_changes_expert_memory_and_the_map(server: Server, loo
     page.focus("#ram-budget")
     for _ in range(24):
         page.keyboard.press("ArrowLeft")
-    # The map follows the budget without another answer.
+    # The count of resident experts follows the budget without another answer.
     page.wait_for_selector("#resident >> text='24 of 192 in memory, 1.33 MB'")
     assert server.call("/budget?model=demo").json["n_slots"] == 24
     page.keyboard.press("Home")
@@ -178,7 +178,7 @@ def test_no_element_overflows_on_a_phone(server: Server, look: Look, viewport: d
     assert not page.is_visible("#map") and page.get_attribute("#fold", "aria-expanded") == "false"
     until(page, RESIDENT)
     title = page.locator(".panel h2").bounding_box()
-    page.touchscreen.tap(title["x"] + 5, title["y"] + 5)  # a tap anywhere on the bar opens the map
+    page.touchscreen.tap(title["x"] + 5, title["y"] + 5)  # a tap on the panel's title opens the map
     page.wait_for_selector("#map")
     assert page.evaluate(wide) == []
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
@@ -191,8 +191,8 @@ def test_no_element_overflows_on_a_phone(server: Server, look: Look, viewport: d
     assert not page.is_visible("#map") and page.get_attribute("#fold", "aria-expanded") == "false"
 
 
-# Shows a text in pieces of n characters, or all at once with n = 0. Returns the HTML, and the elements that were
-# removed between the pieces.
+# A JavaScript function that renders `text` as Markdown while it grows by n characters at a time, or at once if n is 0.
+# Returns the final HTML, and the HTML of elements that were removed from the page meanwhile.
 SHOW = """async ([text, n]) => {
   const { Markdown, load } = await import("/page/markdown.js");
   const { load: loadKatex } = await import("/page/math.js");
@@ -219,7 +219,7 @@ SHOW = """async ([text, n]) => {
 
 @pytest.fixture(scope="module")
 def page(chromium: Any) -> Iterator[Any]:
-    """One page for all tests of Markdown. These tests change nothing in the page."""
+    """Yields a page that all Markdown tests of this file share. They replace only the contents of `#log`."""
     with server_of(FakeManager(FakeCatalog(entry_of(demo_path())))) as url, looking(chromium) as look:
         yield look(url)
 

@@ -1,7 +1,7 @@
-"""Tests conversations on the page, over scripted answers.
+"""Tests conversations on the page, with scripted answers.
 
-Conversations are kept in the browser. Tests cover versions of a message, settings, pictures, tools, the choice of a
-model, stop, errors, and the API key. They also cover the keyboard, colours, and findings of the checker axe.
+The browser stores the conversations. Tests cover versions of a message, settings, pictures, tools, the choice of a
+model, stopping, errors, and the API key. They also cover the keyboard, colours, and the accessibility checker axe.
 """
 
 import asyncio
@@ -25,7 +25,10 @@ TOOLS = '[{"type": "function", "function": {"name": "weather", "parameters": {"t
 
 @pytest.fixture
 def manager(projector: Callable[..., Path]) -> FakeManager:
-    """A manager of three models: `demo`, `able` (tools and thinking) and `see` (reads pictures)."""
+    """Returns a fake manager that answers "Yes." until a test sets another script.
+
+    Its models are `demo`, `able` (its template has tools and thinking) and `see` (reads pictures).
+    """
     path = demo_path()
     able, see = entry_of(path, "able:latest", template=TEMPLATE), entry_of(path, "see:latest", mmproj=projector("mlp"))
     return FakeManager(FakeCatalog(entry_of(path), able, see), texts("Yes."))
@@ -36,7 +39,7 @@ def texts(*parts: str) -> Sequence[Delta]:
 
 
 def said(manager: FakeManager) -> list[str]:
-    """The contents of the last request's messages."""
+    """Returns the content of each message of the last request."""
     return [str(message["content"]) for message in manager.requests[-1].messages or ()]
 
 
@@ -55,7 +58,7 @@ def test_conversations_are_stored_in_the_browser_and_listed(manager: FakeManager
     assert said(manager) == ["First question", "Yes.", "And then?"]
     page.go_back()
     page.wait_for_selector("#log >> text=Second question")
-    page.reload()  # the list stays open
+    page.reload()  # the list of conversations stays open
     page.wait_for_selector("#list a[aria-current=page] >> text=Second question")
     page.fill("#filter", "first")
     until(page, "document.querySelectorAll('#list a').length === 1")
@@ -139,7 +142,7 @@ def test_edited_questions_and_repeated_answers_are_kept_as_versions(manager: Fak
     page.wait_for_selector("#log >> text=Two?")
     page.hover(".user")
     page.click(".user [title='Previous version']")
-    page.wait_for_selector("#log >> text=No.")  # the last answer is shown
+    page.wait_for_selector("#log >> text=No.")  # the newest answer to this question is shown
     assert page.inner_text(".user .content") == "One?"
 
 
@@ -175,7 +178,7 @@ def test_settings_apply_to_their_own_conversation_only(manager: FakeManager, url
     given = {"system": "Be brief.", "top_k": "5", "min_p": "0.25", "num_predict": "9", "num_ctx": "64"}
     for name, value in {**given, "temperature": "0.5", "seed": "7"}.items():
         page.fill(f"#{name}", value)
-    assert page.is_visible("#tools") and not page.is_visible("#think")  # the demo's template has tools and no thinking
+    assert page.is_visible("#tools") and not page.is_visible("#think")  # the template has only tools
     page.click("#settings .primary")
     answered(page, "Second")
     sampling = manager.requests[-1].sampling
@@ -198,7 +201,7 @@ def test_tool_calls_are_shown_and_their_results_sent(manager: FakeManager, url: 
     page.click("#open-settings")
     page.fill("#tools", "{}")
     page.click("#settings .primary")
-    assert page.is_visible("#settings")  # the text is no list of tools, so the form stays open
+    assert page.is_visible("#settings")  # `{}` is not a list of tools, so the form stays open
     page.fill("#tools", TOOLS)
     page.select_option("#think", "on")
     page.click("#settings .primary")
@@ -282,7 +285,7 @@ def test_the_loaded_model_is_selected_and_only_the_demo_has_starters(
     page.select_option("#model", "demo:latest")
     page.go_back()
     page.wait_for_selector("#log >> text=Hello")
-    assert page.input_value("#model") == "able:latest"  # the model of the conversation
+    assert page.input_value("#model") == "able:latest"  # the model of the shown conversation
 
 
 def test_a_click_on_a_starter_sends_one_message(manager: FakeManager, url: str, look: Look) -> None:
@@ -307,7 +310,10 @@ def test_a_stopped_server_is_reported_and_try_again_is_offered(manager: FakeMana
 
 @pytest.fixture
 def violations() -> Callable[..., list[str]]:
-    """Returns `violations(page, *rules)`: axe's serious and critical findings on a page, by these rules or all."""
+    """Returns `violations(page, *rules)`, which lists axe's serious and critical findings on a page.
+
+    Without `rules`, axe applies all its rules. Skips the test if axe-playwright-python is not installed.
+    """
     reason = "axe-playwright-python is not installed"
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason=reason).Axe()
 
@@ -339,7 +345,7 @@ $$\\frac{a}{b}$$
 """
 
 
-# Only colours differ in the dark theme.
+# The dark theme differs only in colours, so only its contrast is checked.
 @pytest.mark.parametrize(("scheme", "rules"), [("light", ()), ("dark", ("color-contrast",))])
 def test_axe_reports_no_serious_finding(
     manager: FakeManager, url: str, look: Look, violations: Callable[..., list[str]], tmp_path: Path, scheme: str,
@@ -473,7 +479,7 @@ def test_try_again_sends_an_unanswered_message_after_a_reload(manager: FakeManag
     ask(page, "Again")
     page.wait_for_selector("text=it does not load.")
     ended(page)
-    page.reload()  # the browser keeps the message
+    page.reload()  # the browser has stored the message and its error
     page.wait_for_selector("text=it does not load.")
     manager.enter_error = None
     page.click("text=Try again")

@@ -1,6 +1,6 @@
 """Tests attached files, pulled and deleted models, and searched and exported conversations on the page.
 
-Other tests check that an error message disappears once its cause is gone.
+The last tests check that error messages disappear with their cause.
 """
 
 import asyncio
@@ -26,7 +26,10 @@ MODEL = "hf.co/user/repo-GGUF:Q4_K_M"
 
 @pytest.fixture
 def manager(projector: Callable[..., Path]) -> FakeManager:
-    """A manager of three models: `demo`, `able` (tools) and `see` (reads pictures)."""
+    """Returns a fake manager that answers "Yes." until a test sets another script.
+
+    Its models are `demo`, `able` (its template has tools and thinking) and `see` (reads pictures).
+    """
     path = demo_path()
     able, see = entry_of(path, "able:latest", template=TEMPLATE), entry_of(path, "see:latest", mmproj=projector("mlp"))
     return FakeManager(FakeCatalog(entry_of(path), able, see), [Delta(text="Yes.")])
@@ -204,7 +207,7 @@ def test_search_finds_messages_in_hidden_versions_and_marks_the_match(
     page.wait_for_selector("#list mark >> text='Italy is Rome'")
     assert page.locator("#list a").count() == 1
     page.click("#list a")
-    page.wait_for_selector("#log >> text=of Italy is Rome")  # a version that was not shown
+    page.wait_for_selector("#log >> text=of Italy is Rome")  # this version of the answer was not shown before
     until(page, "[...CSS.highlights.get('found')].map(String).join() === 'Italy is Rome'")
     page.fill("#filter", "nowhere")
     page.wait_for_selector("#list-note >> text=Nothing found.")

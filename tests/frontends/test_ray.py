@@ -1,7 +1,7 @@
 """Tests `moegguf.serving.ray:app` on a local Ray, if Ray is installed.
 
-The application has two replicas of the demo, and a model with a growing number of replicas. Without Ray, tests check
-which API calls are offered in front of the replicas, and which are refused.
+The application has two replicas of the demo, and a second model whose number of replicas grows from one to two under
+load. The last tests need no Ray: they check which calls the HTTP application in front of the replicas refuses.
 """
 
 import json
@@ -53,7 +53,7 @@ def chat(application: RayApplication, *contents: str, path: str = "/v1/chat/comp
 
 
 class Stream:
-    """A streamed answer that is read up to its first line. It goes on until it is closed or its replica ends."""
+    """A streamed answer. The constructor reads its first line; the caller reads the rest or closes the stream."""
 
     def __init__(self, application: RayApplication, text: str, path: str = "/api/chat", **options: Any) -> None:
         body = {"model": "demo", "messages": [{"role": "user", "content": text}], **options}
@@ -97,7 +97,7 @@ def test_whole_and_streamed_answers_are_equal_on_each_api(application: RayApplic
 
 def test_a_second_turn_is_sent_to_the_replica_with_its_context(application: RayApplication) -> None:
     questions = ("What is an expert?", "Who are you?")
-    # The first calls make the queues of both replicas known to Ray, which passes over a replica with an unknown queue.
+    # The first calls let Ray learn the queue lengths of both replicas. Ray skips a replica of unknown queue length.
     with ThreadPoolExecutor() as threads:
         list(threads.map(lambda i: chat(application, f"What is {i}?"), range(4)))
     first = [chat(application, text).json for text in questions]
@@ -155,7 +155,7 @@ def test_a_killed_replica_ends_its_stream_with_an_error_and_restarts(application
         before[0].kill()
         assert chat(application, "What is a hit?").status == 200
         ended, last = None, [b""]
-        # One of the two streams came from the killed replica. Its error follows the lines that were already sent.
+        # One of the two streams came from the killed replica. An error follows the lines that this replica had sent.
         for _ in range(20_000):
             for stream in (ollama, openai):
                 if b'"error"' in (line := stream.line()):
@@ -193,7 +193,7 @@ def test_queued_requests_start_another_replica(application: RayApplication) -> N
             statuses.add(chat(application, f"Wait, {i}.", model="scaled:b", max_tokens=100).status)
         return statuses
 
-    with ThreadPoolExecutor() as threads:  # one request more than a replica takes (max_ongoing_requests)
+    with ThreadPoolExecutor() as threads:  # one request more than a replica accepts at once
         asking = [threads.submit(keep_asking, i) for i in range(N_ONGOING + 1)]
         try:
             until(lambda: len(application.replicas("scaled%3Ab")) == 2)

@@ -1,4 +1,4 @@
-"""Tests `moegguf run`: its stdout, stderr and exit codes, and answers by a running server."""
+"""Tests `moegguf run`: its stdout, stderr and exit codes, answers from a running server, and its HTTP client."""
 
 import json
 import os
@@ -137,7 +137,7 @@ def test_an_error_during_an_answer_exits_with_code_1() -> None:
 
 @pytest.fixture
 def hub() -> Iterator[FakeHub]:
-    """A hub with the demo."""
+    """Yields a fake Hugging Face hub whose repository `some/demo-GGUF` has the demo's file."""
     path = demo_path()
     with running_hub() as found:
         found.add("some/demo-GGUF", {"demo-Q4_0.gguf": path.read_bytes()})
@@ -169,7 +169,7 @@ def test_run_shows_a_pull_on_a_terminal(hub: FakeHub, tmp_path: Path) -> None:
 
 def test_stdout_is_utf8_in_any_locale(moegguf: Command, tiny: TinyModel) -> None:
     ask = ("run", tiny(), "é", "-n", 40, "--seed", 1, *QUICK)
-    done = moegguf(*ask, PYTHONIOENCODING="ascii")  # the fixture reads the output as UTF-8
+    done = moegguf(*ask, PYTHONIOENCODING="ascii")  # the fixture `moegguf` fails unless the output is UTF-8
     assert done.returncode == 0 and done.stdout, done.stderr
 
 
@@ -180,7 +180,7 @@ def test_a_low_budget_prints_a_warning_of_one_line(here: Command, tiny: TinyMode
 
 
 def test_run_uses_less_than_two_seconds_of_processor_time() -> None:
-    """Processor time is measured instead of elapsed time, because other jobs share this machine."""
+    """Measures processor time instead of elapsed time, because other processes may use the same cores."""
     command = moegguf_command("run", "demo", "hi", "-t", 1, "-n", 1)
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment())
     _, status, used = os.wait4(process.pid, 0)
@@ -220,7 +220,7 @@ def test_progress_is_shown_unless_the_answer_goes_into_a_pipe(after: str, is_sho
 
 @contextmanager
 def begun_answer() -> Iterator[tuple[subprocess.Popen[str], psutil.Process]]:
-    """Yields a process of `moegguf run` with an endless answer, and its worker."""
+    """Yields a process of `moegguf run` that has begun a very long answer, and its worker's process."""
     endless = '{"type": "string", "minLength": 100000}'
     with started("run", "demo", QUESTION, "--format", endless, *QUICK) as process:
         assert process.stdout
@@ -248,7 +248,7 @@ ASKED = ("run", "demo", "What does moegguf do?", "--temperature", 0, "-n", 8)
 
 @pytest.fixture
 def unused(server: Server) -> Iterator[Server]:
-    """Yields the server with no model loaded. Models that other tests have loaded are unloaded first."""
+    """Yields the shared server after unloading all its models. Unloads `demo` after the test."""
     for name in server.loaded():
         server.call("/api/generate", {"model": name, "keep_alive": 0})
     yield server
@@ -264,7 +264,7 @@ def test_an_answer_by_the_server_looks_like_a_local_answer(here: Command, unused
     assert (served.returncode, unused.loaded().keys()) == (0, {"demo:latest"}), served.stderr
     alone = here(*ASKED, "-v", "--local", MOEGGUF_HOST=unused.url)
     assert served.stdout == alone.stdout
-    # Only the local answer has a note: it warns of a second copy of the model in memory.
+    # Only the local answer prints a note, which warns of a second copy of the model in memory.
     of_alone = [label for label in labels(alone.stderr) if label != "note"]
     assert labels(served.stderr) == [*of_alone, "answered by"]
     assert re.search(rf"answered by: +{unused.url}\n", served.stderr)
@@ -346,7 +346,7 @@ def test_run_ignores_the_server_of_another_program(here: Command, client: Client
 
 RESPONSES: dict[str, tuple[int, bytes]] = {
     "/api/ps": (200, b'{"models": []}'),
-    "/api/version": (200, b'{"version": "0.33.0"}'),  # the version of another program
+    "/api/version": (200, b'{"version": "0.33.0"}'),  # no version of moegguf: the client takes this for another program
     "/lines": (200, b'{"a": 1}\n\n{"a": 2}\n'),
     "/faulty": (200, b'{"a": 1}\n{"error": "the process has ended"}\n'),
     "/missing": (404, b'{"error": "model \'x\' not found"}'),
@@ -359,7 +359,10 @@ RESPONSES: dict[str, tuple[int, bytes]] = {
 
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
-    """A client of a server that responds by path. `client.requests` has the requests that arrived."""
+    """Yields a client of a server that answers each path with its entry in RESPONSES.
+
+    `client.requests` has the method, path, headers and body of each request that the server received.
+    """
     monkeypatch.setenv("http_proxy", "http://192.0.2.1:9")  # the client must not use this proxy for loopback addresses
     requests: list[tuple[str, str, Mapping[str, str], bytes]] = []
 
@@ -406,7 +409,7 @@ def test_client_raises_for_error_lines_and_cut_responses(client: Client) -> None
     ("path", "message", "status"),
     [
         ("/missing", "model 'x' not found", 404), ("/v1/missing", "no such model", 404),
-        # Replies of another program. The client follows no redirect, so the API key is not sent elsewhere.
+        # Replies that another program may send. The client follows no redirect, so the API key is not sent elsewhere.
         ("/html", "not JSON", None), ("/moved", "302", 302),
     ],
 )  # fmt: skip

@@ -1,4 +1,7 @@
-"""Tests `moegguf serve`: the options that its flags give to workers, and stored contexts after an unload and a kill."""
+"""Tests `moegguf serve`: options that reach the workers, preloaded models, and the log.
+
+Also tests stored contexts: after an unload, after a kill, and in `moegguf run`.
+"""
 
 import inspect
 import json
@@ -39,7 +42,7 @@ from tools.models import write_projector
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
-    """Replaces the start of a server: returns a list to which each start adds its settings. No server runs."""
+    """Replaces the function that runs a server. Returns a list to which each call of `serve` appends its settings."""
     found: list[Settings] = []
 
     def run(settings: Settings, *_: Any) -> int:
@@ -58,7 +61,7 @@ def test_flags_of_serve_reach_the_workers_and_wrong_names_are_refused(
     assert serve() == serve(strategy="promoe", warm_start=False, policy="lru", expert_cache="25%") == 0
     assert dict(os.environ) == before
     plain, chosen = (size_of(tiny(), settings) for settings in started)
-    # The worker reads the default values from its environment.
+    # Options without a flag are not sent: the worker takes them from its environment.
     assert plain.options.keys().isdisjoint(("strategy", "warm_start", "policy"))
     assert [chosen.options[name] for name in ("strategy", "warm_start", "policy")] == ["promoe", False, "lru"]
     assert chosen.plan and plain.plan and chosen.plan.n_slots * 4 == plain.plan.n_slots
@@ -72,7 +75,7 @@ def test_flags_of_serve_reach_the_workers_and_wrong_names_are_refused(
 
 
 def size_of(model: Path | ModelEntry, settings: Settings) -> LoadConfig:
-    """Returns the configuration that a server with these settings sends to a worker."""
+    """Returns the load configuration that a server with these settings and 4 GiB of memory sends to a worker."""
     entry = model if isinstance(model, ModelEntry) else Catalog(paths=True).find(str(model))
     size = measure(entry, LoadOverrides(n_ctx=256), settings, Memory(1 << 32, 1 << 32, "a test", 0))
     return size.load_config(size.plan_within({"RAM": 1 << 32}))
@@ -134,7 +137,7 @@ def test_serve_applies_mmproj_and_adapter_to_its_one_model(
     write_adapter(tmp_path / "b.gguf", "qwen2moe", "blk.0.ffn_gate_exps.weight", (16, 64, 128)).rename(adapter)
     assert catalog.find(entry.name).weights != entry.weights
     adapter.rename(tmp_path / "gone.gguf")
-    assert catalog.find(entry.name) is entry  # A loaded model stays usable after its adapter's file is gone.
+    assert catalog.find(entry.name) is entry  # The entry stays although its adapter's file is gone.
     (tmp_path / "gone.gguf").rename(adapter)
     for models in (None, [str(path), "demo"]):
         with pytest.raises(OptionError, match="--mmproj belongs to one model"):
@@ -163,7 +166,7 @@ def test_serve_preloads_models_and_logs_each_request(tmp_path: Path, tiny: TinyM
         assert served.call("/nowhere").status == 404
         assert served.call("/api/generate", {"model": "demo", "prompt": "a", "raw": True}).status == 200
         kept = {model["expires_at"] for model in served.loaded().values()}
-        assert len(kept) == 1  # a preloaded model never expires, also after a request without keep_alive
+        assert len(kept) == 1  # neither model expires, not even after a request without keep_alive
     lines = served.log().splitlines()
     assert any("loaded my-model:latest" in line for line in lines)
     (line,) = (line for line in lines if "GET /nowhere 404" in line)

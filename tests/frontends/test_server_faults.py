@@ -1,4 +1,4 @@
-"""Tests errors, disconnects and crashes of a server, and their effect on its clients and on the next request."""
+"""Tests a server with faulty requests, clients that disconnect, killed workers, and signals that end the server."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ LONG = {"model": "tiny", "prompt": "x", "raw": True, "options": {"num_ctx": 4096
 
 
 def test_an_unread_stream_does_not_block_the_model(url: str, manager: FakeManager) -> None:
-    manager.script = [Delta(text="x" * 1000)] * 5000  # 5 MB: more than a socket holds
+    manager.script = [Delta(text="x" * 1000)] * 5000  # 5 MB: more than a socket's buffers hold
     connection = post(url, "/api/chat", {"model": "demo", "messages": [QUESTION]})
     try:
         until(lambda: manager.n_ended == 1)
@@ -152,11 +152,14 @@ def test_downloads_get_an_error_when_the_server_ends(tmp_path: Path) -> None:
         finally:
             gate.open.set()
     kept = [path.stat().st_size for path in tmp_path.rglob("*.incomplete")]
-    assert kept and max(kept) > 0  # the next pull uses this file
+    assert kept and max(kept) > 0  # the next pull resumes from this partial file
 
 
 def check_ended(streamed: socket.socket, whole: socket.socket) -> None:
-    """Fails unless a stream, and a reply that has not begun, end with the error that the server shuts down."""
+    """Asserts that both connections end with the error that the server is shutting down.
+
+    The begun stream `streamed` has this error as its last JSON line. The reply `whole` has status 503.
+    """
     ended, reply = {"error": "the server is shutting down; try again later."}, rest(whole)
     assert reply.startswith(b"HTTP/1.1 503") and b"application/json" in reply
     assert json.loads(reply.partition(b"\r\n\r\n")[2]) == ended
@@ -164,7 +167,7 @@ def check_ended(streamed: socket.socket, whole: socket.socket) -> None:
 
 
 def rest(connection: socket.socket) -> bytes:
-    """Returns all bytes that arrive until the connection ends, and closes it."""
+    """Returns all bytes that arrive until the server closes the connection. Closes the connection here, too."""
     connection.settimeout(20)
     with connection, connection.makefile("rb") as file:
         return file.read()
@@ -195,7 +198,7 @@ def test_connections_beyond_the_descriptors_are_refused_without_cpu_time(tmp_pat
 
 
 def test_a_warning_of_a_worker_is_logged_once(tmp_path: Path) -> None:
-    """A warning is logged once, even if the model is loaded twice."""
+    """The server logs a warning once, although two loads of the model cause it."""
     contexts = tmp_path / "home" / "cache" / "contexts"
     contexts.parent.mkdir(parents=True)
     contexts.write_text("a file in place of the folder")

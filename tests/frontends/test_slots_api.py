@@ -1,4 +1,4 @@
-"""Tests /slots/N over HTTP: the actions and replies of llama-server, files of each key, and refused names."""
+"""Tests /slots/N over HTTP: llama-server's actions and replies, a folder for each API key, and refused file names."""
 
 from collections.abc import Iterator
 from pathlib import Path

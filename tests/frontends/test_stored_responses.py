@@ -1,4 +1,4 @@
-"""Tests stored /v1/responses, which OpenAI's client continues, reads and removes."""
+"""Tests stored responses (/v1/responses): OpenAI's client continues, retrieves and deletes them."""
 
 from collections.abc import Iterator
 from pathlib import Path

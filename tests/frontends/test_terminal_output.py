@@ -1,4 +1,4 @@
-"""Tests output on a terminal: the map of experts, broken lines, progress, statistics, and `moegguf top`."""
+"""Tests output on a terminal: the map of experts, line breaks, download progress, statistics, and `moegguf top`."""
 
 import base64
 import io
@@ -46,7 +46,7 @@ def test_heatmap_has_a_letter_for_each_state() -> None:
 def test_heatmap_groups_experts_on_a_narrow_terminal() -> None:
     state = np.zeros((1, 64), np.uint8)
     uses = np.zeros((1, 64), np.uint8)
-    state[0, :9] = 2  # all eight experts of the first group, and one expert of the second group
+    state[0, :9] = 2  # resident: all of the first group of eight, one of the second
     uses[0, 8] = 1
     state[0, 24] = 1
     uses[0, 40] = 1
@@ -74,7 +74,7 @@ def test_heatmap_has_separate_letters_for_vram_and_ram() -> None:
 
 
 def shown(deltas: list[str], width: int) -> list[str]:
-    """Returns the lines that a terminal of this width shows after these pieces of text."""
+    """Feeds pieces of text through a `Wrapper` to a terminal of this width. Returns the lines that it then shows."""
     screen = pyte.HistoryScreen(width, 200, history=10)
     stream = pyte.Stream(screen)
     wrapper = Wrapper(lambda: width)
@@ -218,7 +218,7 @@ COLOURS = re.compile(rb"\x1b\[(?:\d+;)*(?:3[0-7]|9[0-7])(?:;\d+)*m")
 
 
 def line_of(tokens: int, name: str = "demo:latest", n_layer: int = 6, n_expert: int = 32) -> dict[str, Any]:
-    """Returns a line of /live with a hit rate of 0.9 and 1 MB per token."""
+    """Returns a parsed snapshot of /live after `tokens` tokens, with a hit rate of 0.9 and 1 MB read per token."""
     map_ = base64.b64encode(bytes(i % 3 for i in range(n_layer * n_expert))).decode()
     stats = {"tokens": tokens, "lookups": 10 * tokens, "hits_ready": 9 * tokens, "hits_late": 0}
     stats |= {"bytes_missed": 1_000_000 * tokens, "stall_s": 0.25 * tokens, "eval_s": float(tokens)}
@@ -298,7 +298,7 @@ def test_a_reloaded_model_starts_its_counts_anew() -> None:
 def test_models_unloaded_by_the_server_leave_the_view() -> None:
     models = models_of("a:latest", "b:latest")
     apply_line(models, {"loaded_models": ["b:latest"]})
-    apply_line(models, line_of(30, "a:latest"))  # the last snapshot, which was sent before the unload
+    apply_line(models, line_of(30, "a:latest"))  # a snapshot of the unloaded model that arrives late
     assert list(models) == ["b:latest"]
     apply_line(models, {"loaded_models": []})
     assert any("No model is loaded" in line for line in frame(models, 80, 24))
@@ -341,7 +341,7 @@ def test_top_without_unicode_prints_a_map_in_ascii(moegguf: Command) -> None:
 
 
 def top_at(url: str, size: tuple[int, int] = (80, 24), **environ: str) -> Terminal:
-    """Returns `moegguf top` in a terminal."""
+    """Returns a terminal of `size` (columns, rows) that runs `moegguf top` against the server at `url`."""
     names = environment(MOEGGUF_HOST=url, **environ)
     return Terminal(moegguf_command("top"), names, columns=size[0], rows=size[1], term="xterm-256color")
 

@@ -1,4 +1,8 @@
-"""Tests the testbed's commands: `trace import`, `show` and `simulate`, own classes, and `predictors.study.quick`."""
+"""Tests the commands of the predictor testbed.
+
+These are `moegguf trace import`, `show` and `simulate`, options that name a user's own policy or predictor class, and
+`predictors.study.quick`.
+"""
 
 import csv
 import json
@@ -23,7 +27,7 @@ PREDICTOR = f"{EXAMPLES / 'predictor.py'}:Followers"
 
 @pytest.fixture(scope="module")
 def imported(here: Command, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trace of two requests that another program recorded."""
+    """Imports random router logits of two requests, as another program may record them. Returns the trace's path."""
     folder = tmp_path_factory.mktemp("imported")
     for n in range(2):
         logits = np.random.default_rng(n).standard_normal((20, 3, 8)).cumsum(axis=0).astype(np.float32)
@@ -124,7 +128,7 @@ def test_serve_loads_own_classes_from_its_command_line_only(tmp_path: Path) -> N
     with serving(tmp_path / "server", "--policy", POLICY, "--expert-cache", "25%") as server:
 
         def decided_by(model: str, **options: str) -> str:
-            """Returns the name of the policy that decided during an answer."""
+            """Requests an answer of `model`. Returns the name of the eviction policy that was used."""
             chat = {"model": model, "messages": [{"role": "user", "content": "hi"}], "details": True}
             body = {**chat, **options, "options": {"num_predict": 2, **options}}
             lines = httpx.post(f"{server.url}/api/chat", json=body, timeout=60).text.splitlines()

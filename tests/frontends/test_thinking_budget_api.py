@@ -1,4 +1,4 @@
-"""Tests the budget of thinking in each API, on the command line, in a Modelfile and in a server's settings."""
+"""Tests the thinking budget in the HTTP APIs, in `moegguf run`, in a Modelfile and in a server's settings."""
 
 import json
 from collections.abc import Callable

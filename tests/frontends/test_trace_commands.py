@@ -1,4 +1,4 @@
-"""Tests `moegguf trace record` and `simulate` with the demo model, and the studies `predictors.study.NAME`."""
+"""Tests `moegguf trace record` and `simulate` with the demo model, and three studies in predictors/study."""
 
 import json
 import re
@@ -59,7 +59,7 @@ def test_simulate_with_a_link_prints_stalls_and_speed(here: Command, recorded: P
     assert done.returncode == 0, done.stderr
     stalls = done.stdout[done.stdout.index("Stall") : done.stdout.index("Decoded tokens per second")].splitlines()[2:4]
     none, skip = (float(line.split()[-1]) for line in stalls)
-    assert 0 < skip <= none  # the watchdog stops prefetching where it does not reduce stalls
+    assert 0 < skip <= none  # the watchdog stops prefetching that does not reduce stalls
     speeds = done.stdout[done.stdout.index("Decoded tokens per second") :].splitlines()[2:4]
     assert all(0 < float(line.split()[-1]) < 1000 for line in speeds)
 
@@ -176,7 +176,7 @@ def test_an_interrupted_recording_leaves_no_partial_file(recorded: Path, tmp_pat
     out, partial = tmp_path / "t.npz", tmp_path / "t.npz.partial"
     out.write_bytes(b"an older trace")
     with started("trace", "record", "demo", "--prompts", tmp_path / "p.txt", "-o", out, "-t", 1) as process:
-        # Bytes in the partial file: the model is loaded, and passes are being recorded.
+        # A partial file with contents shows that the model is loaded and passes are being recorded.
         until(lambda: partial.exists() and partial.stat().st_size, 60)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
@@ -198,7 +198,7 @@ def test_trace_commands_succeed_with_a_closed_stdout(recorded: Path, prompts: Pa
 
 @pytest.fixture(scope="module")
 def study() -> Command:
-    """Returns `study("score", path, ...)`, which returns the output and the exit code of a study."""
+    """Returns `study(name, *arguments)`, which runs `predictors.study.NAME` and returns the completed process."""
 
     def call(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
         return completed([sys.executable, "-m", f"predictors.study.{name}", *map(str, arguments)])
@@ -226,7 +226,7 @@ def test_the_score_study_rates_predictors_beside_a_control(study: Command, recor
     skip = next(words for words in figures if words[:2] == ["skip", "1"])
     assert float(skip[2].rstrip("%")) > 2 * float(skip[3].rstrip("%"))
     gate = next(words for words in figures if words[:2] == ["fresh-gate", "0"])
-    assert float(gate[2].rstrip("%")) > 99  # vectors are stored as float16
+    assert float(gate[2].rstrip("%")) > 99  # below 100 %, because traces store router inputs as float16
     assert "GOODPRED" in done.stdout
 
 
@@ -239,7 +239,7 @@ def test_the_schedule_study_compares_oracle_predicted_random_and_fifo(study: Com
     assert [row[:2] for row in rows] == [
         [size, order] for size in "12" for order in ("oracle", "predicted", "random", "fifo")
     ]
-    assert all(row[3] == "0.0%" for row in rows[:4])  # no order can change a batch of one request
+    assert all(row[3] == "0.0%" for row in rows[:4])  # the order saves nothing in batches of one request
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""Computes answers in the process of a test.
+"""Computes answers in the test's own process.
 
-`Answer` computes one answer in its own loop. The other helpers compute many answers in one `BatchLoop`, with a sequence
-for each. Tests act at numbered steps of this loop, so that results do not depend on time.
+`Answer` and `reply` compute one answer in a `BatchLoop` of its own. `answers_of` and `answers_together` compute many
+answers in one loop. With a `Scripted` schedule, a test acts at numbered steps, so that results do not depend on time.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from moegguf.generate.sequence import Sequence
 DEMO = Path(__file__).resolve().parents[2] / "moegguf" / "demo" / "moegguf-demo-Q4_0.gguf"
 QUESTION = "What does moegguf do?"
 SAMPLING = {field.name for field in fields(Sampling)}
-Load = Callable[..., Llama]  # the fixtures of conftest.py
+Load = Callable[..., Llama]  # types of the fixtures `load` and `tiny`
 TinyModel = Callable[..., Path]
 
 
 def ask(*messages: str, **options: Any) -> Request:
-    """Returns a request at temperature 0.
+    """Returns a request. The temperature is 0 unless `options` has another one.
 
-    `messages` are texts of the user and the assistant in turn. `options` are fields of Request and Sampling.
+    `messages` are texts of the user and the assistant in turn, first the user's. `options` are fields of Request and
+    Sampling. Without messages, the summary includes the context by default.
     """
     sampling = {name: options.pop(name) for name in list(options) if name in SAMPLING}
     turns = tuple({"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(messages))
@@ -44,7 +45,10 @@ def text_of(deltas: list[Delta]) -> str:
 
 
 class Answer:
-    """An answer that a loop of its own computes on this thread. An error of the request is raised at construction."""
+    """An answer that `deltas` computes in its own loop, on the caller's thread.
+
+    The constructor renders the prompt, and raises the error of an invalid request.
+    """
 
     def __init__(self, llm: Llama, request: Request) -> None:
         self.reports: list[PromptProgress] = []
@@ -62,7 +66,10 @@ class Answer:
         return self._sequence.summary
 
     def deltas(self, then: Callable[[], object] = lambda: None) -> list[Delta]:
-        """Returns all deltas of the answer. `then` is called after each delta and each report of progress."""
+        """Computes the answer and returns its deltas, or raises the error that ended it.
+
+        Calls `then` after each delta and after each report of progress.
+        """
         self._then = then
         self._loop.run()
         if self._error is not None:
@@ -86,13 +93,13 @@ class Answer:
 
 
 def reply(llm: Llama, *messages: str, **options: Any) -> tuple[str, AnswerSummary]:
-    """Returns the text and the summary of an answer."""
+    """Computes the answer to `messages`. Returns its text and its summary."""
     answer = Answer(llm, ask(*messages, **options))
     return text_of(answer.deltas()), answer.summary
 
 
 def endless(llm: Llama, bias: float = -1000.0) -> dict[int, float]:
-    """Returns a logit bias against the tokens that end an answer."""
+    """Returns a logit bias for the tokens that end an answer. The default bias suppresses them."""
     return {token: bias for token in range(llm.n_vocab()) if llm.vocabulary.is_end(token)}
 
 
@@ -100,7 +107,7 @@ TIMEOUT_S = 60.0
 
 
 class Received:
-    """The events of one answer, in the manner of `AnswerEvents`."""
+    """Collects the events of one answer. A loop uses it as `AnswerEvents`."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -129,9 +136,9 @@ class Received:
 
 
 class Scripted:
-    """A schedule that selects the sequences that `inner` selects, or all without `inner`.
+    """A schedule that selects the sequences that `inner` selects, or all running sequences if `inner` is None.
 
-    It calls `before` with the number of each step.
+    Before each selection it calls `before` with the selection's number, from 1. `steps` collects the steps that ran.
     """
 
     def __init__(self, before: Callable[[int], object] = lambda step: None, inner: Schedule | None = None) -> None:
@@ -153,7 +160,7 @@ class Scripted:
 
 @contextmanager
 def running(llm: Llama, schedule: Schedule | None = None, step_tokens: int | None = None) -> Iterator[BatchLoop]:
-    """Yields a new loop that runs on a thread of its own."""
+    """Yields a new loop that runs on its own thread until the end of the `with` block."""
     with started(BatchLoop(llm, schedule, step_tokens)) as loop:
         yield loop
 
@@ -172,7 +179,7 @@ def started(loop: BatchLoop) -> Iterator[BatchLoop]:
 
 
 def answers_of(loop: BatchLoop, requests: list[Request]) -> list[Received]:
-    """Returns the answers to `requests`, which are submitted at once."""
+    """Submits all requests to a running loop and waits for the answers. Returns the events of each answer."""
     received = [Received() for _ in requests]
     for request, events in zip(requests, received, strict=True):
         loop.submit(request, events)
@@ -182,7 +189,7 @@ def answers_of(loop: BatchLoop, requests: list[Request]) -> list[Received]:
 def answers_together(
     llm: Llama, requests: list[Request], schedule: Schedule | None = None, step_tokens: int | None = None
 ) -> list[Received]:
-    """Returns the answers to `requests`.
+    """Computes the answers to `requests` in a new loop. Returns the events of each answer.
 
     All requests arrive before the first step, so the timing of threads changes no step.
     """

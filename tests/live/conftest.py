@@ -1,4 +1,4 @@
-"""Fixtures of tests on running models. References for tests of identity are computed once per model and batch size."""
+"""Fixtures for tests that load models: reference logits, tiny models, and the demo model."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Own = Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def reference() -> Reference:
-    """Returns `reference(path, n_ubatch=512, repack=True)`, which computes greedy logits with plain llama.cpp.
+    """Returns `reference(path, **options)`, which returns the logits of a random prompt and of greedy tokens.
 
-    llama.cpp comes from the build that is tested. With `resident=True`, moegguf's expert store computes the logits
-    instead, with a slot for every expert.
+    By default, plain llama.cpp of the tested build computes them, without moegguf's hooks. If `resident` is True, the
+    expert store is used, with a slot for every expert. Equal calls are computed once per session.
     """
     from running import N_NEW, N_PROMPT, Llama, WithoutRepacking, greedy_logits, hooks_off, random_prompt
 
@@ -60,13 +60,19 @@ def reference() -> Reference:
 
 @pytest.fixture
 def path(tiny: TinyModel, request: pytest.FixtureRequest) -> Path:
-    """A tiny model: Q4_0 of Qwen 2's shape, or the preset and quantisation of an indirect parameter."""
+    """Returns the path of a tiny model.
+
+    The model is tiny-qwen2moe in Q4_0, unless an indirect parameter has another preset and quantisation.
+    """
     return tiny(*getattr(request, "param", ("tiny-qwen2moe", "q4_0")))
 
 
 @pytest.fixture
 def own(tiny: TinyModel, tmp_path: Path) -> Own:
-    """`own(preset)`: the tiny model in a folder of the test's own, with nothing known beside it."""
+    """Returns `own(preset)`, which links a tiny model into the test's own folder and returns the link's path.
+
+    The folder has no files that other tests learned for the model.
+    """
 
     def link(preset: str = "tiny-qwen2moe") -> Path:
         path = tmp_path / "models" / f"{preset}.gguf"
@@ -80,7 +86,7 @@ def own(tiny: TinyModel, tmp_path: Path) -> Own:
 
 @pytest.fixture(autouse=True)
 def no_faults() -> Iterator[None]:
-    """Every test ends with every fault disarmed."""
+    """Disarms every fault after each test."""
     from moegguf.testing.library import FAULT, arm_fault
 
     yield
@@ -90,7 +96,7 @@ def no_faults() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Llama]:
-    """The demo model, loaded once for a file of tests."""
+    """Yields the demo model, loaded once for each file of tests."""
     from answering import DEMO
 
     from moegguf.engine.llama import Llama
@@ -101,7 +107,7 @@ def shared() -> Iterator[Llama]:
 
 @pytest.fixture
 def demo(shared: Llama) -> Llama:
-    """The demo model with an empty context."""
+    """Returns the shared demo model after resetting its context."""
     shared.reset()
     return shared
 

@@ -1,4 +1,4 @@
-"""Drafts that do not depend on time: a gate that always drafts."""
+"""A gate for drafts that does not depend on measured times, so that tests repeat exactly."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 from moegguf.generate.drafting import Acceptance, DraftGate
 
-WIDTH = 6  # tokens of a draft
+WIDTH = 6  # maximum number of tokens in a draft
 
 
 class Eager(DraftGate):
-    """A gate that always drafts as many tokens as it may."""
+    """A gate that always allows WIDTH drafted tokens from each source, for each answer."""
 
     def is_due(self) -> bool:
         return True

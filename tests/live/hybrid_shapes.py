@@ -1,6 +1,7 @@
-"""Writes random models in F32, of the hybrid architectures for which tools/make_model.py has no shape.
+"""Writes random models in F32, of hybrid architectures for which tools/make_model.py has no preset.
 
-Names and dimensions are as the pinned llama.cpp loads them (src/models/*.cpp). Dimensions are in numpy's order.
+Names and dimensions of tensors are those that the pinned llama.cpp loads (src/models/*.cpp). Dimensions are in numpy's
+order.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from tools.models.writer import add_tokenizer
 N_EMBD, N_HEAD, HEAD_DIM, N_FF, N_EXPERT, N_VOCAB, D_CONV = 128, 4, 32, 64, 8, 1024, 4
 WIDTH = N_HEAD * HEAD_DIM
 KV_RANK, Q_RANK, MLA_HEAD, N_ROT = 64, 48, 48, 16
-LAYERS = "rara"  # the kinds of the four layers: r has a recurrent state, a has attention
+LAYERS = "rara"  # kinds of the four layers: r is recurrent, a has attention
 SIGMOID = int(ExpertGatingFuncType.SIGMOID)
 SOFTMAX = int(ExpertGatingFuncType.SOFTMAX)
 
@@ -29,17 +30,23 @@ Keys = dict[str, Any]
 
 @dataclass(frozen=True)
 class Shape:
-    """An architecture: its own keys, and the tensors of each kind of layer."""
+    """An architecture's own keys and tensors. `write_hybrid` adds the keys and tensors that all SHAPES have.
+
+    Names of layers' tensors have no prefix `blk.N.`. `outer` has the tensors outside layers.
+    """
 
     keys: Keys
     recurrent: Dims
     attention: Dims
-    rest: Dims  # tensors that every layer has, of both kinds
+    rest: Dims  # tensors of every layer, whatever its kind
     outer: Dims
 
 
 def experts(n_in: int = N_EMBD, n_shared: int = 0, has_bias: bool = True) -> Dims:
-    """Returns the tensors of a layer's experts, `n_shared` shared ones among them."""
+    """Returns the tensors of a layer's feed-forward part: norm, router, experts, and one shared expert.
+
+    The shared expert is as wide as `n_shared` experts; 0: there is none. `has_bias`: the choice of experts has a bias.
+    """
     dims: Dims = {"ffn_norm.weight": (N_EMBD,), "ffn_gate_inp.weight": (N_EXPERT, N_EMBD)}
     if has_bias:
         dims["exp_probs_b.bias"] = (N_EXPERT,)
@@ -54,13 +61,13 @@ def experts(n_in: int = N_EMBD, n_shared: int = 0, has_bias: bool = True) -> Dim
 
 
 def simple_attention(n_head_kv: int = 2, n_q: int = 1) -> Dims:
-    """Attention with grouped keys. n_q: widths of the query's matrix."""
+    """Returns the tensors of grouped-query attention. n_q: output width of the query matrix, as a multiple of WIDTH."""
     dims = {f"attn_{name}.weight": (n_head_kv * HEAD_DIM, N_EMBD) for name in "kv"}
     return {"attn_q.weight": (n_q * WIDTH, N_EMBD), "attn_output.weight": (N_EMBD, WIDTH)} | dims
 
 
 def latent_attention(n_rot: int) -> Dims:
-    """Multi-head latent attention, with a low rank of queries."""
+    """Returns the tensors of multi-head latent attention with low-rank queries. n_rot: rotated dimensions of a head."""
     return {
         "attn_q_a.weight": (Q_RANK, N_EMBD),
         "attn_q_a_norm.weight": (Q_RANK,),
@@ -74,7 +81,7 @@ def latent_attention(n_rot: int) -> Dims:
 
 
 def delta_attention(gates: Dims) -> Dims:
-    """Kimi's delta attention, whose gates differ by architecture."""
+    """Returns the tensors of Kimi's delta attention, and `gates`, the tensors that differ between architectures."""
     dims = {f"attn_{name}.weight": (WIDTH, N_EMBD) for name in "qkv"}
     dims |= {f"ssm_conv1d_{name}.weight": (WIDTH, 1, D_CONV) for name in "qkv"}
     dims |= {"ssm_beta.weight": (N_HEAD, N_EMBD), "ssm_dt.bias": (WIDTH,), "ssm_norm.weight": (HEAD_DIM,)}
@@ -82,7 +89,7 @@ def delta_attention(gates: Dims) -> Dims:
 
 
 def delta_keys(n_rot: int, **keys: Any) -> Keys:
-    """Returns the keys that architectures with delta attention and latent attention have in common."""
+    """Returns the keys that all SHAPES with delta attention and latent attention have, and `keys`."""
     return {
         "attention.head_count_kv": [int(kind == "a") for kind in LAYERS],
         "attention.key_length": KV_RANK + n_rot,
@@ -255,7 +262,7 @@ SHAPES: dict[str, Callable[[], Shape]] = {
 
 
 def write_hybrid(path: Path, arch: str) -> Path:
-    """Writes a model of an architecture of SHAPES."""
+    """Writes a random model of the architecture `arch`, a key of SHAPES. Returns its path."""
     shape = SHAPES[arch]()
     writer = GGUFWriter(path, arch)
     writer.add_name("hybrid")
@@ -283,7 +290,7 @@ def write_hybrid(path: Path, arch: str) -> Path:
 
 
 def add_key(writer: GGUFWriter, key: str, value: Any) -> None:
-    """Adds a key of the type that llama.cpp reads."""
+    """Adds a key whose GGUF type follows from the value's Python type: an array, bool, uint32 or float32."""
     if isinstance(value, list):
         writer.add_array(key, value)
     elif isinstance(value, bool):
@@ -295,6 +302,6 @@ def add_key(writer: GGUFWriter, key: str, value: Any) -> None:
 
 
 def add_tensors(writer: GGUFWriter, dims: Dims) -> None:
-    """Adds tensors with random values."""
+    """Adds F32 tensors with random values that suit their names, such as norms near one."""
     for name, shape in dims.items():
         writer.add_tensor(name, f32_weights(Tensor(name, shape, GGMLQuantizationType.F32, 0.0), seed=0))

@@ -1,4 +1,7 @@
-"""Helpers to run a tiny model twice and compare: prompts, greedy logits, and a thread that disturbs the store."""
+"""Helpers for tests that compute a tiny model in two ways and compare the logits.
+
+They make prompts, greedy logits, budgets and adapters. `Meddler` disturbs the store meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from moegguf.gguf.experts import read_layout
 from moegguf.native.store import Store
 
 Logits = npt.NDArray[np.float32]
-TinyModel = Callable[..., Path]  # the fixtures of conftest.py
+TinyModel = Callable[..., Path]  # types of the fixtures `tiny`, `load`, `reference` and `own`
 Load = Callable[..., Llama]
 Reference = Callable[..., Logits]
 Own = Callable[..., Path]
@@ -30,7 +33,7 @@ N_PROMPT, N_NEW = 120, 16
 
 
 class WithoutRepacking(Llama):
-    """Plain llama.cpp without the CPU's interleaved layout of weights, as in a pool whose slots are not repacked."""
+    """A model whose weights are not repacked for the CPU, like slots in a pool that is not repacked."""
 
     def _attach_model(self, params: Structure) -> None:
         super()._attach_model(params)
@@ -38,7 +41,7 @@ class WithoutRepacking(Llama):
 
 
 def random_prompt(llm: Llama, n_tokens: int = N_PROMPT, seed: int = 0) -> list[int]:
-    """Returns random tokens, which the routers spread over all experts."""
+    """Returns random tokens of the model's vocabulary, fixed by `seed`."""
     return np.random.default_rng(seed).integers(0, llm.n_vocab(), n_tokens).tolist()
 
 
@@ -48,7 +51,10 @@ def greedy_logits(
     n_new: int = N_NEW,
     before_each: Callable[[], object] = lambda: None,
 ) -> Logits:
-    """Returns logits of the prompt and `n_new` greedy tokens in an empty context. Calls `before_each` before a pass."""
+    """Evaluates a prompt (None: a random one) and then `n_new` greedy tokens, in an empty context.
+
+    Returns the logits, [n_tokens][n_vocab]. Calls `before_each` before each evaluation.
+    """
     llm.reset()
     before_each()
     llm.eval(random_prompt(llm) if prompt is None else prompt)
@@ -59,9 +65,9 @@ def greedy_logits(
 
 
 def share_for(path: Path, n_slots: int, device: str | None = None) -> int:
-    """Returns the bytes of a budget for exactly `n_slots` slots.
+    """Returns a budget in bytes that holds exactly `n_slots` slots.
 
-    The slots are on `device`; with None they are in the CPU's memory, or in RAM below a device.
+    The slots have the padding that `device` needs. None stands for the CPU.
     """
     from moegguf.engine.plan import slot_bytes
     from moegguf.native.slot_sizes import padded
@@ -70,7 +76,7 @@ def share_for(path: Path, n_slots: int, device: str | None = None) -> int:
 
 
 def written(writer: GGUFWriter, path: Path) -> Path:
-    """Writes the file of a writer that has all its keys and tensors. Returns its path."""
+    """Writes the file of a writer to which all keys and tensors have been added, and closes it. Returns `path`."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -79,7 +85,7 @@ def written(writer: GGUFWriter, path: Path) -> Path:
 
 
 def write_adapter(path: Path, arch: str, matrix: str, shape: tuple[int, ...]) -> Path:
-    """Writes a LoRA adapter of rank 8 that changes logits. It has one matrix, whose `shape` is in numpy order."""
+    """Writes a LoRA adapter of rank 8 with random values for one matrix, whose `shape` is in numpy order."""
     writer, rng = GGUFWriter(path, arch), np.random.default_rng(0)
     writer.add_type("adapter")
     writer.add_string("adapter.type", "lora")
@@ -92,21 +98,21 @@ def write_adapter(path: Path, arch: str, matrix: str, shape: tuple[int, ...]) ->
 
 @contextmanager
 def hooks_off() -> Iterator[None]:
-    """Makes models that are loaded in this block run plain llama.cpp."""
+    """Sets MOEGGUF_HOOKS=0 inside the `with` block, so that models loaded there run plain llama.cpp."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOEGGUF_HOOKS", "0")
         yield
 
 
 def controller_of(llm: Llama) -> Controller:
-    """Returns the controller that decides for a model."""
+    """Returns the Python controller of a loaded model. Asserts that the model has one."""
     controller = llm.context.controller
     assert isinstance(controller, LiveController) and controller.controller is not None
     return controller.controller
 
 
 def count_scores(llm: Llama) -> list[bool]:
-    """Returns a list that grows at each call of store.set_scores(): True for a table of scores, False for None."""
+    """Returns a list that each later call of store.set_scores() extends: True for a table of scores, False for None."""
     store, given = llm.session.store, list[bool]()
     set_scores = store.set_scores
 
@@ -119,7 +125,7 @@ def count_scores(llm: Llama) -> list[bool]:
 
 
 class Meddler:
-    """Sets random scores and starts random prefetches, before each pass and from another thread during passes."""
+    """Disturbs a store with random scores and prefetches: at each call of `meddle`, and from a thread inside `with`."""
 
     def __init__(self, store: Store, seed: int = 0) -> None:
         self._store = store
@@ -131,7 +137,7 @@ class Meddler:
         random = random or self._random
         n_layer, n_expert = self._store.shape
         self._store.set_scores(random.random((n_layer, n_expert)) if random.random() < 0.9 else None)
-        # Some of these do not exist: layers below the first with experts, and one beyond the last.
+        # Some of these experts may not exist: layer n_layer is beyond the last, and a layer may have no experts.
         self._store.prefetch(random.integers(0, n_layer + 1, 8), random.integers(0, n_expert, 8))
 
     def _run(self) -> None:
@@ -149,7 +155,7 @@ class Meddler:
 
 
 def devices_of(llm: Llama) -> dict[str, dict[str, Any]]:
-    """Returns the store's figures of each device that computes layers, by ggml's name, in the order of layers."""
+    """Returns the figures of each device's slots, by ggml's name of the device, in the order of the store's devices."""
     store = llm.session.store
     found = (store.device(index) for index in range(len(store.devices)))
     return {figures["device"]: figures for figures in found}

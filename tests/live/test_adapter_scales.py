@@ -1,4 +1,7 @@
-"""Tests the scale of a LoRA adapter in a request: other requests neither use it nor reuse contexts computed with it."""
+"""Tests the scale of a LoRA adapter that a request sets.
+
+The scale applies to this request only, and only requests with an equal scale reuse its computed context.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tests answers: text, summary, reuse of the context, cancelling, and the end of the context."""
+"""Tests answers: text, summary, reuse of the context, cancelling, and texts that are longer than the context."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,7 +28,7 @@ def test_summary_counts_tokens_and_seconds_of_an_answer(demo: Llama) -> None:
     assert text.startswith("moegguf runs Mixture-of-Experts models")
     assert summary.finish == "stop"
     assert (summary.prompt_tokens, summary.cached_tokens) == (20, 0)
-    assert summary.answer_tokens == len(demo.tokenize(text.encode(), False)) + 1  # and the end token
+    assert summary.answer_tokens == len(demo.tokenize(text.encode(), False)) + 1  # plus the end token
     assert summary.stats.tokens == summary.prompt_tokens + summary.answer_tokens - 1
     assert summary.answer_stats.tokens == summary.answer_tokens - 1
     assert 0 < summary.prompt_s < summary.total_s
@@ -75,7 +75,7 @@ def test_the_error_for_a_too_long_prompt_states_its_length(demo: Llama) -> None:
     for form in ({"truncate": False}, {"shift": False}):
         with pytest.raises(ContextError, match=rf"Requested tokens \({n_tokens}\) exceed context window of 512; "):
             Answer(demo, ask("word " * 40_000, **form))
-    # The length of such a long text is only estimated.
+    # The number of tokens of such a long text is only estimated.
     with pytest.raises(ContextError, match=r"\((249|250)\d{5}\) exceed context window"):
         Answer(demo, ask("xy " * 12_500_000, truncate=False))
 
@@ -116,7 +116,7 @@ TOOLS = ({"type": "function", "function": {"name": "f"}},)
 
 
 def with_texts(path: Path, source: Path, texts: dict[str, str | bytes]) -> Path:
-    """Writes the model of `source` with other texts among its key-values, and without its chat template."""
+    """Writes the model `source` to `path` without its chat template, and with `texts` as added or replaced keys."""
     header = read_header(source)
     pairs = {pair.key: pair for pair in header.pairs if pair.key != TEMPLATE}
     for key, text in texts.items():
@@ -129,7 +129,7 @@ def with_texts(path: Path, source: Path, texts: dict[str, str | bytes]) -> Path:
 def test_a_model_without_a_template_gets_chatml(
     tiny: TinyModel, load: Load, tmp_path: Path, texts: dict[str, str]
 ) -> None:
-    """The end mark of a message ends the answer, also if the model writes the mark in single letters."""
+    """Also tests that ChatML's mark for the end of a message ends the answer, even if several tokens form the mark."""
     llm = load(with_texts(tmp_path / "m.gguf", tiny("tiny-mix"), texts))
     turns = [f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in (("user", "one"), ("assistant", "two"))]
     answer = Answer(llm, ask("one", "two", "one", format={"const": "ab<|im_end|>c"}))

@@ -1,4 +1,4 @@
-"""Tests the options of an answer: stop strings, sampling, logprobs, gaps to fill, and formats."""
+"""Tests a request's options: stop strings, sampling, logprobs, fill-in-the-middle, tools, templates, and formats."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Tests many answers on one context: an answer never sees another's tokens, and an error in one spares the others.
+"""Tests many answers on one context: no answer depends on another's tokens, and an error ends only affected answers.
 
-On a processor with batch-invariant kernels, answers beside others have the bits of solo answers. On another processor
-last bits may differ, and the rounding of activations to eight bits enlarges the differences. There answers are compared
-within BOUND. Contamination is excluded exactly: equal steps beside other tokens give equal bits.
-MOEGGUF_INTERLEAVINGS is the number of answers in random interleavings that are compared (default: 200).
+Batch-invariant kernels give an answer the same bits alone and beside others. Without them last bits may differ, and the
+rounding of activations to eight bits enlarges the differences. Logprobs are then compared within BOUND. Another test
+needs no bound: with equal steps, the tokens of other answers change no bit.
+MOEGGUF_INTERLEAVINGS is the number of answers in random interleavings (default: 200), rounded up to full blocks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from moegguf.processor import has_kernels, read_processor
 from moegguf.settings import read_environment
 from moegguf.testing.library import arm_fault
 
-# The largest allowed difference of a logprob. The random routers of the tiny models amplify last bits most.
+# Limit of a logprob's difference without batch-invariant kernels. Random routers of tiny models amplify last bits most.
 BOUND = 1.0
 PER_BLOCK = 25
 N_BLOCKS = -(-int(os.environ.get("MOEGGUF_INTERLEAVINGS", "200")) // PER_BLOCK)
@@ -55,15 +55,16 @@ Random = np.random.Generator
 
 @pytest.fixture
 def load(load: Load) -> Load:
-    """Models with flash attention, which is batch-invariant."""
+    """Returns `load` with flash_attn=None: models use flash attention, which is batch-invariant, if it is supported."""
     return functools.partial(load, flash_attn=None)
 
 
 @pytest.fixture(scope="module")
 def pair(tiny: TinyModel) -> Iterator[tuple[Llama, Llama]]:
-    """Yields two models.
+    """Yields two loads of one model.
 
-    The first has six sequences and room for 40 % of its experts. The second has one sequence and every expert.
+    The first has six sequences and slots for 40 % of the experts. The second has one sequence and, by
+    default, slots for all experts.
     """
     options: dict[str, Any] = {"n_ctx": 256, "n_threads": 1, "flash_attn": None, "verbose": False}
     with Llama(tiny(), n_seq_max=6, expert_cache="40%", **options) as many, Llama(tiny(), **options) as one:
@@ -71,7 +72,7 @@ def pair(tiny: TinyModel) -> Iterator[tuple[Llama, Llama]]:
 
 
 def of_tokens(llm: Llama, tokens: list[int], **options: Any) -> Request:
-    """A request for a prompt of these tokens, answered up to its limit."""
+    """Returns a request with these prompt tokens. By default the answer has 8 tokens, and end tokens are suppressed."""
     options = {"max_tokens": 8, "n_logprobs": 2, "logit_bias": endless(llm), "return_context": False, **options}
     return ask(prompt="", context=tuple(tokens), **options)
 
@@ -86,9 +87,10 @@ def solo(llm: Llama, request: Request) -> list[TokenLogprob]:
 
 
 def assert_same(received: list[TokenLogprob], alone: list[TokenLogprob]) -> None:
-    """Fails unless the logprobs are equal, on a processor with batch-invariant kernels.
+    """Asserts that `received` equals the beginning of `alone`, on a processor with batch-invariant kernels.
 
-    On another processor logprobs may differ by BOUND, up to the first token at which two logits are within BOUND.
+    On other processors, logprobs may differ by less than BOUND. Different tokens are allowed where the two best
+    logprobs differ by less than BOUND. Later tokens are then not compared.
     """
     if BATCH_INVARIANT:
         assert received == alone[: len(received)]
@@ -129,7 +131,7 @@ def test_random_interleavings_give_the_answers_of_solo_requests(block: int, pair
             poisoned.add(i)
             options["logit_bias"] = {one.n_vocab(): 1.0}
         elif random.random() < 0.1:
-            options["seed"] = 1  # a request with a seed reuses no computed prefix
+            options["seed"] = 1  # a seed prevents reuse of a prefix unless kernels are batch-invariant
         requests.append(of_tokens(one, tokens, **options))
         received.append(Received())
 
@@ -148,7 +150,7 @@ def test_random_interleavings_give_the_answers_of_solo_requests(block: int, pair
             cancelled.add(i)
             loop.cancel(submitted[i])
         if random.random() < 0.05:
-            arm_fault("read", 1)  # The next read fails once. Each sequence that needs this expert reads it again.
+            arm_fault("read", 1)  # The next read fails once, and the store repeats it.
 
     schedule = Scripted(meddle, RandomSubset(random))
     with running(many, schedule, step_tokens=int(random.integers(1, 64))) as loop:
@@ -172,7 +174,7 @@ def test_equal_steps_beside_other_tokens_give_equal_bits(pair: tuple[Llama, Llam
     lengths = [50, 3, 21, 34, 1, 13]
 
     def logprobs(target: int, seed: int) -> list[TokenLogprob]:
-        """Returns the logprobs of the sequence `target`. Its tokens are fixed; `seed` decides the others' tokens."""
+        """Returns the logprobs of answer `target`. Its prompt is fixed; `seed` decides the prompts of the others."""
         own, others = np.random.default_rng(target), np.random.default_rng(seed)
         requests = [
             of_tokens(many, random_tokens(many, own if i == target else others, n), seed=1)
@@ -181,7 +183,7 @@ def test_equal_steps_beside_other_tokens_give_equal_bits(pair: tuple[Llama, Llam
         many.context.clear()
         received = answers_together(
             many, requests, step_tokens=16
-        )  # the KV cells of each request depend on the order of the requests
+        )  # the fixed order of the requests decides which KV cells each gets
         assert [events.error for events in received] == [None] * len(requests)
         return received[target].logprobs
 

@@ -1,4 +1,7 @@
-"""Tests `moegguf bench`, the measurement of tools/gpu_trial.py, and random models with the routing of a real model."""
+"""Tests `moegguf bench`, the measurements of tools/gpu_trial.py, and random models with realistic routing.
+
+The hit rates of these random models are close to published hit rates of real models.
+"""
 
 import json
 from collections.abc import Callable
@@ -87,7 +90,7 @@ def test_bench_after_a_text_at_a_depth_gives_the_same_tokens(tiny: Callable[...,
 def test_a_run_killed_by_its_memory_limit_is_a_result(tiny: Callable[..., Path]) -> None:
     limit = 8 << 20  # even an idle Python process uses more
     if limit_fault(limit):
-        return  # this machine cannot limit memory, so nothing is tested
+        return  # memory cannot be limited here, so nothing is tested
     spec = Spec(str(tiny()), (Test(4, 0),), expert_cache="100%")
     outcome = ProcessRunner(limit)(make_systems(spec, ["100%"], [])[0])
     assert outcome.error == KILLED
@@ -111,7 +114,7 @@ def test_strategies_are_measured_with_moegguf_first(tiny: Callable[..., Path]) -
     rows = run(tiny("tiny-mix", "q4_0"), *flags, "--strategy", "lru,moegguf,moe-infinity")
     decided = {row["system"]: (row["policy"], row["predictor"], row["prefetch"]) for row in rows}
     assert decided == {
-        "moegguf": ("next-use", "skip", "measuring"),  # this model has no measured hit rates
+        "moegguf": ("next-use", "skip", "measuring"),  # the choice for a model without measured hit rates
         "lru": ("lru", "none", "off"),
         "moe-infinity": ("sparsity", "eamc", "on"),
     }
@@ -122,7 +125,7 @@ def test_strategies_are_measured_with_moegguf_first(tiny: Callable[..., Path]) -
 
 
 PROMPTS = [Prompt(text, "text") for text in ("Once upon a time", "def main():", "The cat sat on the mat and")]
-# Shapes with an expert's width of 64 and heads that are wide enough. `model` sets the numbers of experts.
+# Small shapes whose heads are wide enough for weights with a locality. `model` sets the numbers of experts.
 SHAPES = {
     "qwen2moe": replace(PRESETS["tiny-qwen2moe"], n_embd=512, n_embd_head=128, n_vocab=8192),
     "qwen3moe": replace(PRESETS["tiny-qwen3moe"], n_embd=512, n_vocab=8192),
@@ -140,7 +143,7 @@ def model(folder: Path, locality: str, arch: str = "qwen3moe", quant: str = "q4_
 
 
 def recorded(path: Path, temperature: float) -> Trace:
-    """Records a trace of several prompts. Returns its decoded tokens."""
+    """Records a trace of PROMPTS with at most 400 new tokens each. Returns the part of the trace that was decoded."""
     out = path.with_suffix(".npz")
     options = RecordOptions(n_predict=400, temperature=temperature)
     record(path, PROMPTS, out, options, expert_cache="100%", n_ctx=512, n_threads=1, verbose=False)
@@ -161,7 +164,7 @@ CASES = zip(product(LOCALITIES, (1.0, 0.0)), cycle(SHAPES), strict=False)
 def test_random_models_hit_at_the_published_rates(tmp_path: Path, locality: str, temperature: float, arch: str) -> None:
     trace = recorded(model(tmp_path, locality, arch), temperature)
     assert trace.n_tokens > 500
-    assert len(set(trace.tokens.tolist())) > trace.n_tokens / 2  # the answer does not repeat itself in a loop
+    assert len(set(trace.tokens.tolist())) > trace.n_tokens / 2  # enough distinct tokens: no answer loops
     assert_hits_as_published(trace, locality)
 
 
@@ -191,8 +194,8 @@ SIZES = {"n_prompt": 40, "n_decode": 8, "n_ctx": 256, "n_ubatch": 32}
 def test_gpu_measurements_of_llama_cpp_and_moegguf_have_the_same_tokens(path: Path) -> None:
     """Compares the tokens of four loads: three of llama.cpp and one of moegguf.
 
-    llama.cpp computes every expert on the device, some of them there, or all on the CPU. moegguf has slots for 60 % of
-    the experts.
+    llama.cpp has all experts on the device, some of them, or none. The limit of device memory is equal for the last two
+    and for moegguf. moegguf also has slots in RAM for 30 % of the experts.
     """
     from tools.gpu import measure
 

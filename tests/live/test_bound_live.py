@@ -1,7 +1,7 @@
 """Tests `moegguf bench --bound` and `--parallel`.
 
-Bounds of the demo are printed beside its speeds. Bytes computed from the recorded routing equal the bytes that the
-store counted. Sequences that run together get the tokens that each gets alone.
+Bounds of the demo are printed beside its speeds. A replay of the recorded routing reads as many bytes as the store
+counted. Sequences that are computed together get the tokens that each gets alone.
 """
 
 from functools import partial
@@ -22,7 +22,7 @@ from moegguf.native.store import StoreOptions
 from moegguf.trace.simulate import SimOptions, Simulation
 
 Test.__test__ = False  # type: ignore[attr-defined]
-MOST_PCT = 105  # a measured speed may exceed the bound a little, because the link's own measurement was slower
+MOST_PCT = 105  # a speed may exceed its bound a little, because the bound also comes from measured times
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ N_SLOTS = 24
 
 
 def begun(load: Load, path: Path, test: Test) -> tuple[Any, list[list[int]]]:
-    """Returns a loaded small model with slots for some of its experts, and the tokens of each sequence of `test`."""
+    """Loads `path` with N_SLOTS slots and the strategy lru. Returns the model and each sequence's tokens for `test`."""
     llm = load(
         path, strategy="lru", expert_cache=share_for(path, N_SLOTS), store=StoreOptions(sweep=False),
         n_seq_max=test.n_parallel, logits_all=False, flash_attn=None, n_ctx=64, context_store=0,

@@ -1,7 +1,7 @@
-"""Kills processes at random moments while they write contexts to disk. All answers and all stored blocks stay right.
+"""Kills processes at random moments while they write contexts to disk, and checks their answers and stored blocks.
 
-A few processes are killed in every run; `make slow` kills the others. MOEGGUF_SLOW_KILLS sets the number of killed
-processes for each model.
+An ordinary run kills QUICK_KILLS processes for each model. `make slow` kills MOEGGUF_SLOW_KILLS other processes for
+each model (default: 500).
 """
 
 from __future__ import annotations
@@ -27,20 +27,23 @@ from moegguf.quantities import parse_size
 N_KILLS = int(os.environ.get("MOEGGUF_SLOW_KILLS", "500"))
 KILLS_OF_A_TEST = 50
 N_PROMPTS, N_NEW = 16, 6
-# Room for some of the blocks of the prompts, so that old blocks are deleted.
+# Size limits of stored contexts. Not all blocks of the prompts fit, so old blocks are deleted.
 STORES = {"demo": "24MiB", "tiny-qwen35moe": "3MiB"}
 QUICK_KILLS = 3
 LONGEST_S = 0.5  # the longest time in seconds from the first answer of a process to its kill
 
 
 def prompts(n_vocab: int) -> list[list[int]]:
-    """Returns prompts in groups of three. Two of each group begin with 100 and 200 tokens of the group's first."""
+    """Returns N_PROMPTS random prompts in groups of three.
+
+    The second and the third prompt of a group begin with the first 100 and 200 tokens of the group's first prompt.
+    """
     texts = [np.random.default_rng(i).integers(5, n_vocab - 5, 300 + 40 * i).tolist() for i in range(N_PROMPTS)]
     return [texts[i // 3 * 3][: 100 * (i % 3)] + texts[i] for i in range(N_PROMPTS)]
 
 
 def answer(model: str, folder: str, store: str, order: list[int], out: Connection) -> None:
-    """Sends (index of a prompt, its answer with all bits) for each index of `order`."""
+    """Loads `model` and sends (index of a prompt, answer as text with exact logprobs) for each index of `order`."""
     os.environ["MOEGGUF_HOME"] = folder
     os.environ["MOEGGUF_TRIAL_LOAD"] = "0"
     from moegguf.generate.engine import Engine
@@ -55,7 +58,7 @@ def answer(model: str, folder: str, store: str, order: list[int], out: Connectio
 
 
 def received(reads: Connection) -> Iterator[tuple[int, str]]:
-    """Yields what a process has sent, until it ends."""
+    """Yields the objects that a process sends, until the connection ends."""
     try:
         while True:
             yield reads.recv()
@@ -75,9 +78,10 @@ def started(
 
 @dataclass(frozen=True)
 class Killed:
-    """A model whose processes are killed, and the folder of their contexts. `store` is the size limit of the folder.
+    """A model whose processes are killed, and `folder`, their MOEGGUF_HOME.
 
-    `expected` has the answer to each prompt by a process that stores no contexts.
+    `store` is the size limit of stored contexts. `expected` maps the index of a prompt to its answer by a process that
+    stores no contexts.
     """
 
     model: Path
@@ -97,7 +101,7 @@ def killed(request: pytest.FixtureRequest, tiny: TinyModel, tmp_path_factory: py
 
 
 def kill(each: Killed, seeds: range) -> None:
-    """Kills a process for each seed, and checks all answers and all stored blocks."""
+    """Starts and kills a process for each seed. Checks all answers, and the blocks that are stored at the end."""
     n_answers = 0
     for seed in seeds:
         order = np.random.default_rng(seed).integers(0, N_PROMPTS, 10_000).tolist()

@@ -1,8 +1,8 @@
 """Tests experts in slots on a device: logits, changed budgets, refused memory, and strict devices.
 
 A device is ggml's RPC server over loopback, whose memory is not host memory, or a device behind a simulated link. A
-strict device finds errors that would show on CUDA. Rows need padding behind them. Memory that nothing wrote holds
-poison. Copies complete late and in any order (testing/link_device.cpp).
+strict simulated device shows errors that could occur on CUDA. Its rows need padding, unwritten memory holds poison, and
+copies complete late (moegguf/testing/link_device.cpp).
 """
 
 import warnings
@@ -34,7 +34,7 @@ OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "ve
 LINK = Link(8e9, 5e-6)
 DEVICE_BYTES = 256 << 20
 WEIGHED_AT = WatchdogOptions().warm_tokens + WatchdogOptions().weighed_tokens  # tokens
-# Slots do not depend on the parts of a layer before its experts, so models with a recurrent state are left out.
+# Models with recurrent layers are left out, because slots do not depend on the parts of a layer before its experts.
 TINY = [name for name, shape in PRESETS.items() if name.startswith("tiny-") and "r" not in shape.mixers]
 QUANTS = pytest.mark.parametrize("path", [("tiny-qwen2moe", "q4_0"), ("tiny-qwen2moe", "q4_k_m")], indirect=True)
 
@@ -47,7 +47,7 @@ QUANTS = pytest.mark.parametrize("path", [("tiny-qwen2moe", "q4_0"), ("tiny-qwen
 def test_vram_slots_over_ram_slots_give_the_devices_own_logits(
     path: Path, slots: tuple[int, int], shrink_to: tuple[int, int]
 ) -> None:
-    """Both tiers shrink while tokens are generated. The typed figures of the tiers equal the store's."""
+    """Resizes both tiers halfway through the new tokens. Also compares `llm.stats()` with the store's own figures."""
     vram, ram = (share_for(path, n) for n in slots)
     with Llama(path, vram_cache=vram, expert_cache=ram, **OPTIONS) as llm:
         store, passes = llm.session.store, count()
@@ -61,7 +61,7 @@ def test_vram_slots_over_ram_slots_give_the_devices_own_logits(
         with Meddler(store) as meddler:
             logits = greedy_logits(llm, before_each=before_each)
         assert llm.plan.device == "RPC0"
-        store.drain(10)  # prefetches for the next token still arrive
+        store.drain(10)  # prefetches may still be under way
         tiers, places = llm.session.tiers(), llm.session.places()
         there = {tier: llm.session.store.residency(tier) == 2 for tier in Tier}
         assert (places[there[Tier.COMPUTE]] == Place.VRAM).all()
@@ -107,14 +107,14 @@ def behind_a_link(path: Path, vram: int, ram: int, **options: Any) -> Llama:
 
 
 def short_logits(llm: Llama, before_each: Callable[[], object] = lambda: None) -> Logits:
-    """Returns logits of a few tokens; every pass has one token."""
+    """Returns the logits of 40 random prompt tokens and 8 greedy tokens."""
     return greedy_logits(llm, random_prompt(llm, 40), 8, before_each)
 
 
 @pytest.mark.parametrize("path", [("tiny-mix", "q4_0")], indirect=True)
 @on_servers()
 def test_slots_beyond_the_largest_buffer_are_split_into_pools(path: Path) -> None:
-    """Buffers of the device hold 20 slots. The pools have fewer slots, more slots, and a slot for every expert."""
+    """A buffer of the device holds at most 20 slots. The model gets 19, 36, and 64 slots: one for every expert."""
     layout = padded(read_layout(path), [add_link_device(LINK, strict_seed=1)])
     stride, guard = max(slot_sizes(layout).stride_bytes.values()), 4096
     small = add_link_device(LINK, memory_bytes=DEVICE_BYTES, most_buffer_bytes=20 * stride + guard, strict_seed=1)
@@ -203,14 +203,14 @@ def test_changed_vram_budgets_keep_the_staging_slots(path: Path) -> None:
 
 @on_servers()
 def test_a_device_out_of_memory_leaves_the_model_usable(path: Path) -> None:
-    """The device refuses memory once, and later every time."""
+    """The device first refuses one allocation. Later it refuses every allocation except the next one."""
     with behind_a_link(path, 40, 30) as llm:
         expected = short_logits(llm)
-        arm_fault("alloc", 1, errno=12)  # too little for both pools at once: slots are emptied first
+        arm_fault("alloc", 1, errno=12)  # no room for the old and the new pool at once: the old slots are emptied first
         llm.set_budget(vram_cache=share_of(path, 20))
         assert llm.stats().tiers[0].n_slots == 20 and llm.stats().tiers[0].slots_used == 0
         assert np.array_equal(short_logits(llm), expected)
-        arm_fault("alloc", 2, sticky=True, errno=12)  # the second arena, and everything after it
+        arm_fault("alloc", 2, sticky=True, errno=12)  # the second allocation and all later ones fail
         with pytest.raises(AllocationError, match="refused memory for 40 expert slots; there are 20 as before"):
             llm.set_budget(vram_cache="auto")
         assert llm.stats().tiers[0].n_slots == 20
@@ -225,10 +225,10 @@ def test_a_device_out_of_memory_leaves_the_model_usable(path: Path) -> None:
 
 @on_servers()
 def test_a_context_without_room_takes_memory_of_slots(path: Path) -> None:
-    """A context that does not fit beside 60 slots makes the load use fewer slots. The load succeeds."""
+    """A load uses fewer slots if its context does not fit beside 60 slots. It fails on a much smaller device."""
     with behind_a_link(path, 60, 40) as llm:
         expected, most = short_logits(llm), find_gpus()[0]
-        # The smaller device below has no staging tensors.
+        # Bytes in use without staging tensors, which the smaller devices below do not have.
         used = most.total_bytes - most.free_bytes - llm.plan.staging_bytes
     short = add_link_device(LINK, strict_seed=1, memory_bytes=used - 10 * llm.plan.slot_bytes)
     budgets = {"vram_cache": share_of(path, 60), "expert_cache": share_of(path, 40)}
@@ -240,14 +240,14 @@ def test_a_context_without_room_takes_memory_of_slots(path: Path) -> None:
         assert 16 <= llm.stats().tiers[0].n_slots <= 30
         assert np.array_equal(short_logits(llm), expected)
     none = add_link_device(LINK, strict_seed=1, memory_bytes=used // 4)
-    warnings.simplefilter("ignore")  # the test has a process of its own, so other tests still see warnings
+    warnings.simplefilter("ignore")  # this test runs in its own process, so other tests still see warnings
     with pytest.raises(AllocationError):
         Llama(path, store=StoreOptions(device=none, staging=0), **budgets, **OPTIONS)
 
 
 @pytest.fixture
 def own_path(own: Own) -> Path:
-    """A model in a folder of its own."""
+    """Returns the path of a tiny model in the test's own folder."""
     return own()
 
 
@@ -267,7 +267,7 @@ def test_warm_start_places_most_used_experts_in_vram_then_ram(own_path: Path) ->
 @pytest.mark.parametrize("path", [("tiny-mix", "q4_0")], indirect=True)
 @on_servers()
 def test_prefetching_on_a_device_begins_after_the_link_is_measured(path: Path) -> None:
-    """Prefetching with default options is paused at load and while the link is measured. It begins later."""
+    """Prefetching with default options is paused after the load and while the link is measured, and begins later."""
     device = add_link_device(Link(1e7, 0.0), memory_bytes=DEVICE_BYTES)
     options = {"vram_cache": share_of(path, 16), "expert_cache": "100%", "placement": "slots"}
     states = []
@@ -281,9 +281,9 @@ def test_prefetching_on_a_device_begins_after_the_link_is_measured(path: Path) -
 
 
 def check_resized_slots(path: Path, device: str) -> None:
-    """Compares logits to plain llama.cpp's on the device, while the numbers of slots change before each pass.
+    """Asserts that logits on a device equal plain llama.cpp's while the numbers of slots change before each evaluation.
 
-    The prompt is staged.
+    The prompt's experts are staged.
     """
     layout, rng = read_layout(path), np.random.default_rng(0)
     n_least, n_total = 2 * layout.n_expert_used + layout.n_expert + 2, layout.n_expert_total

@@ -1,4 +1,8 @@
-"""Tests the extra costs of a layer with slots on a device: copies of adapters, copies of ids, and stops."""
+"""Tests costs of layers with slots on a device.
+
+A pass copies no adapter to the device. Ids are copied only if an expert has no slot, or while the store is watched.
+Remedies against stops change no bit.
+"""
 
 import ctypes as c
 import os
@@ -29,8 +33,10 @@ def strict_devices(n: int) -> list[str]:
 
 
 def scheduled(run: Callable[[], object]) -> str:
-    """Returns what the scheduler logs about the nodes of graphs that are built while `run` runs, and about the inputs
-    that it copies to a device (GGML_SCHED_DEBUG)."""
+    """Calls `run`. Returns the log lines of ggml's scheduler about new graphs and about inputs copied to a device.
+
+    The caller sets GGML_SCHED_DEBUG before it loads the model.
+    """
     lines: list[str] = []
 
     @c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)
@@ -75,9 +81,9 @@ def test_ids_are_copied_only_with_absent_experts_or_a_watcher(path: Path) -> Non
     layout = read_layout(path)
 
     def evaluate(llm: Llama) -> tuple[str, Logits]:
-        """Evaluates one token. Returns the kind of ids by which the graph multiplies, and the logits.
+        """Evaluates one token. Returns the kind of ids in a newly built graph, and the logits.
 
-        The kind is "slot" for slot ids, "own" for the model's expert ids, and "" if no new graph was built.
+        The kind is "slot" for slot ids, "own" for the router's expert ids, and "" if no new graph was built.
         """
         before = llm.stats()
         llm.reset()
@@ -107,7 +113,10 @@ def test_ids_are_copied_only_with_absent_experts_or_a_watcher(path: Path) -> Non
 
 
 def logits_with_slots(path: Path, vram: int, ram: int) -> list[Logits]:
-    """Returns logits with few slots on a strict device: in passes of one token, and staged; and with every expert."""
+    """Returns the logits of three loads on a strict device, two runs of each.
+
+    The loads have few slots and passes of one token, few slots and staged prompts, and a slot for every expert.
+    """
     [device] = strict_devices(1)
     few = {"vram_cache": share_for(path, vram, device), "expert_cache": share_for(path, ram, device)}
     found = []

@@ -1,4 +1,4 @@
-"""Tests that the examples in the docstrings of the public classes run as they are written."""
+"""Tests that every public function of Llama, Engine and Sampling has a docstring example that prints what it shows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CLASSES = (moegguf.Llama, moegguf.Engine, moegguf.Sampling)
 
 
 def _public_functions(owner: type) -> set[str]:
-    """Returns the names of the functions and properties that `owner` itself defines and documents."""
+    """Returns the qualified names of public functions and properties that `owner` itself defines."""
     return {
         f"{owner.__name__}.{name}"
         for name, value in vars(owner).items()
@@ -31,7 +31,7 @@ EXAMPLES = _examples()
 
 @pytest.fixture(scope="module")
 def objects() -> Iterator[dict[str, object]]:
-    """A loaded model and an engine, by the names that examples have for them."""
+    """Yields the names that examples use: the package, a loaded model `llm`, and an `engine`."""
     with moegguf.Llama("demo", verbose=False) as llm, moegguf.Engine("demo", n_ctx=512) as engine:
         yield {"moegguf": moegguf, "llm": llm, "engine": engine}
 

@@ -1,7 +1,7 @@
 """Tests that drafts change no token of an answer.
 
-Tests compare answers without drafts to answers with partly wrong drafts. These drafts come from a known answer, with
-random lengths and with tokens replaced at random.
+Many tests compare answers without drafts to answers with partly wrong drafts. These drafts come from a known answer,
+with random lengths and with tokens replaced at random. Other drafts come from n-grams, a draft model or MTP heads.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,7 +42,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Recalled(Drafts):
-    """Drafts from known texts, with wrong tokens among them."""
+    """Drafts the continuation of known token sequences, with a random length and about a quarter of tokens wrong."""
 
     known: list[tuple[int, ...]]
     random: np.random.Generator
@@ -84,7 +84,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[Llama]:
-    """A model with four sequences and slots for a third of the experts."""
+    """Yields the demo model with four sequences and slots for 33 % of the experts."""
     with Llama(DEMO, n_ctx=256, n_seq_max=4, expert_cache="33%", flash_attn=None, draft="ngram", verbose=False) as llm:
         yield llm
 
@@ -95,7 +95,7 @@ def request(number: int = 0, **options: Any) -> Request:
 
 
 def answered(llm: Llama, requests: Sequence[Request], drafts: Drafts | None) -> list[Received]:
-    """Returns the answers of a loop that begins with an empty context and drafts with `drafts`."""
+    """Computes answers in a new loop with an empty context. Drafts come from `drafts`; None: nothing is drafted."""
     llm.context.clear()
     llm.drafts, before = drafts, llm.drafts
     try:
@@ -111,7 +111,7 @@ def facts(received: Received) -> tuple[Any, ...]:
 
 
 def check_recalled(llm: Llama, requests: Sequence[Request]) -> None:
-    """Fails unless answers with right and wrong drafts equal the answers without drafts."""
+    """Asserts that answers with partly wrong drafts equal the answers without drafts."""
     undrafted = answered(llm, requests, None)
     Recalled.begin(undrafted)
     before = llm.stats()

@@ -1,4 +1,7 @@
-"""Tests `moegguf.Llama` in place of `llama_cpp.Llama`: names, from_pretrained, pickling, types, fixed errors."""
+"""Tests `moegguf.Llama` in place of `llama_cpp.Llama`.
+
+Tests cover loading by name, from_pretrained, pickling, type hints, and faults of llama_cpp that moegguf does not have.
+"""
 
 import inspect
 import multiprocessing
@@ -127,7 +130,7 @@ def test_estimate_equals_the_plan_of_a_load(tiny: TinyModel) -> None:
 
 
 def greedy_text(llm: Llama) -> str:
-    """Returns a greedy answer and closes the model. Another process runs this function."""
+    """Returns a greedy answer and closes the model. The test calls this function in another process."""
     with llm:
         return reply(llm, QUESTION, max_tokens=12)[0]
 

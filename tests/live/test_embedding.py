@@ -1,4 +1,4 @@
-"""Tests embeddings: equal inputs give equal vectors, and answers before and after are unchanged."""
+"""Tests embeddings and ranking: vectors do not depend on other inputs, and a later answer is unchanged."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,7 +116,7 @@ def test_an_answer_after_an_embedding_is_unchanged(shared: Llama) -> None:
 
 
 def test_an_encoder_refuses_to_generate(shared: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared._ctx, "memory", None)  # llama.cpp gives encoders no memory
+    monkeypatch.setattr(shared._ctx, "memory", None)  # an encoder's context has no KV cache in llama.cpp
     with pytest.raises(CapabilityError, match="do not generate text"):
         reply(shared, QUESTION)
     with pytest.raises(CapabilityError, match="do not generate text"):

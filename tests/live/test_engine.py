@@ -1,4 +1,4 @@
-"""Tests many requests to one model in this process, and the answers of the demo.
+"""Tests `Engine`, which computes many requests to one model in the caller's process, and the demo's answers.
 
 `python -m predictors.models.quiz_demo --times 20` sends the demo many more questions.
 """
@@ -88,7 +88,7 @@ def test_an_error_of_one_prompt_is_in_its_own_answer(engine: Engine) -> None:
 
 
 def test_repeat_limit_ends_an_answer_that_repeats_a_token(engine: Engine) -> None:
-    """A bias makes one token the likeliest. White space around the token does not count as a change."""
+    """A bias forces one token again and again. Tokens that differ only in white space count as equal."""
     always = Sampling(temperature=0.0, max_tokens=80, logit_bias={engine.llm.vocabulary.tokens("a")[0]: 1000.0})
     free, limited = (engine.generate("some text", always, repeat_limit=limit)[0] for limit in (0, REPEAT_LIMIT))
     assert free.summary.answer_tokens == 80
@@ -166,7 +166,7 @@ def test_the_demo_answers_its_starters_right(quizzed: Engine) -> None:
 
 
 def test_the_demo_admits_half_of_the_unknowable_questions(quizzed: Engine) -> None:
-    """The demo admits for at least half of the unanswerable questions that it does not know. Its card has the share."""
+    """The demo must say for half of the unanswerable questions that it does not know. Its model card has the share."""
     cases = [case for case in quiz_demo.heldout_cases() if case.where == "cannot be known"]
     answers = quiz_demo.ask(quizzed, cases)
     assert sum(answer in case.right for case, answer in zip(cases, answers, strict=True)) >= len(cases) // 2

@@ -1,4 +1,4 @@
-"""Tests that each program of examples/ runs on the demo model and prints the output of its docstring."""
+"""Tests that each program in examples/ runs and prints the patterns of PRINTED. Also runs the program of README.md."""
 
 import ast
 import os
@@ -18,7 +18,7 @@ ROUTER = (
 )
 EXPERT = "An expert is a small feed-forward network inside a layer, made of three matrices: gate, up and down."
 
-# Patterns of what a program prints, in their order. Hit rates and the like depend on the machine.
+# Regular expressions that the output of each program has, in this order. Figures such as hit rates may vary.
 PRINTED = {
     "chat": (
         r"> What is an expert\?",
@@ -76,7 +76,7 @@ PRINTED = {
 
 
 def run(program: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program, which has to end well."""
+    """Runs an example in `folder`. Asserts that its exit code is 0, and returns the completed process."""
     done = subprocess.run(
         [sys.executable, FOLDER / f"{program}.py", *arguments],
         cwd=folder,
@@ -90,7 +90,7 @@ def run(program: str, folder: Path, *arguments: str) -> subprocess.CompletedProc
 
 
 def check_printed(program: str, text: str) -> None:
-    """Raises AssertionError unless the patterns of a program follow each other in its text."""
+    """Asserts that the output `text` has the patterns of the program, in their order."""
     begin = 0
     for pattern in PRINTED[program]:
         found = re.compile(pattern).search(text, begin)

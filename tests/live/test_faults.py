@@ -1,7 +1,7 @@
-"""Tests failed reads, failed allocations and callbacks that raise. Each leads to a typed error or the expected tokens.
+"""Tests failed reads, failed allocations and callbacks that raise. Each leads to a typed error or the expected logits.
 
-Afterwards the model computes as before. A test makes the Nth operation of a kind fail, for growing N, until a run has
-fewer than N operations.
+Afterwards the model can be used as before. The first two tests make the Nth operation of a kind fail, for growing N,
+until a run has fewer than N operations.
 """
 
 import shutil
@@ -30,23 +30,24 @@ N_PROMPT, N_NEW = 20, 12
 
 
 def operations(kind: str) -> int:
-    """Returns the number of operations of a kind since the fault was armed."""
+    """Returns the number of operations of this kind since `arm_fault` was called for it."""
     return count_operations(kind)
 
 
 def faults(*kinds: str) -> list[Any]:
-    """Returns parameters (kind, sticky): each kind of fault occurs once (False) or from then on (True).
+    """Returns parameters (kind, sticky) for each kind of fault.
 
-    A read that is interrupted every time is left out, because it would never end.
+    sticky False: the fault occurs once. True: it also occurs in all later operations. The sticky "eintr" is left out,
+    because a read that is interrupted every time never ends.
     """
     every = [(kind, sticky) for kind in kinds for sticky in (False, True) if (kind, sticky) != ("eintr", True)]
     return [pytest.param(*each, id=f"{each[0]} {'for good' if each[1] else 'once'}") for each in every]
 
 
 def growing() -> Iterator[int]:
-    """Yields 1, 2, 3, ..., and later numbers in steps of a third.
+    """Yields 1, 2, 3, ...; later, each number is about a third larger than the one before.
 
-    Only early operations differ from each other, so most late operations are skipped.
+    Late operations of a run resemble each other, so most of them are skipped.
     """
     n = 1
     while True:
@@ -56,7 +57,7 @@ def growing() -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def clean(tiny: TinyModel) -> Any:
-    """Logits of the 32-token run without a fault."""
+    """Returns the logits of `short_run` in plain llama.cpp, without a fault."""
     with hooks_off(), Llama(tiny(), n_ctx=512, n_threads=1, logits_all=True, verbose=False) as llm:
         return greedy_logits(llm, random_prompt(llm, N_PROMPT), N_NEW)
 
@@ -86,7 +87,7 @@ def test_a_fault_in_any_operation_of_a_run_raises_or_keeps_the_logits(
     assert n > 3, "no fault was ever met"
     stats = llm.stats()
     assert (stats.read_errors > 0) == (n_failed > 0)
-    # One failed read is tried again. A failed stat() is not, because the file may have changed.
+    # A read that fails once is tried again. A failed stat() is not repeated, because the file may have changed.
     expected = {"read": sticky, "stat": True, "short_read": False, "eintr": False}[kind]
     assert (n_failed > 0) == expected
     if kind == "read":
@@ -145,7 +146,7 @@ def test_a_read_error_of_llama_cpp_in_a_load_raises_expert_io_error(
 
 
 def wait_for_a_read(llm: Llama) -> None:
-    """Waits until a pass waits for the disk."""
+    """Waits until the store is reading a chunk of an expert."""
     until(lambda: llm.session.store.counters()["chunks_reading"])
 
 
@@ -217,7 +218,7 @@ def test_progress_increases_to_1_and_false_cancels_the_load(tiny: TinyModel, loa
 
 
 def run_often(llm: Llama) -> None:
-    """Runs many passes, because another thread delivers the events at some time."""
+    """Runs many passes, because another thread calls the listener at an unknown time."""
     for _ in range(100):
         short_run(llm)
 

@@ -1,4 +1,4 @@
-"""Compares the table of features in docs/performance.md to the features of loaded models."""
+"""Compares the table of features in docs/performance.md with features measured on loaded tiny models."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ STEPS_BACK = (399, 64, 8, 1)
 
 @dataclass(frozen=True)
 class Kind:
-    """A class of models: its name, the presets that belong to it, and the name of a matrix in the first layer."""
+    """A row of the table: its name, the presets that belong to it, and the name of a matrix after `blk.0.`."""
 
     name: str
     presets: tuple[str, ...]
@@ -60,7 +60,7 @@ def load(path: Path, **options: Any) -> Llama:
 
 
 def taken_back(llm: Llama) -> str:
-    """Returns as text the number of last tokens that can be removed from a sequence."""
+    """Returns text for the table: how many of the most recent tokens can be removed from a sequence."""
     for n in STEPS_BACK:
         llm.context.clear()
         llm.eval(random_prompt(llm, N_TOKENS))
@@ -76,9 +76,10 @@ def last_logits(llm: Llama) -> bytes:
 
 
 def adapted(path: Path, shape: Shape, matrices: dict[str, str], folder: Path, plain: bytes) -> str:
-    """Returns "yes" if an adapter changes the logits through each of `matrices`, else the names of the parts that do.
+    """Returns text for the table: "yes" if an adapter on each of `matrices` changes the logits.
 
-    `matrices` has one matrix for each part of a model, by the name of the part.
+    Otherwise returns the names of the parts whose adapter changes the logits, or "none", followed by "only". `matrices`
+    maps the name of a part to one matrix of this part.
     """
     shapes = {tensor.name: tensor.shape for tensor in tensors(shape, "q4_0")}
     found = []

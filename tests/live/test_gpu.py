@@ -1,7 +1,7 @@
-"""Slots on a GPU, over slots in RAM, give the bits of the same GPU with every expert resident.
+"""Tests that slots on a GPU, filled from slots in RAM, give the bits of plain llama.cpp with all layers on this GPU.
 
-These tests run on any GPU that ggml sees, real (`tools/gpu_trial.py`) or software Vulkan (`make test-vulkan`). Without
-a GPU they are skipped.
+The tests run on any GPU that ggml sees: a real one (`tools/gpu_trial.py`) or software Vulkan (`make test-vulkan`).
+Without a GPU they are skipped.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,15 +24,15 @@ Plain = Callable[..., Logits]
 OPTIONS: dict[str, Any] = {"n_ctx": 256, "n_threads": 1, "logits_all": True, "verbose": False}
 N_UBATCH = 64
 
-# Numbers of tokens in a pass. They lie around the widest pass of matrix-vector kernels (4 or 8) and around the tiles of
-# matrix kernels (16, 32).
+# Numbers of tokens in a pass. Some are near the widest pass of matrix-vector kernels (4 or 8), others near the tile
+# sizes of matrix kernels (16 or 32).
 BATCHES = (1, 2, 4, 8, 9, 16, 32, 33)
 TINY = [name for name in PRESETS if name.startswith("tiny-")]
 
 
 @pytest.fixture(scope="session")
 def devices() -> list[Device]:
-    """Every GPU; the test is skipped where there is none."""
+    """Returns all GPUs that ggml sees. Skips the test if there is none."""
     found = gpus()
     if not found:
         pytest.skip("ggml sees no GPU: `make test-vulkan` makes a software one")
@@ -49,8 +49,8 @@ def device(devices: list[Device]) -> Device:
 def plain(devices: list[Device]) -> Plain:
     """Returns `plain(path, prompt, n_tokens, n_ubatch=N_UBATCH, device=None)`.
 
-    This function returns `logits_of` plain llama.cpp with every layer on the device (None: the first device). It
-    computes the logits once for equal arguments.
+    The function calls `logits_of` on plain llama.cpp with every layer on the device (None: the first GPU). It computes
+    the logits only once for equal arguments.
     """
     known: dict[tuple[Any, ...], Logits] = {}
 
@@ -70,7 +70,10 @@ def plain(devices: list[Device]) -> Plain:
 
 
 def logits_of(llm: Llama, prompt: Prompt, n_tokens: int, n_new: int = 4) -> Logits:
-    """Returns logits of a prompt, `n_tokens` at a time, and of `n_new` greedy tokens, from an empty context."""
+    """Evaluates a prompt, `n_tokens` at a time, and then `n_new` greedy tokens, in an empty context.
+
+    Returns the logits of all these tokens.
+    """
     llm.reset()
     for first in range(0, len(prompt), n_tokens):
         llm.eval(prompt[first : first + n_tokens])
@@ -80,7 +83,7 @@ def logits_of(llm: Llama, prompt: Prompt, n_tokens: int, n_new: int = 4) -> Logi
 
 
 def random_tokens(n_tokens: int, seed: int = 0) -> list[int]:
-    """Returns random tokens, which the routers spread over all experts."""
+    """Returns random token ids below 1024, fixed by `seed`."""
     return np.random.default_rng(seed).integers(0, 1024, n_tokens).tolist()
 
 
@@ -99,7 +102,10 @@ def slots_of(path: Path, size: str) -> tuple[int, int]:
 def check_identity(
     path: Path, size: str, prompt: Prompt, n_tokens: int, plain: Plain, device: Device, n_ubatch: int = N_UBATCH
 ) -> None:
-    """Compares logits, with evictions in both tiers, while another thread starts prefetches and changes scores."""
+    """Asserts that slots in VRAM and RAM give the logits of `plain`, and that both tiers evict experts.
+
+    Another thread requests prefetches and changes scores meanwhile.
+    """
     vram, ram = (share_for(path, n, device.name) for n in slots_of(path, size))
     store = StoreOptions(device=device.name)
     with Llama(path, vram_cache=vram, expert_cache=ram, store=store, n_ubatch=n_ubatch, **OPTIONS) as llm:
@@ -111,10 +117,10 @@ def check_identity(
                 if all(tiers[name]["evictions"] for name in ("VRAM", "RAM")):
                     break
         n_ubatch = llm.plan.n_ubatch
-        # Slots of the VRAM budget whose memory is used for staging tensors.
+        # Number of slots in the VRAM budget whose memory the staging tensors take.
         n_staged = llm.plan.staging_slots_bytes // llm.plan.slot_bytes
-    # A pool smaller than a layer may read a prompt in smaller passes, for which kernels sum in another order. The
-    # reference has passes of equal size.
+    # A model with a pool smaller than a layer may compute a prompt in smaller passes, in which kernels sum in another
+    # order. The reference therefore has the same n_ubatch.
     assert np.isfinite(logits).all()
     assert np.array_equal(logits, plain(path, prompt, n_tokens, n_ubatch, device))
     assert (tiers["VRAM"]["n_slots"] + n_staged, tiers["RAM"]["n_slots"]) == slots_of(path, size)
@@ -158,7 +164,10 @@ def test_many_single_token_passes_give_the_gpus_own_logits(tiny: TinyModel, plai
 def test_budgets_changed_while_decoding_keep_the_logits(
     tiny: TinyModel, plain: Plain, device: Device, preset: str, quant: str
 ) -> None:
-    """Pools are allocated and slots copied 50 times. The padding behind rows of quantised matrices stays zero."""
+    """The budget changes before each of 50 tokens, so pools are allocated and slots are copied.
+
+    Kernels also read the padding behind rows of quantised matrices, which must stay zero.
+    """
     path, n_new, random = tiny(preset, quant), 50, np.random.default_rng(0)
     layout, prompt = read_layout(path), random_tokens(24)
     most = layout.n_expert_total - 1

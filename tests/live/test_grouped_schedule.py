@@ -1,4 +1,8 @@
-"""Tests passes of several requests: their sequences in events, their exact replay, and the groups of the schedule."""
+"""Tests passes with several requests.
+
+Tests cover the sequences in recorded events, a replay with equal counters, predictions that change no logit, and
+ExpertFlow's schedule, which computes the sequences in groups.
+"""
 
 import time
 from collections.abc import Callable, Iterable
@@ -30,7 +34,7 @@ N_SEQUENCES, N_PROMPT, N_DECODE = 4, 5, 6
 
 
 def decode_together(llm: Llama, after_each: Callable[[list[int]], object] = lambda rows: None) -> None:
-    """Evaluates the prompts of the sequences in two passes, then passes with one random token of each sequence.
+    """Evaluates random prompts of N_SEQUENCES sequences in two passes, then N_DECODE passes with a token of each.
 
     Calls `after_each` after each of these later passes, with the row numbers of its logits.
     """
@@ -67,7 +71,7 @@ def test_replay_of_a_recorded_batch_has_its_counters(
     assert lengths == [N_PROMPT + N_DECODE] * N_SEQUENCES
     prompts = trace.phase_of == Phase.PREFILL
     assert np.count_nonzero(prompts) == N_SEQUENCES * N_PROMPT
-    last = trace.expert_ids[-1, prompts, 0] >= 0  # the last layer is computed for the last token of each prompt only
+    last = trace.expert_ids[-1, prompts, 0] >= 0  # the last layer computes only the last token of each prompt
     assert last.tolist() == [*[False] * (N_PROMPT - 1), True] * N_SEQUENCES
     chosen = make_policy(policy, shape, None)  # type: ignore[arg-type]
     replay = Simulation(trace, chosen, ahead, n_slots).run()
@@ -111,14 +115,14 @@ def test_predicting_for_several_sequences_changes_no_logit(tiny: TinyModel, pred
         while True:
             assert np.array_equal(logits(llm), expected)
             if llm.stats().prefetch_started > 0 or time.monotonic() > deadline:
-                break  # an earlier run may have no prefetch, if the threads that predict and read got no processor core
+                break  # a run has no prefetch if the threads that predict and read get no core; then it is repeated
         assert llm.stats().prefetch_started > 0 and llm.stats().evictions > 0
 
 
 class Counted:
-    """A schedule that selects as `inner` does.
+    """A schedule that selects the sequences that `inner` selects.
 
-    It counts the decoding sequences, both among the selected ones and among all running ones.
+    For each selection, `counts` has the number of decoding sequences: selected, and running.
     """
 
     def __init__(self, inner: ExpertFlow) -> None:

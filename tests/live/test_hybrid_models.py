@@ -1,6 +1,6 @@
 """Tests models with a recurrent state.
 
-The expert store changes no bit of their logits, and files may have MTP heads.
+With the expert store, their logits have the same bits as plain llama.cpp's. Files with MTP heads are read, too.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,8 @@ HYBRIDS = [
     "tiny-deepseek4",
 ]  # fmt: skip
 WITH_HEADS = ["tiny-qwen35moe", "tiny-nemotron", "tiny-deepseek4"]
-# More tokens than a chunk of the recurrent state, than the tokens of one compressed key, and than a sliding window.
+# Longer than a chunk in which the recurrent state is computed, than the group of tokens that share one compressed key,
+# and than a sliding window.
 N_PROMPT = 150
 N_NEW = 12
 

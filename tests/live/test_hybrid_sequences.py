@@ -1,8 +1,8 @@
-"""Tests that models with a recurrent state answer many requests together, and draft, with the tokens of solo answers.
+"""Tests models with a recurrent state: many requests together, and drafts, give the logprobs of solo answers.
 
-Each sequence has a state of its own. Answers come from few slots, in passes of odd widths. They also come after
-prefixes that other sequences have computed, after failed passes, and with drafts that are partly wrong. The reference
-is a model with one sequence, every expert resident and no drafts.
+Each sequence has a state of its own. The model has slots for some experts. Tests use passes of several widths, prefixes
+that other sequences have computed, failed passes, and partly wrong drafts. The reference is a load of the model with
+one sequence and without drafts.
 """
 
 from __future__ import annotations
@@ -64,16 +64,17 @@ N_BACK = DRAFT_TOKENS[0]
 def pair(
     request: pytest.FixtureRequest, tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Llama, Llama]]:
-    """Yields two models.
+    """Yields two loads of one model.
 
-    The first has eight sequences and room for 40 % of its experts. The second has one sequence and every expert.
+    The first has eight sequences and slots for 40 % of the experts. The second has one sequence and, by default, slots
+    for all experts.
     """
     if request.param in SHAPES:
         path = write_hybrid(tmp_path_factory.mktemp("hybrid") / "model.gguf", request.param)
     else:
         path = tiny(request.param)
     with warnings.catch_warnings():
-        # Hides the warning that an answer's last bits depend on the other tokens of a pass.
+        # Hides the warning that nothing is drafted for a model whose state cannot go back.
         warnings.simplefilter("ignore")
         many = Llama(path, n_seq_max=N_SEQ, expert_cache="40%", draft="ngram", context_store=0, **OPTIONS)
     with many, Llama(path, draft="off", context_store=0, **OPTIONS) as one:
@@ -96,14 +97,14 @@ def check_same(received: Sequence[Received], expected: Sequence[list[TokenLogpro
 
 
 def prompts_of(llm: Llama, shared: int = 0) -> list[list[int]]:
-    """Prompts of many lengths, which begin with the same tokens."""
+    """Returns ten random prompts of different lengths. All begin with the same `shared` tokens."""
     begin = random_prompt(llm, shared, seed=99)
     return [begin + random_prompt(llm, n, seed=n) for n in (1, 7, 150, 33, 64, 65, 2, 100, 20, 5)]
 
 
 @contextmanager
 def undrafted(llm: Llama, drafts: Drafts | None = None) -> Iterator[None]:
-    """Disables drafts in this block, or uses `drafts`."""
+    """Replaces the model's drafts by `drafts` inside the `with` block. None: nothing is drafted."""
     llm.drafts, before = drafts, llm.drafts
     try:
         yield
@@ -125,7 +126,7 @@ def test_batched_answers_have_the_bits_of_solo_answers(pair: tuple[Llama, Llama]
 
 
 def test_a_shared_beginning_of_prompts_is_computed_once(pair: tuple[Llama, Llama]) -> None:
-    """A state is copied at the moment when its sequence has computed exactly the shared tokens."""
+    """A state can be copied only when its sequence has computed exactly the shared tokens."""
     many, one = pair
     requests = [of_tokens(one, tokens) for tokens in prompts_of(one, shared=70)[:5]]
     expected = [solo(one, request) for request in requests]
@@ -189,7 +190,7 @@ def test_a_failed_pass_leaves_no_partial_state(pair: tuple[Llama, Llama]) -> Non
 
 
 class Recalled(Drafts):
-    """Drafts from known texts, with wrong tokens among them."""
+    """Drafts the continuation of known token sequences, with about a fifth of the tokens wrong."""
 
     def __init__(self, known: Sequence[Sequence[int]], n_seq: int) -> None:
         super().__init__(n_seq, N_BACK, (0, 0))
@@ -249,7 +250,7 @@ def answer_tokens(llm: Llama, request: Request) -> tuple[int, ...]:
 def test_a_stop_string_within_a_draft_leaves_a_state_to_continue(
     pair: tuple[Llama, Llama], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens evaluated beyond the stop string are rolled back, and no token is computed again."""
+    """Tokens that were evaluated beyond the stop string are rolled back, so the next request reuses the context."""
     monkeypatch.setattr(drafting, "DraftGate", Eager)
     many, one = pair
     if one.layout.arch not in ROLLBACK_ARCHS:
@@ -321,7 +322,7 @@ def test_truncate_refuses_stale_snapshots_after_single_token_passes(pair: tuple[
 def test_states_and_snapshots_have_the_planned_bytes(
     tiny: TinyModel, preset: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The planned bytes are compared to the sizes that llama.cpp logs."""
+    """Compares the planned bytes with the buffer sizes that llama.cpp logs."""
     options = {**OPTIONS, "n_ctx": 1024, "flash_attn": True, "verbose": True}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -342,7 +343,7 @@ def test_states_and_snapshots_have_the_planned_bytes(
 def test_mtp_heads_draft_and_change_no_token(tiny: TinyModel, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafting, "DraftGate", Eager)
     with warnings.catch_warnings():
-        # Hides the warning that an answer's last bits depend on the other tokens of a pass.
+        # Hides warnings about drafts, which depend on the processor and the model.
         warnings.simplefilter("ignore")
         llm = Llama(tiny(preset), n_seq_max=3, expert_cache="40%", draft="mtp", context_store=0, **OPTIONS)
     with llm:

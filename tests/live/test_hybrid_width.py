@@ -1,4 +1,4 @@
-"""Tests on a CPU that hybrid models compute equal bits for a token in passes of any width, beside any sequences."""
+"""Tests on the CPU that hybrid models compute equal bits in passes of several widths, and beside other sequences."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
     not has_kernels(read_processor(), read_environment().kernels), reason="bits depend on the pass here"
 )
 
-# The operations that compute a sequence's state, by preset or architecture.
+# Characteristic operations that a model's graph must contain, by preset or architecture.
 STATES = {
     "tiny-qwen35moe": {"GATED_DELTA_NET", "SSM_CONV"},
     "tiny-qwen4exp": {"GATED_DELTA_NET", "SSM_CONV", "TOP_K", "DSV4_HC_PRE"},
@@ -38,7 +38,7 @@ STATES = {
     "kimi-k3": {"GATED_DELTA_NET", "SSM_CONV"},
     "glm5-next": {"GATED_DELTA_NET", "SSM_CONV", "LIGHTNING_INDEXER", "TOP_K"},
 }
-# Models in which each sequence may have its own KV cells; they are also tested without shared cells.
+# Models in which each sequence may have its own KV cells: these are tested with shared cells and with own cells.
 OWN_CELLS = ("tiny-qwen4exp", "tiny-deepseek4")
 N_TOKENS = 200
 N_TOGETHER = 126
@@ -49,7 +49,10 @@ Write = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def write(tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Write:
-    """Returns `write(name)`, which writes a random model of a preset, or of an architecture of hybrid_shapes.py."""
+    """Returns `write(name)`, which writes a random model and returns its path.
+
+    `name` is a preset or an architecture of hybrid_shapes.py.
+    """
     folder = tmp_path_factory.mktemp("hybrids")
 
     def write(name: str) -> Path:
@@ -62,7 +65,7 @@ def write(tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Write:
 
 
 class Sequences:
-    """Three sequences of a model in a context of llama.cpp, computed by the CPU in ubatches of n_ubatch tokens."""
+    """A llama.cpp context for three sequences of a model on the CPU, with ubatches of at most n_ubatch tokens."""
 
     def __init__(self, path: Path, n_ubatch: int = N_TOKENS, is_unified: bool = True) -> None:
         self._llama = llama = library.llama_cpp()
@@ -80,7 +83,7 @@ class Sequences:
         self._batch = PassBatch(settings.n_batch)
 
     def compute(self, *chunks: SequenceTokens) -> list[bytes]:
-        """Computes a pass. Returns the logits of each token for which a chunk requests logits."""
+        """Calls llama_decode once. Returns the logits of each token for which a chunk requests logits, as bytes."""
         self._batch.fill(chunks)
         status = self._llama.llama_decode(self._context, self._batch.batch)
         assert status == 0, f"llama_decode: status {status}"
@@ -92,7 +95,10 @@ class Sequences:
         return bytes(np.ctypeslib.as_array(logits, shape=(N_VOCAB,)))
 
     def passes(self, tokens: Sequence[int], widths: Sequence[int]) -> list[bytes]:
-        """Computes a text as sequence 0, from the beginning, in passes of these widths."""
+        """Clears the context and computes `tokens` as sequence 0, in passes of these widths.
+
+        Returns the logits of each token.
+        """
         self._llama.llama_memory_clear(self._llama.llama_get_memory(self._context), True)
         found: list[bytes] = []
         for width in widths:
@@ -104,7 +110,7 @@ class Sequences:
 
 
 def part(sequence: int, tokens: Sequence[int], begin: int, end: int, wants_logits: bool = True) -> SequenceTokens:
-    """Tokens of a sequence from `begin` on, before `end`."""
+    """Returns a chunk with the tokens at `begin` to `end` - 1 of a sequence."""
     own = tokens[begin:end]
     return SequenceTokens(sequence, own, begin, 0, Phase.PREFILL, wants_logits, all_logits=wants_logits)
 
@@ -115,7 +121,7 @@ def text(seed: int, n: int = N_TOKENS) -> list[int]:
 
 @pytest.fixture
 def opened() -> Iterator[Callable[..., Sequences]]:
-    """`opened(path, ...)`: sequences that are closed at the end of the test."""
+    """Yields `opened(path, ...)`, which returns a `Sequences` that is closed at the end of the test."""
     with ExitStack() as undo:
 
         def open_sequences(*arguments: Any, **options: Any) -> Sequences:
@@ -127,7 +133,7 @@ def opened() -> Iterator[Callable[..., Sequences]]:
 
 
 def differing(found: Sequence[bytes], expected: Sequence[bytes]) -> list[int]:
-    """The numbers of tokens whose logits differ."""
+    """Returns the indices of tokens whose logits differ."""
     return [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b]
 
 
@@ -147,7 +153,10 @@ def test_hybrid_models_have_equal_bits_at_any_width_and_beside_others(
 
 
 def beside_others(sequences: Sequences, tokens: Sequence[int]) -> list[bytes]:
-    """Computes the first tokens of a text in passes beside sequence 1. Every second pass also has sequence 2."""
+    """Computes N_TOGETHER tokens as sequence 0, seven in each pass beside seven tokens of sequence 1.
+
+    Every second pass also has seven tokens of sequence 2. Returns the logits of sequence 0.
+    """
     found: list[bytes] = []
     for begin in range(0, N_TOGETHER, 7):
         chunks = [part(1, text(2), begin, begin + 7, wants_logits=False)]

@@ -1,4 +1,7 @@
-"""Tests that budget, readers, layout, switches, scores, prefetches and callbacks never change a logit."""
+"""Tests that these change no logit: pool size, reader threads, split files, repacking, switches, scores, prefetches.
+
+Also tests adapters, concurrent models, and the order in which shared and routed experts are computed.
+"""
 
 import ctypes as c
 from concurrent.futures import ThreadPoolExecutor
@@ -44,7 +47,10 @@ def slots_of(path: Path, size: str) -> int:
 
 
 def check_that_it_acted(llm: Llama, *, n_slots: int) -> None:
-    """Fails unless the store looked up, prefetched and evicted experts. Otherwise equal logits would prove nothing."""
+    """Asserts that the store looked up and prefetched experts, and evicted some unless every expert has a slot.
+
+    Equal logits would otherwise prove nothing.
+    """
     stats, info = llm.stats(), llm.session.store.info()
     assert info["n_slots"] == n_slots
     assert stats.lookups == stats.hits_ready + stats.hits_late + stats.misses > 0
@@ -62,8 +68,8 @@ def run_and_compare(
     with Meddler(llm.session.store) as meddler:
         logits = greedy_logits(llm, before_each=meddler.meddle)
     check_that_it_acted(llm, n_slots=n_slots)
-    # A pool smaller than a layer reads a prompt in smaller passes, and kernels sum in another order for another
-    # batch size. The reference therefore has passes of equal size.
+    # A model with a pool smaller than a layer computes a prompt in smaller passes, in which kernels sum in another
+    # order. The reference therefore has the same n_ubatch.
     same = {"n_ubatch": llm.plan.n_ubatch, "repack": store.repack}
     assert np.isfinite(logits).all()
     assert np.array_equal(logits, reference(path, **same)), "differs from MOEGGUF_HOOKS=0"
@@ -74,7 +80,7 @@ def run_and_compare(
 def test_logits_are_identical_for_every_model_and_pool_size(
     tiny: TinyModel, load: Load, reference: Reference, model: tuple[str, str], size: str, repack: bool
 ) -> None:
-    # The background fill is off if every expert is resident, because it would leave nothing to prefetch.
+    # The background fill is off if every expert has a slot, because it would leave nothing to prefetch.
     store = StoreOptions(repack=repack, readers=2, fill=size != "all")
     run_and_compare(load, reference, tiny(*model), size, store)
 
@@ -95,7 +101,8 @@ def test_logits_are_identical_for_every_store_switch_and_reader_count(
 
 @pytest.mark.skipif("avx2" not in read_processor().flags, reason="Q4_0 of 8 rows is interleaved with AVX2 only")
 def test_q4_0_rows_are_written_past_the_cache(tiny: TinyModel, load: Load) -> None:
-    for quant, written in (("q4_0", True), ("q8_0", False)):  # other tests compare the logits of these models
+    # test_logits_are_identical_for_every_model_and_pool_size compares the logits of these models.
+    for quant, written in (("q4_0", True), ("q8_0", False)):
         with load(tiny("tiny-qwen2moe", quant), expert_cache="40%") as llm:
             info = llm.session.store.info()
             assert info["n_uncached"] == (len(llm.session.layout.matrices) if written else 0)
@@ -147,7 +154,7 @@ PROMPT = [5, 9, 2, 11]
 
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Returns a list of the nodes that models loaded from now on compute, by name, in the order of computation."""
+    """Returns a list to which models loaded later append the names of graph nodes, in the order of computation."""
     base, hook = c.CDLL(str(library.find_library() / "libggml-base.so")), library.load().moegguf_eval
     base.ggml_get_name.restype, base.ggml_get_name.argtypes = c.c_char_p, [c.c_void_p]
     names: list[str] = []

@@ -1,6 +1,7 @@
-"""Tests contexts on disk.
+"""Tests contexts that are stored on disk.
 
-After a restore every logit equals the logit of an engine that never stopped. Damaged blocks are computed again.
+An answer from a restored context has the logprobs of an answer without stored contexts. Damaged blocks are computed
+again.
 """
 
 import os
@@ -47,7 +48,7 @@ def engine(model: Path | str, **options: Any) -> Engine:
 
 
 def answer(engine: Engine, prompt: Sequence[int], owner: str = "", **sampling: Any) -> EngineAnswer:
-    """Returns an answer with 20 logprobs of each token, which stand for its logits."""
+    """Returns an answer with the 20 best logprobs at each token, which tests compare in place of all logits."""
     (found,) = engine.generate(
         list(prompt),
         Sampling(**{"temperature": 0.0, "max_tokens": N_NEW, "ignore_eos": True, **sampling}),
@@ -129,7 +130,7 @@ def test_recurrent_states_are_stored_and_damaged_ones_computed_again(tiny: TinyM
         assert computed(found) == (71, len(longer) - 71)
     with engine(model) as again:
         assert computed(answer(again, [*prompt, *prompt_of(5, seed=2)])) == (6, N_PROMPT - 1)
-        assert computed(answer(again, prompt)) == (1, 0)  # the sequence returns to a stored state within its tokens
+        assert computed(answer(again, prompt)) == (1, 0)  # the sequence holds these tokens, and goes back to a state
     for block in stored_blocks(default_folder()):
         block.path.write_bytes(block.path.read_bytes()[:-1] + b"?")
     with engine(model) as damaged:
@@ -174,7 +175,7 @@ def test_other_options_or_weights_reuse_no_stored_block(tiny: TinyModel, tmp_pat
         answer(first, prompt)
     data = bytearray(path.read_bytes())
     norm = next(tensor for tensor in read_gguf(path).tensors if tensor.name == "blk.0.attn_norm.weight")
-    # Zeros stand for another training of a model with this shape.
+    # The zeros stand for other weights in a model of the same shape.
     data[norm.offset : norm.offset + norm.n_bytes] = bytes(norm.n_bytes)
     copy.write_bytes(data)
     os.utime(copy, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
@@ -187,7 +188,7 @@ def test_other_options_or_weights_reuse_no_stored_block(tiny: TinyModel, tmp_pat
 
 @on_servers()
 def test_a_context_in_device_memory_is_restored(path: Path) -> None:
-    """Three engines answer in turn. One block is damaged after the first answer."""
+    """Three engines answer the same prompt in turn. One stored block is damaged after the first answer."""
     device, found = add_link_device(Link(8e9, 5e-6), memory_bytes=256 << 20, strict_seed=1), list[EngineAnswer]()
     for _ in range(3):
         with engine(path, store=StoreOptions(device=device), vram_cache="100%", parallel=1) as each:
@@ -209,15 +210,15 @@ def test_owners_share_no_stored_block() -> None:
 
 
 def block_paths() -> list[Path]:
-    """The full blocks of the prompt, in their order."""
+    """Returns the paths of the first five full blocks, in the order of their tokens."""
     blocks = sorted(stored_blocks(default_folder()), key=lambda block: block.about.n_tokens)
     return [block.path for block in blocks if block.about.n_own_tokens == BLOCK_TOKENS][:5]
 
 
 def crafted(path: Path, index: int) -> None:
-    """Writes a block with a wrong value and the right checksum.
+    """Replaces a stored block by a block with a wrong value and a right checksum.
 
-    `index` selects the value: 0 is the type of K, 1 the number of cells, and 2 the position.
+    `index` selects the value: 0 is the type of K, 1 the number of cells, and 2 a position.
     """
     store = KvBlockStore(default_folder(), GIB)
     data = store.read(path.name)

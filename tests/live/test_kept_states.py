@@ -1,7 +1,7 @@
 """Tests stored contexts of models whose memory cannot be truncated at every token.
 
-Recurrent states and sliding windows are stored beside the blocks. A prompt continues from the nearest stored state with
-equal bits, and damaged states are computed again.
+Recurrent states and sliding windows are stored beside the blocks of KV cells. For some models the whole memory is
+stored instead. A prompt continues from the nearest stored state with equal bits. Damaged states are computed again.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def engine(model: Path, **options: Any) -> Engine:
 
 
 def answer(engine: Engine, prompt: Sequence[int], owner: str = "") -> EngineAnswer:
-    """Returns an answer with 20 logprobs of each token, which stand for its logits."""
+    """Returns an answer with the 20 best logprobs at each token, which tests compare in place of all logits."""
     sampling = Sampling(temperature=0.0, max_tokens=N_NEW)
     (found,) = engine.generate(list(prompt), sampling, n_logprobs=20, return_context=True, owner=owner)
     if found.error:
@@ -146,7 +146,7 @@ def test_two_conversations_share_the_state_of_their_common_beginning(tiny: TinyM
         ("tiny-gpt-oss", 2, "blocks and windows"),
         ("tiny-qwen35moe", 2, "blocks and states"),
         ("tiny-qwen4exp", 1, "blocks and states"),
-        ("tiny-qwen4exp", 2, "whole states"),  # each sequence has its own KV cells if there are two
+        ("tiny-qwen4exp", 2, "whole states"),  # each of two sequences has its own KV cells
         ("tiny-deepseek4", 2, "whole states"),
     ],
 )
@@ -164,7 +164,7 @@ def test_recurrent_states_are_stored_beside_blocks_without_duplicates(tiny: Tiny
         answer(first, prompt)
     found = states()
     assert len(found) >= N_LONG // MOST_STEP_TOKENS
-    assert len({block.n_bytes for block in found}) <= 2  # the bytes of a state do not grow with the conversation
+    assert len({block.n_bytes for block in found}) <= 2  # a state's size does not grow with the conversation
     blocks = [block for block in stored_blocks(default_folder()) if block.about.n_own_tokens == BLOCK_TOKENS]
     assert len(blocks) == (N_LONG + N_NEW - 1) // BLOCK_TOKENS
 
@@ -172,7 +172,7 @@ def test_recurrent_states_are_stored_beside_blocks_without_duplicates(tiny: Tiny
 @pytest.mark.parametrize("kept", [0, 1])
 @pytest.mark.parametrize("preset", ["tiny-lfm2moe", "tiny-qwen35moe", "tiny-deepseek4"])
 def test_a_damaged_state_is_computed_again(tiny: TinyModel, preset: str, kept: int) -> None:
-    """Damages all stored states except the first `kept` ones."""
+    """Damages all stored states except the first `kept` ones, which have the fewest tokens."""
     model, prompt = tiny(preset), prompt_of(N_LONG)
     with engine(model) as first:
         expected = answer(first, prompt)

@@ -1,4 +1,7 @@
-"""Tests the conversion of a dense model into experts. With all experts the model equals the dense model."""
+"""Tests the conversion of a dense model into a model with experts (recipes/moefication).
+
+If each token uses all experts, the logits are close to the dense model's.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +33,13 @@ SHAPE = Shape(N_VOCAB, 2, 64, N_FF_EXP * (N_EXPERT + N_SHARED), 2, 1, 256, 10_00
 
 
 def split(n_used: int) -> Split:
-    """Returns a split whose chosen experts have equal weights, so that all experts together equal the dense network."""
+    """Returns a split with `n_used` experts for each token. Its routers give chosen experts almost equal weights."""
     return convert.Split(N_EXPERT, n_used, N_FF_EXP, N_SHARED, router_std=1e-3)
 
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Writes a random Llama of SHAPE with matrices in float32."""
+    """Writes a random Llama of SHAPE with matrices in float32. Returns its path."""
     path = tmp_path_factory.mktemp("lab") / "dense.gguf"
     writer, random = GGUFWriter(path, "llama"), np.random.default_rng(0)
     writer.add_block_count(SHAPE.n_layer)
@@ -95,7 +98,7 @@ def test_a_converted_model_has_the_given_shape_and_uses_all_experts(dense: Path)
     assert export.expert_bytes(SHAPE, split(2), "q4_0") == 3 * 64 * N_FF_EXP * 18 // 32
     assert np.isfinite(logits(path, expert_cache="50%")).all()
     text = np.random.default_rng(2).integers(0, N_VOCAB, (4, 128))
-    # The value is sqrt(n_expert - 1) = 2.2 if all tokens use one expert.
+    # The value is sqrt(2) = 1.4 if all tokens use the same two of the six experts.
     assert max(unevenness(network, {"random": text})) < 1.0
     inputs = np.random.default_rng(3).standard_normal((500, SHAPE.n_embd)).astype(np.float32)
     routers = read_routers(layout)
@@ -163,5 +166,5 @@ def test_distillation_resumes_from_its_saved_state(dense: Path, tmp_path: Path) 
     trained = network.layers[0].ffn.ffn.down.clone()
     with torch.no_grad():
         network.layers[0].ffn.ffn.down.zero_()
-    assert train(0) == n_tokens > 0  # no time is left, so the call trains nothing and only returns the tokens so far
+    assert train(0) == n_tokens > 0  # no time is left: the call only restores the saved state
     assert torch.equal(network.layers[0].ffn.ffn.down, trained)

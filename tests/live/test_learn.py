@@ -1,4 +1,4 @@
-"""Tests `moegguf learn` on a running model: each learned strategy predicts and changes no token."""
+"""Tests the learning of strategies on a tiny model: each learned strategy predicts experts and changes no bit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ TEXTS = ["A short text.", "Another one, about the sea.", "1 2 3 4 5 6 7", "def f
 
 @pytest.fixture(scope="module")
 def learnt(tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Learnt]]:
-    """Returns a model with its learned files in a folder of its own, and the outcome of each strategy."""
+    """Links a tiny model into a folder of its own, records a trace, and learns every strategy of LEARNERS from it.
+
+    Returns the model's path and the outcome of each strategy.
+    """
     folder = tmp_path_factory.mktemp("learn")
     path = folder / "model.gguf"
     os.link(tiny(PRESET), path)

@@ -1,4 +1,4 @@
-"""Tests guidance, LangChain and outlines with a `moegguf.Llama`. A library that is not installed is skipped."""
+"""Tests guidance, LangChain and outlines with a `moegguf.Llama`. Skips tests of a library that is not installed."""
 
 import importlib
 import json
@@ -44,7 +44,7 @@ def test_guidance_generates_through_the_expert_store(llm: Llama, ours: None) -> 
 
 
 def community(module: str, name: str, **options: Any) -> Any:
-    """Returns an object of one of LangChain's classes."""
+    """Returns an instance of a class of langchain_community with the demo model. Skips the test without the package."""
     pytest.importorskip("langchain_community")
     return getattr(importlib.import_module(f"langchain_community.{module}"), name)(
         model_path=str(DEMO), **OPTIONS, **options
@@ -77,7 +77,7 @@ def test_langchain_chat_invokes_and_streams(ours: None) -> None:
 def test_langchain_embeddings_have_vectors_of_n_embd(ours: None) -> None:
     embeddings = community("embeddings", "LlamaCppEmbeddings")
     assert embeddings.embed_query("a cat")
-    vectors = embeddings.embed_documents(["a cat", "a dog"])  # vectors of each token: this model does not pool
+    vectors = embeddings.embed_documents(["a cat", "a dog"])  # a vector for each token: this model does not pool
     assert {len(vector) for vector in vectors} == {embeddings.client.n_embd()}
     embeddings.client.close()
 

@@ -1,4 +1,7 @@
-"""Tests closing, forking, copying and sharing of models between threads, and that no thread, file or memory is left."""
+"""Tests closed models, forked processes, refused copies, and models that threads share.
+
+Also tests that models leave no thread, open file or memory behind.
+"""
 
 from __future__ import annotations
 
@@ -71,11 +74,11 @@ def test_an_unfinished_stream_of_a_closed_model_raises_closed_error(tiny: TinyMo
 
 
 class Footprint:
-    """Threads, open files and resident memory of this process."""
+    """The numbers of threads and open files, and the resident bytes, of this process."""
 
     def __init__(self) -> None:
         gc.collect()
-        # Malloc would otherwise keep an amount of freed memory that depends on earlier tests.
+        # Returns freed memory to the system. malloc would otherwise keep an amount that depends on earlier tests.
         ctypes.CDLL(None).malloc_trim(0)
         self.threads = len(os.listdir("/proc/self/task"))
         self.files = len(os.listdir("/proc/self/fd"))
@@ -89,7 +92,7 @@ class Footprint:
 def test_a_model_without_references_is_freed(tiny: TinyModel) -> None:
     options: dict[str, Any] = {"expert_cache": "40%", "n_threads": 1, "verbose": False}
     with Llama(tiny(), **options) as first:
-        first.eval([1, 2, 3])  # memory of the first evaluation in a process stays
+        first.eval([1, 2, 3])  # the first evaluation in a process allocates memory that stays
     before = Footprint()
     llm = Llama(tiny(), progress=lambda _share: None, **options)
     llm.eval([1, 2, 3])
@@ -105,7 +108,7 @@ def test_twenty_loads_leave_no_threads_files_or_memory(tiny: TinyModel) -> None:
         with Llama(tiny("tiny-mix", "q8_0"), expert_cache="40%", n_threads=1, n_ctx=512, verbose=False) as llm:
             llm("some text", max_tokens=4)
 
-    # Three loads warm up libraries and allocators; each of the 20 loads then has a pool of 5 MB.
+    # The first three loads warm up libraries and allocators. The check compares before and after the 20 later loads.
     for n_loads in (3, 20):
         before = Footprint()
         for _ in range(n_loads):
@@ -127,7 +130,7 @@ def test_failed_loads_leave_no_threads_files_or_memory(tiny: TinyModel, tmp_path
     if fault == "context":
         path = tmp_path / "narrow.gguf"
         write_model(path, replace(PRESETS["tiny-qwen3moe"], n_embd_head=48), "q4_0")
-        options["type_v"] = 2  # Q4_0: llama.cpp refuses heads that are no multiple of its blocks of 32
+        options["type_v"] = 2  # Q4_0: llama.cpp refuses a head size that is not a multiple of 32
 
     def fail() -> None:
         if fault in FAULT:
@@ -149,9 +152,9 @@ def test_failed_loads_leave_no_threads_files_or_memory(tiny: TinyModel, tmp_path
 
 
 def child_of_fork(llm: Llama) -> int:
-    """Returns 0 if every use of the model in the child raises ForkError and close() works.
+    """Returns 0 if six uses of the model raise ForkError, close() works, and eval() then raises ClosedError.
 
-    Returns another number for each kind of failure.
+    Returns another number for each kind of failure. The test calls this function in a forked child.
     """
     for use in ("eval", "stats", "call", "generate", "embed", "set_expert_cache"):
         try:
@@ -279,7 +282,7 @@ def test_a_dropped_stream_releases_the_model_for_other_threads(tiny: TinyModel, 
 
 
 def test_a_stock_llama_cpp_imported_first_raises_library_error(tiny: TinyModel, tmp_path: Path) -> None:
-    # A folder with a libllama, as another package would bring it.
+    # A folder with libllama that stands for another package's llama.cpp.
     stock = shutil.copytree(library.find_library(), tmp_path / "stock")
     script = """
         import sys

@@ -1,4 +1,4 @@
-"""Tests policies, predictors and strategies on running models: they decide, and they change no token."""
+"""Tests policies, predictors and strategies on running models: the chosen ones are used, and none changes a bit."""
 
 import itertools
 import time
@@ -71,7 +71,7 @@ def test_every_policy_decides_and_changes_no_bit(
     assert np.array_equal(logits_of(llm), expected(preset))
     assert llm.stats().evictions > 0
     assert controller_of(llm).policy is not None
-    # The last event's scores may still be in flight.
+    # The scores for the last event may not have been set yet.
     assert abs(sum(given) - N_NEW * len(llm.layout.layers)) <= 1
     assert llm.decisions()["policy"] == policy
 
@@ -94,7 +94,7 @@ def test_every_predictor_predicts_and_changes_no_bit(
 
 
 class LastLayersFirst:
-    """A policy of a user, with only one method."""
+    """A user's policy with only the method `scores`. Experts of the last layers are evicted first."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -128,7 +128,7 @@ CALLS: dict[str, Callable[[Llama], object]] = {
 
 
 class CallsItsModel:
-    """A policy that calls the model that it decides for."""
+    """A policy whose method `scores` calls the model that uses the policy. `errors` collects the exceptions."""
 
     def __init__(self, call: Callable[[Llama], object]) -> None:
         self.call, self.llm, self.errors = call, None, list[Exception]()
@@ -227,7 +227,7 @@ def test_fresh_gate_predicts_every_expert(own: Own, load: Load, preset: str, exp
     judge = LiveJudge(FreshGate(MoeShape.of(llm.layout), Artifacts(llm.layout).routers()))
     llm.session.listeners.add(judge)
     logits_of(llm)
-    llm.close()  # the last events have come
+    llm.close()  # delivers the last events
     fresh = judge.table().fresh
     assert fresh is not None and (fresh.accuracy, fresh.top_k_hit, fresh.at_least_one) == (1, 1, 1)
     # the first layer of the first pass may not have been measured
@@ -261,7 +261,7 @@ def _never_pays(watchdog: Watchdog) -> None:
 
 
 class SlowPredictor(Predictor):
-    """A predictor that takes some time and predicts nothing."""
+    """A predictor whose predict() takes 0.15 s and predicts nothing."""
 
     name: ClassVar[str] = "slow"
     calls = 0
@@ -289,7 +289,7 @@ PAPERS = ("moe-infinity", "promoe", "expertflow", "duoserve")
 
 
 def run(llm: Llama) -> Logits:
-    """Runs two requests and returns the logits of the second one. A predictor may find the first request similar."""
+    """Evaluates two prompts, each with some greedy tokens. Returns the second logits; a predictor may use the first."""
     greedy_logits(llm, random_prompt(llm, 4, seed=1), 3)
     return greedy_logits(llm, random_prompt(llm, 12), 10)
 
@@ -312,7 +312,7 @@ def test_a_strategy_decides_and_changes_no_bit(
     assert {switch: getattr(store.options, switch) for switch in strategy.switches} == strategy.switches
     assert llm.stats().evictions > 0
     if name == "moegguf":
-        assert (decided["policy"], decided["prefetch"]) == ("next-use", "off")  # the choice in measured.json
+        assert (decided["policy"], decided["prefetch"]) == ("next-use", "off")  # chosen by the demo's measured.json
         return
     assert (decided["policy"], decided["predictor"]) == (strategy.policy, strategy.predictor)
     assert decided["prefetch"] == ("on" if name in PAPERS else "off")

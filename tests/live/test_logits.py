@@ -1,4 +1,7 @@
-"""Tests that logits are readable only after the request that computed them, and GBNF grammars of the bindings."""
+"""Tests that logits can be read only after the pass that computed them, and that empty prompts are refused.
+
+Also tests logprobs of prompts, and grammars for the methods that `Llama` inherits from llama_cpp.
+"""
 
 from collections.abc import Callable
 from itertools import islice
@@ -199,7 +202,7 @@ def test_invalid_grammars_raise_schema_error(model: Llama) -> None:
 
 
 def test_generate_with_a_grammar_gives_the_tokens_of_llama_cpp(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text of this grammar can always continue, so llama.cpp's own chain of samplers never crashes at its end."""
+    """Uses a grammar whose texts can always continue, because llama.cpp's samplers crash at the end of a grammar."""
     form = grammar(r'root ::= ([a-z]+ | [0-9]+ | ", ")+')
 
     def tokens() -> list[int]:

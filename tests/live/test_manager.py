@@ -1,4 +1,4 @@
-"""Tests the manager with real workers, also on a device: changed files, budgets, and a lost device."""
+"""Tests the model manager with real workers, some on a device: changed files, budgets, and a lost device."""
 
 import asyncio
 import multiprocessing
@@ -46,7 +46,7 @@ class Files:
         return ModelEntry(f"{name}:latest", "path", (path,), path.stat().st_size, name * 64, when)
 
     def size_bytes(self, name: str, n_ctx: int | None = None) -> tuple[int, int]:
-        """Returns the wanted and the minimum bytes of a model."""
+        """Returns the bytes of RAM that a load wants, and the minimum, on a machine with 8 GiB."""
         size = measure(
             self.find(name), ONE_THREAD, Settings(loading={"n_ctx": n_ctx}), Memory(8 << 30, 8 << 30, "a test", 0)
         )
@@ -80,7 +80,7 @@ async def generate(manager: ModelManager, name: str, request: Request, overrides
 
 @dataclass(frozen=True)
 class Versions:
-    """Two model files of equal size, the options of a load, and the answers `old` and `new` of the files."""
+    """Two model files of equal size, the options of a load, and the answers: `old` of `before`, `new` of `after`."""
 
     before: Path
     after: Path
@@ -114,7 +114,7 @@ async def test_an_overwritten_file_ends_the_answer_and_is_reloaded(versions: Ver
         async with manager.lease("served", options) as lease:
             answer = lease.answer(ENDLESS)
             await anext(answer)
-            shutil.copy(versions.after, served)  # overwrites the file without making a new one
+            shutil.copy(versions.after, served)  # overwrites the file in place
             with pytest.raises(ExpertIOError, match=r"served\.gguf' was written to after the model was loaded"):
                 _ = [event async for event in answer]
         assert await generate(manager, "served", story(3), options) == versions.new
@@ -123,7 +123,7 @@ async def test_an_overwritten_file_ends_the_answer_and_is_reloaded(versions: Ver
 
 
 def overwrite_and_hide(served: Path, after: Path) -> None:
-    """Writes the bytes in place, and sets the modification time back."""
+    """Overwrites `served` in place with the bytes of `after`, and restores its modification time."""
     before = served.stat()
     shutil.copyfile(after, served)
     os.utime(served, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -151,7 +151,7 @@ async def test_a_changed_file_of_equal_size_and_time_is_reloaded(
         assert await generate(manager, "served", story(3), options) == versions.old
         change(served, versions.after)
         assert await generate(manager, "served", story(3), options) == versions.new
-        # The catalog cannot find the file for a moment, because it looks the file up by path.
+        # The file is renamed and renamed back: its change time differs, but its contents do not.
         served.rename(served.with_suffix(".gone"))
         served.with_suffix(".gone").rename(served)
         assert await generate(manager, "served", story(3), options) == versions.new
@@ -230,8 +230,8 @@ async def test_less_memory_gives_fewer_slots_and_the_same_answer(files: Files) -
             await generate(manager, "a", story(5))
 
 
-# A worker process that registers the device of the RPC server in its arguments. If that server has ended, the worker
-# has no device.
+# The program of a worker process. It registers the device of the RPC server whose port is in its arguments. If the
+# server has ended, the worker has no device.
 WORKER = """
 import socket, sys
 sys.path[:0] = sys.argv[1:3]
@@ -253,7 +253,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 @asynccontextmanager
 async def manager_with_device(path: Path, n_parallel: int = 1) -> AsyncIterator[ModelManager]:
-    """Yields a manager whose workers compute on a device that another process serves."""
+    """Yields a manager whose workers may use the device of an RPC server in another process."""
     with server() as (rpc, port):
         command = (sys.executable, "-P", "-c", WORKER, str(TESTS), str(TESTS / "live"), str(rpc), str(port))
         settings = Settings(memory_bytes=4 << 30, loading={"n_ctx": 512, "n_parallel": n_parallel})

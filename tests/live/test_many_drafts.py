@@ -1,6 +1,7 @@
-"""Compares 2,000 answers of the demo with and without drafts, greedy and sampled. Slow: `make slow` runs the test.
+"""Compares answers with drafts to answers without drafts, half of them greedy and half sampled.
 
-MOEGGUF_SLOW_MODEL, MOEGGUF_SLOW_DRAFT and MOEGGUF_SLOW_ANSWERS choose another model, other drafts and another number.
+The test is slow: only `make slow` runs it. By default it compares 2,000 answers of the demo with drafts from n-grams.
+MOEGGUF_SLOW_MODEL, MOEGGUF_SLOW_DRAFT and MOEGGUF_SLOW_ANSWERS set another model, other drafts and another number.
 """
 
 import json

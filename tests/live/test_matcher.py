@@ -1,4 +1,4 @@
-"""Tests that every text that a matcher accepts fits the JSON schema or the tool."""
+"""Tests which texts a matcher accepts: values that fit a JSON schema, and calls that fit a tool."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def llm(tiny: Callable[..., Path]) -> Iterator[Llama]:
 
 
 class Walk:
-    """A matcher over the model's tokens, without the model."""
+    """Feeds tokens of a model's vocabulary to a matcher. The model computes nothing."""
 
     def __init__(self, llm: Llama, constraint: Constraint | None) -> None:
         self._llm = llm
@@ -103,7 +103,10 @@ class Walk:
         self._texts = [llm.vocabulary.piece(token, special=True) for token in range(llm.n_vocab())]
 
     def random(self, seed: int, longest: int = 150) -> str | None:
-        """Returns a text of random tokens, with a preference for short ones and marks. None if the text has no end."""
+        """Returns a text made of random allowed tokens. Returns None if it has not ended after `longest` tokens.
+
+        About half of the time, takes a token of only `"`, `]` and `}` if one is allowed, so that the text ends sooner.
+        """
         dice, out, ends = random.Random(seed), b"", self._llm.vocabulary.is_end
         for _ in range(longest):
             tokens = [int(token) for token in np.flatnonzero(self._matcher.mask())]
@@ -189,11 +192,11 @@ def test_the_matcher_accepts_only_texts_that_fit_the_schema(
 
 WHOLE = st.integers(-300, 300)
 LARGE = st.integers(-(2**63), 2**63)
-# The largest numbers of 16 digits: an integer without bounds has no more digits.
+# Integers of at most 16 digits. The matcher allows no more digits for an integer without bounds.
 DIGITS = st.integers(1 - 10**16, 10**16 - 1)
 
 
-@settings(deadline=None)  # another process compiles each grammar first
+@settings(deadline=None)  # no deadline, because another process compiles each grammar first
 @given(low=st.none() | WHOLE | LARGE, high=st.none() | WHOLE | LARGE, number=WHOLE | DIGITS)
 def test_the_matcher_accepts_integers_only_within_their_bounds(
     llm: Llama, low: int | None, high: int | None, number: int

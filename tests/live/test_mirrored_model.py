@@ -1,4 +1,4 @@
-"""Tests a model with a copy of its file on another drive: equal logits, reads from both, and a drive that fails."""
+"""Tests a model with a mirror (a copy of its file): equal logits, reads from both files, and one that fails."""
 
 import shutil
 import warnings

@@ -37,7 +37,7 @@ from moegguf.settings import read_settings
     ids=str,
 )  # fmt: skip
 def test_unknown_keywords_and_invalid_types_are_refused(tiny: TinyModel, wrong: dict[str, int], words: str) -> None:
-    """The error for an unknown keyword names the nearest keyword, or the place of the list."""
+    """The error for an unknown keyword names the most similar keyword, or refers to help() if none is similar."""
     with pytest.raises(OptionError, match=words):
         Llama(tiny(), verbose=False, **wrong)
 
@@ -49,7 +49,7 @@ def test_expert_cache_defaults_to_the_environment(tiny: TinyModel, load: Load, m
 
 
 def without_experts(source: Path, path: Path) -> Path:
-    """Writes a model without experts: the layers of a Mixtral with the matrices of one expert."""
+    """Writes a model without experts: a Mixtral whose layers have only the matrices of expert 0. Returns its path."""
     reader, writer = GGUFReader(source), GGUFWriter(path, "llama")
     for field in reader.fields.values():
         if field.name.startswith("GGUF.") or "expert" in field.name or field.name == "general.architecture":
@@ -114,7 +114,7 @@ def test_a_context_of_any_size_is_filled_to_its_end(tiny: TinyModel, load: Load,
         assert len(timing.context) == llm.n_ctx()
 
 
-N_BEFORE = 6  # tokens that are written before the budget changes
+N_BEFORE = 6  # new tokens before the budget changes
 
 
 @pytest.mark.parametrize("switch", [True, False], ids=["repacked", "plain"])
@@ -171,12 +171,15 @@ def test_shrinking_below_the_slots_of_a_pass_is_refused(tiny: TinyModel, load: L
     assert 16 <= llm.stats().slots_used == llm.stats().n_slots < llm.plan.n_slots
 
 
-WIDTH = 64  # the embedding width of tiny-qwen2moe
+WIDTH = 64  # rows and columns of the matrix in an adapter for another architecture
 
 
 @pytest.fixture
 def tuned(tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A catalog with "tuned", made from a Modelfile."""
+    """Creates the model "tuned" from a Modelfile with an adapter and a draft model.
+
+    Returns the base model's path, the adapter's path, the catalog, and the entry of "tuned".
+    """
     monkeypatch.setenv("MOEGGUF_HOME", str(tmp_path / "home"))
     path = tiny("tiny-qwen2moe")
     adapter = write_adapter(tmp_path / "my adapter.gguf", "qwen2moe", "blk.1.ffn_gate_exps.weight", (16, 64, 128))

@@ -1,4 +1,4 @@
-"""Tests the planned buffers and logits of passes, and that long passes change no bit."""
+"""Tests the planned sizes of buffers of a pass, the limit of its logits, and that longer passes change no bit."""
 
 import ctypes as c
 import re

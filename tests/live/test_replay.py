@@ -1,4 +1,4 @@
-"""Tests that recorded traces have the requests of the run, and that a simulation has the counters of the run."""
+"""Tests that a recorded trace has the requests of the run, and that its simulation has equal counters."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -42,12 +42,12 @@ PAIRS = [
     ("next-use", "eamc"), ("next-use", "skip"),
 ]  # fmt: skip
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-PRESETS = ("tiny-qwen2moe", "tiny-deepseek2")  # tests take turns with these presets, whose layouts differ
+PRESETS = ("tiny-qwen2moe", "tiny-deepseek2")  # successive cases alternate between these presets
 
 
 @pytest.fixture
 def path(own: Own) -> Callable[[str], Path]:
-    """Returns a function that links a model into a folder of its own, beside a table of popularity."""
+    """Returns a function that links a model into the test's own folder and saves random popularity for it."""
 
     def link(preset: str) -> Path:
         path = own(preset)
@@ -62,7 +62,7 @@ def path(own: Own) -> Callable[[str], Path]:
 
 
 def requests(llm: Llama) -> None:
-    """Completes prompts of several lengths, and evaluates tokens after a continued context."""
+    """Completes prompts of 30, 1 and 9 tokens. Then evaluates 17 tokens in an empty context, 12 one by one, and 5."""
     for n, n_prompt in enumerate((30, 1, 9)):
         llm.create_completion(random_prompt(llm, n_prompt, seed=n), max_tokens=24, temperature=0.8, seed=n)
     llm.reset()
@@ -73,7 +73,7 @@ def requests(llm: Llama) -> None:
 
 
 def live(load: Load, path: Path, out: Path, policy: str, predictor: str, n_slots: int, **options: Any) -> Trace:
-    """Records a run. Returns its trace, whose settings have the counters of the run."""
+    """Loads a model and records `requests` in `out`. Returns the trace, whose header has the counters of the run."""
     llm = load(
         path, policy=policy, predictor=predictor, expert_cache=share_for(path, n_slots), n_ubatch=8,
         store=StoreOptions(sweep=False), trace=TraceOptions(out, inputs=predictor == "skip"),
@@ -86,7 +86,7 @@ def live(load: Load, path: Path, out: Path, policy: str, predictor: str, n_slots
 
 
 def simulated(trace: Trace, policy: Policy | str, predictor: str, path: Path, n_slots: int) -> SimResult:
-    """Simulates the run of a trace, without a model."""
+    """Simulates the recorded run without loading the model."""
     artifacts = Artifacts(read_layout(path))
     made = make_policy(policy, trace.shape, artifacts) if isinstance(policy, str) else policy
     ahead = make_predictor(predictor, trace.shape, artifacts)
@@ -108,7 +108,7 @@ def test_simulated_counters_equal_the_counters_of_the_run(
 ) -> None:
     model = path(preset)
     trace = live(load, model, tmp_path / "t", policy, predictor, 22, logits_all=policy == "lfu-decay")
-    # Removes the predictor's data that the run saved.
+    # Removes the collection that the run saved, because the run began without it.
     (model.with_name(model.name + ".moegguf") / "eamc.safetensors").unlink(missing_ok=True)
     assert trace.header.settings["events_dropped"] == 0
     assert_equal(trace, simulated(trace, policy, predictor, model, 22))
@@ -162,7 +162,7 @@ def test_native_policies_replay_exactly_without_lockstep_at_any_budget(
 
 
 def live_on_a_device(path: Path, out: Path, policy: str, n_slots: tuple[int, int], staging: int) -> dict[str, TierSpan]:
-    """Returns the counters of each tier of a device at the time when the trace was written."""
+    """Records `requests` on the device RPC0. Returns the counters of each tier after the last pass."""
     shares = dict(zip(("vram_cache", "expert_cache"), (share_for(path, n) for n in n_slots), strict=True))
     store = StoreOptions(sweep=False, device="RPC0", staging=staging)
     with Llama(

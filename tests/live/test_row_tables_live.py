@@ -1,4 +1,4 @@
-"""Tests a table that is larger than the memory limit: the model has the bits and misses of a run without a limit."""
+"""Tests a model whose row table is larger than a memory limit: bits and misses are equal without the limit."""
 
 import json
 import subprocess

@@ -27,7 +27,7 @@ N_PROMPT, N_NEW = 12, 6
 
 @pytest.fixture
 def path(own: Own) -> Path:
-    """A model in a folder of its own."""
+    """Returns the path of a tiny model in the test's own folder."""
     return own()
 
 
@@ -73,7 +73,7 @@ def test_a_stored_eamc_collection_grows_over_runs(
     assert eamc.n_entries == 6
     assert np.array_equal(logits_of(llm), expected)
     whole = N_NEW * len(llm.layout.layers) * llm.layout.n_expert_used
-    # The other two entries are from runs that ended before their last event.
+    # The last entry of each run may lack its last events, because the model was closed.
     assert sorted(eamc.state.sum(axis=(1, 2)).tolist())[2:] == [whole] * 4
 
 

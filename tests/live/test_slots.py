@@ -46,7 +46,7 @@ class Loop:
         return received.wait()
 
     def act(self, action: str, slot: int = 0, owner: str = "", **fields: Any) -> dict[str, Any]:
-        """Does an action on a slot and returns its outcome, or raises its error."""
+        """Runs an action on a slot in the loop's thread. Returns the action's outcome or raises its error."""
         ended: list[Any] = []
 
         def run() -> None:
@@ -69,7 +69,7 @@ class Loop:
         return self.act("restore", slot, path=str(path), most_bytes=0, **fields)
 
     def forget_disk(self) -> None:
-        """Makes later prompts find no stored context."""
+        """Turns the context store off, so that later prompts find no context on disk."""
         assert self.llm.prefix_cache is not None
         self.llm.prefix_cache._store.is_off = True
 
@@ -122,7 +122,7 @@ def test_slots_are_saved_erased_and_reused_for_their_owner_only(loop: Loop, tmp_
     assert loop.act("erase", owner="bob") == {"n_erased": 0}
     loop.save(tmp_path / "a", owner="ann")
     loop.act("erase", owner="ann")
-    loop.restore(tmp_path / "a", owner="bob")  # the folder, not the file, decides on the owner
+    loop.restore(tmp_path / "a", owner="bob")  # the file has no owner: the caller decides who gets the tokens
     assert loop.answer(owner="ann").summary.cached_tokens == 0
     assert loop.answer(owner="bob").summary.cached_tokens > 0
 

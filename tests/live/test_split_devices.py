@@ -1,6 +1,6 @@
-"""Tests layers on two devices and on the CPU, and placements.
+"""Tests layers that are divided among two devices, or a device and the CPU, and tests placements.
 
-The bits equal the bits of these devices with every expert resident.
+The logits equal logits of the same division with every expert resident.
 """
 
 import ctypes as c
@@ -60,9 +60,9 @@ Outcome = tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]], dict[str, 
 
 
 def assigned_layers(path: Path, **options: Any) -> dict[str, list[int]]:
-    """Returns {device: layers} from the log of a plain load by llama.cpp.
+    """Returns {device: layers} from the log of a load by plain llama.cpp.
 
-    This changes the log callback and the devices, so it runs only in a process of its own.
+    Changes the log callback, so the caller must run in a process of its own.
     """
     bindings, lines, n_layer = library.llama_cpp(), list[str](), count_layers(read_layout(path))
     callback = bindings.llama_log_callback(lambda _level, text, _user: lines.append(text.decode(errors="replace")))
@@ -78,9 +78,10 @@ def assigned_layers(path: Path, **options: Any) -> dict[str, list[int]]:
 
 
 def compare(path: Path, vram: str, n_ram: int, split: dict[str, Any], shrink: bool) -> Outcome:
-    """Compares plain llama.cpp to slots, with the layers on the devices of `split`. Returns the figures of the slots.
+    """Asserts that slots give the logits of plain llama.cpp, with the layers on the devices of `split`.
 
-    Both read the prompt in passes of one size, because the CPU's kernels round differently in passes of another size.
+    Both have an equal n_ubatch, because the CPU's kernels round differently in passes of another size. Returns the
+    figures by device, the figures by tier, and the layers by device.
     """
     with Llama(path, vram_cache=vram, expert_cache=share_for(path, n_ram), **OPTIONS, **split) as llm:
         store, passes = llm.session.store, count()
@@ -94,7 +95,7 @@ def compare(path: Path, vram: str, n_ram: int, split: dict[str, Any], shrink: bo
 
         with Meddler(store) as meddler:
             logits = greedy_logits(llm, before_each=before_each)
-        store.drain(30)  # no prefetch may end between two reads of figures
+        store.drain(30)  # no prefetch may end between two reads of the figures below
         layers = {part.name or "CPU": part.layers for part in llm.plan.devices}
         figures, n_ubatch = (devices_of(llm), llm.session.tiers()), llm.plan.n_ubatch
     with hooks_off(), Llama(path, n_ubatch=n_ubatch, **OPTIONS, **split) as llm:
@@ -201,7 +202,7 @@ def test_slots_behind_links_and_on_the_cpu_give_the_logits_of_llama_cpp(
 @pytest.mark.parametrize(("vram", "ram", "n_staging"), [(20, 20, 1), (64, 12, 0)])
 @on_servers()
 def test_prompts_stream_through_cpu_slots_beside_a_device(path: Path, vram: int, ram: int, n_staging: int) -> None:
-    """A prompt streams in one pass, also through fewer slots of the CPU than a layer has experts."""
+    """A prompt is one pass, although the CPU has fewer slots than a layer has experts."""
     add_link_device(Link(8e9, 5e-6), memory_bytes=256 << 20)
     budgets = {"vram_cache": share_for(path, vram), "expert_cache": share_for(path, ram)}
     how = {"n_gpu_layers": 3, "placement": "slots", "store": StoreOptions(staging=n_staging, repack=False)}
@@ -320,7 +321,7 @@ def placed(path: Path, kind: str, vram: str, ram: str) -> tuple[Logits, dict[str
 @pytest.mark.parametrize(
     ("kind", "vram", "ram", "layers", "tiers"),
     [
-        # Only layer 3 is whole on the device: layers 2 and 3 are larger than 0 and 1.
+        # Layer 3 alone is whole on the device at 50 %, because layers 2 and 3 are larger than layers 0 and 1.
         ("layers", "50%", "100%", [0, 1, 2], ["RAM"]),
         ("layers", "60%", "100%", [0, 1], ["RAM"]),
         ("layers", "30%", "40%", [0, 1, 2], ["RAM"]),
@@ -341,9 +342,9 @@ def test_each_placement_gives_the_logits_of_every_expert_resident(
 
 
 class ExpertsOfTheFirstLayersOnTheCpu(Llama):
-    """A model of plain llama.cpp with the option --n-cpu-moe 2."""
+    """A model whose experts of layers 0 and 1 stay in the CPU's memory, as with llama.cpp's --n-cpu-moe 2."""
 
-    repack = False  # corresponds to slots that are not repacked
+    repack = False  # True: the CPU's weights are repacked, as slots can be
 
     def _attach_model(self, params: c.Structure) -> None:
         super()._attach_model(params)
@@ -359,7 +360,7 @@ def decisions(path: Path) -> dict[str, Any]:
     link_device(Link(1e9, 20e-6))
     files = cache_folder() / "placements"
     found = Llama.estimate(path, placement="auto", n_ctx=512)
-    # Files of measured speeds, also for devices of other tests.
+    # Files with speeds that were measured for this model.
     known = list(files.glob(f"{header_digest(read_layout(path).shards)}-*.json"))
     for file in known:
         file.write_text(json.dumps(json.loads(file.read_text()) | {"cpu_bytes_per_s": 1e12}))
@@ -383,9 +384,9 @@ def decisions(path: Path) -> dict[str, Any]:
 
 
 def of_another_disk(path: Path) -> list[bool]:
-    """Returns four times whether speeds are known.
+    """Returns whether the model's speeds are known at four moments.
 
-    The times are: before and after a measurement, then before and after a measurement on another file system.
+    The moments are before and after a measurement, then before and after a measurement on another file system.
     """
     name = link_device(Link(1e9, 20e-6))
     device = next(device for device in gpus() if device.name == name)
@@ -422,7 +423,7 @@ def test_speeds_are_measured_once_and_a_damaged_file_is_measured_again(tiny: Tin
 )
 @on_servers(1)
 def test_prompts_stream_through_slots_of_device_layers(path: Path, n_slots: int, repack: bool) -> None:
-    """A prompt streams in one pass, also through fewer slots than a layer has experts, beside layers on the device."""
+    """A prompt is one pass, even with fewer slots than a layer has experts. Layers 2 and 3 are whole on the device."""
     size = slot_bytes(read_layout(path).only((0, 1)))
     how: dict[str, Any] = {"placement": "layers", "vram_cache": "60%", "store": StoreOptions(repack=repack)}
     with Llama(path, expert_cache=n_slots * size, **how, **OPTIONS) as llm:

@@ -1,4 +1,4 @@
-"""Tests prompts that are staged on a device. Logits equal plain llama.cpp's, for prompts and pools of any size."""
+"""Tests prompts that are staged on a device: logits equal plain llama.cpp's for several sizes of prompts and pools."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +25,10 @@ Outcome = tuple[Logits, dict[str, dict[str, Any]]]
 
 
 def turns(llm: Llama, prompts: tuple[int, ...]) -> Logits:
-    """Returns logits of prompts of these sizes in one context. N_NEW greedy tokens follow each prompt."""
+    """Evaluates random prompts of these sizes in one context, each followed by N_NEW greedy tokens.
+
+    Returns the logits of all these tokens.
+    """
     llm.reset()
     for n_tokens in prompts:
         llm.eval(random_prompt(llm, n_tokens, seed=n_tokens))
@@ -35,12 +38,15 @@ def turns(llm: Llama, prompts: tuple[int, ...]) -> Logits:
 
 
 def all_options() -> dict[str, Any]:
-    """Returns options that put every layer on the device, or half of the layers on each of two devices."""
+    """Returns options that put every layer on the device or, with two devices, half of the layers on each."""
     return {**OPTIONS, "n_gpu_layers": -1, **({"tensor_split": [1, 1]} if len(gpus()) > 1 else {})}
 
 
 def on(device: str, call: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a function in a process of its own, with one or two devices of servers or a device behind a link."""
+    """Calls a function in a process of its own and returns the result.
+
+    The process has an RPC device ("rpc"), two RPC devices ("two"), or a strict device behind a simulated link ("link").
+    """
     if device == "link":
         return in_own_process(behind_a_link, call, arguments)
     return in_child(call, *arguments, n_servers=2 if device == "two" else 1)
@@ -77,9 +83,9 @@ def compare(
 
 
 def run_on(device: str, *arguments: Any) -> list[dict[str, dict[str, Any]]]:
-    """Returns the figures of all sizes of `compare`.
+    """Calls `compare` on a device. Returns the figures for each pair of numbers of slots.
 
-    Fails unless logits are equal, prompts were staged and experts evicted.
+    Asserts that logits are equal, that prompts were staged, and that the device evicted experts.
     """
     plain, outcomes = on(device, compare, *arguments)
     for logits, figures in outcomes:

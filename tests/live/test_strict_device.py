@@ -1,8 +1,8 @@
-"""Tests every feature on a strict simulated device (link_device.cpp) with slots for some experts.
+"""Tests many features on a strict simulated device (moegguf/testing/link_device.cpp) with slots for some experts.
 
-The bits equal the bits of this device with every expert resident. The device is asynchronous, repeats graphs as CUDA
-does, and fills memory with NaN while it is written. Data that is read too early, overwritten too early or moved
-shows in the logits, or as a fault that the device keeps.
+The results equal the results with every expert in VRAM. The device is asynchronous, repeats graphs as CUDA does,
+and fills memory with NaN while a copy writes it. Data that is read too early, overwritten too early or moved shows in
+the logits, or as a fault that the device keeps.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Budgets:
 
 
 def add_devices(n: int) -> list[str]:
-    """Adds `n` strict devices, each with its own random delays of copies. Returns their names."""
+    """Adds `n` strict devices, each with its own seed of delays. Returns their names."""
     return [add_link_device(LINK, strict_seed=seed) for seed in range(1, n + 1)]
 
 
 def assert_same(found: Outcome, expected: Outcome) -> None:
-    """Fails unless arrays are finite and have equal bits."""
+    """Asserts that both outcomes are equal. Arrays must also be finite."""
     if isinstance(expected, np.ndarray):
         assert np.isfinite(expected).all()
         assert np.array_equal(found, expected)
@@ -66,7 +66,10 @@ def assert_same(found: Outcome, expected: Outcome) -> None:
 
 
 def assert_acted(names: Iterable[str], before: dict[str, LinkFigures]) -> None:
-    """Fails if a device has a fault, or has not repeated graphs and run copies at the same time since `before`."""
+    """Asserts that no device has a fault.
+
+    Each device must also have replayed graphs, run copies, and launched graphs beside copies since `before`.
+    """
     for name in names:
         figures = link_figures(name)
         assert figures.fault == ""
@@ -76,9 +79,9 @@ def assert_acted(names: Iterable[str], before: dict[str, LinkFigures]) -> None:
 
 
 def compare(path: Path, scenario: Scenario, n_devices: int = 1, share: float = 0.4, **options: Any) -> None:
-    """Compares a scenario with every expert in VRAM to the scenario with slots for a `share` of the experts.
+    """Compares a scenario's outcome with every expert in VRAM to its outcome with slots for a `share` of the experts.
 
-    VRAM and RAM below it have equally many slots.
+    In the second case VRAM and RAM get equal budgets.
     """
     names = add_devices(n_devices)
     options = OPTIONS | options
@@ -101,7 +104,7 @@ def compare(path: Path, scenario: Scenario, n_devices: int = 1, share: float = 0
 
 
 class Joining:
-    """A schedule that adds a sequence in each second step. Ended sequences leave."""
+    """A schedule that admits one more of the requests in every second step. Ended sequences leave."""
 
     def __init__(self, requests: list[Request]) -> None:
         self._requests = requests
@@ -121,7 +124,7 @@ class Joining:
 
 @dataclass(frozen=True)
 class Batches:
-    """A scenario: `n` answers of various lengths, which join and leave."""
+    """A scenario with `n` answers of several lengths, whose sequences join and leave the passes at different steps."""
 
     n: int
 
@@ -160,7 +163,7 @@ def texts_of(received: list[Received]) -> list[Any]:
 
 
 def recalled(llm: Llama) -> Outcome:
-    """Returns three batched answers, drafted from known texts with wrong tokens among them."""
+    """Returns three answers without drafts, then the three answers with partly wrong drafts (`Recalled`)."""
     drafting.DraftGate = Eager  # type: ignore[misc]
     options: dict[str, Any] = {"max_tokens": 24, "n_logprobs": 5, "return_context": True}
     requests = [ask(prompt=f"{i} {CODE}", **options) for i in range(3)]
@@ -227,7 +230,10 @@ def test_answers_about_images_have_the_resident_bits(
 
 
 def kept_contexts(path: Path) -> None:
-    """Compares three engines: every expert in VRAM, few slots, and few slots with contexts that the second stored."""
+    """Compares three engines: every expert in VRAM, slots for 40 % of the experts, and again slots for 40 %.
+
+    The third engine continues from contexts that the second engine stored.
+    """
     (name,) = add_devices(1)
     prompt = np.random.default_rng(0).integers(5, 900, 140).tolist()
     options: dict[str, Any] = {"parallel": 1, "n_ctx": 512, "n_threads": 1, "store": StoreOptions(device=name)}
@@ -259,7 +265,10 @@ def test_contexts_restored_from_disk_have_the_resident_bits(
 
 
 def resizing(llm: Llama) -> Outcome:
-    """Returns logits while pools of slots change in size, between passes and while nothing is computed."""
+    """Returns the logits of several runs. Pools are resized between runs, and before each evaluation of the last run.
+
+    Pools keep their size if every expert has a slot.
+    """
     path, random = Path(llm.model_path), np.random.default_rng(0)
     layout = read_layout(path)
     n_least, n_most = 2 * layout.n_expert_used + 2, int(layout.n_expert_total * 0.4)
@@ -280,7 +289,7 @@ def resizing(llm: Llama) -> Outcome:
 
 
 def turns(llm: Llama) -> Outcome:
-    """Returns logits of prompts of all sizes, one after the other in one context."""
+    """Returns the logits of prompts of several sizes in one context, each followed by three greedy tokens."""
     llm.reset()
     for n_tokens in (1, 2, 3, 8, 9, 33, 128, 4):
         llm.eval(random_prompt(llm, n_tokens, seed=n_tokens))

@@ -1,4 +1,4 @@
-"""Tests the budget of thinking: the tokens that count, the forced end, and the answer after it."""
+"""Tests the thinking budget: which tokens count, the forced end of thinking, and the answer after the end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TO_SELF, TO_USER = " to=self<|message|>", "<|eom|><|start|>assistant to=user<|me
 
 
 def written(llm: Llama, text: str, prompt: Prompt, **options: Any) -> str:
-    """Returns the answer of a model that writes the tokens of `text` except where tokens are forced, and then `...`."""
+    """Returns the text that results if a model writes the tokens of `text` wherever the budget forces no token."""
     sampling = Sampling(**{name: options.pop(name) for name in list(options) if name.startswith("reasoning")})
     budget = thinking_budget_of(llm, Request(prompt="", sampling=sampling, **options), prompt)
     vocabulary = llm.vocabulary
@@ -145,7 +145,7 @@ def test_plain_prompts_use_think_marks_of_request_or_template(demo: Llama) -> No
 
 
 def answered(llm: Llama, **options: Any) -> tuple[str, str, Answer]:
-    """Returns the thinking, the text and the object of an answer."""
+    """Answers QUESTION in an empty context. Returns the thinking, the text and the `Answer`."""
     llm.reset()
     answer = Answer(llm, ask(QUESTION, **options))
     deltas = answer.deltas()

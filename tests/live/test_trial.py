@@ -1,4 +1,4 @@
-"""Tests the trial load: the first load of a model begins in another process, and its end by a signal is an error."""
+"""Tests the trial load: another process loads a model first, and a model that fails there is refused."""
 
 import json
 import math
@@ -29,7 +29,7 @@ from tools.mutants.header import Item
 
 
 def process(code: str) -> tuple[str, ...]:
-    """Returns a command that runs `code` instead of a trial."""
+    """Returns a command that runs the Python program `code`, in place of the command of a trial."""
     return (sys.executable, "-c", code)
 
 
@@ -62,7 +62,7 @@ def verdicts() -> list[Path]:
 
 
 def is_due(layout: ExpertLayout, options: dict[str, Any], projector: ProjectorHeader | None = None) -> bool:
-    """Returns whether loading with these keywords begins with a trial."""
+    """Returns True if no verdict is stored for a load with these keywords, so that it begins with a trial."""
     return trial._verdict(layout, trial._tried(options), projector).read(str) is None
 
 
@@ -254,7 +254,10 @@ def test_a_trial_process_ends_with_its_parent() -> None:
 
 
 def renamed_tokens(tokens: list[Item]) -> list[Item]:
-    """Gives a token the name that llama.cpp derives for an empty token. llama.cpp aborts if two names are equal."""
+    """Replaces the last two tokens by an empty token and by the name that llama.cpp derives for an empty token.
+
+    llama.cpp aborts if two names are equal.
+    """
     return [*tokens[:-2], b"", b"[EMPTY_1022]"]
 
 

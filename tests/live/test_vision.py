@@ -79,7 +79,7 @@ def test_a_conversation_with_images_reuses_the_context(
     assert timing_3.cached_tokens == 0 and timing_3.prompt_tokens == reused + timing_2.prompt_tokens
     assert llm.n_tokens == n_tokens and np.allclose(last_logits(llm), continued, atol=0.05)
     answer(llm, [message("look ", png(128, 96, seed=3), "what is it?")])
-    assert not np.array_equal(last_logits(llm), logits)  # another image of the same size
+    assert not np.array_equal(last_logits(llm), logits)  # other pixels in an image of equal size
 
 
 def test_image_tokens_are_counted_and_share_positions(tiny: TinyModel, projector: Projector, load: Load) -> None:
@@ -204,7 +204,7 @@ def test_the_largest_allowed_image_is_decoded_and_a_larger_one_refused(
 
 
 def test_cutting_a_conversation_counts_its_images(tiny: TinyModel, projector: Projector, load: Load) -> None:
-    """A cut conversation keeps its beginning from one turn to the next while it fits, so the context is reused."""
+    """The number of cut messages stays constant over several turns, so that the computed context can be reused."""
     llm = load(tiny(), mmproj=projector(), n_ctx=512)
     messages, cut = list[Message](), list[int]()
     for turn in range(12):

@@ -1,4 +1,7 @@
-"""Tests the package as a wheel in another environment: library, bindings and command come from one folder."""
+"""Tests the wheel: its files, and that library and bindings come from the folder where it is unpacked.
+
+Also tests the files of the source distribution.
+"""
 
 import os
 import subprocess
@@ -30,7 +33,7 @@ print(diagnose()["build"]["llama.cpp pin"])
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built in the build folder that `make` has already filled."""
+    """Builds the wheel, using the build folder that `make` has already filled. Returns the wheel's path."""
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--no-index",
                "--disable-pip-version-check", "--wheel-dir", str(folder), str(ROOT)]  # fmt: skip
@@ -74,7 +77,7 @@ def test_the_source_distribution_holds_only_files_of_the_build(tmp_path: Path) -
 
 
 def run_installed(wheel: Path, folder: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs a script where the wheel is installed in `folder`/site."""
+    """Unpacks the wheel into `folder`/site and runs a script that imports moegguf from there."""
     target = folder / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(target)

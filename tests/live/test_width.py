@@ -1,4 +1,7 @@
-"""Tests on a CPU that the bits of a token depend neither on passes, nor on threads, nor on other sequences."""
+"""Tests on the CPU that logits have equal bits in passes of several widths, with other threads or other sequences.
+
+Also tests the automatic number of threads.
+"""
 
 import itertools
 from collections.abc import Iterator
@@ -86,7 +89,7 @@ def test_other_sequences_in_pass_and_cache_change_no_bit(llm: Llama, alone: dict
     llm.context.clear()
     tokens, others = tokens_of(llm, 1, N_TOKENS), tokens_of(llm, 2, 80)
     computed(llm, others[:50], 0, sequence=1)
-    for n in range(0, 30, 3):  # two sequences in each pass
+    for n in range(0, 30, 3):  # a pass with both sequences, then one with sequence 1 alone
         llm.context.eval_sequences(
             [
                 SequenceTokens(1, others[50 + n : 52 + n], 50 + n, 1, Phase.PREFILL, wants_logits=False),
@@ -114,7 +117,10 @@ N_KV = 520  # flash attention splits the sums over 512 or more cells into parts
 
 
 def logits_with(counts: list[int], **options: Any) -> Logits:
-    """Returns logits after a long context, computed with the thread counts in `counts` in turn."""
+    """Evaluates N_KV random tokens and six greedy tokens. Returns the logits of the greedy tokens.
+
+    Each evaluation uses the next thread count of `counts`, which is repeated.
+    """
     with Llama(DEMO, n_ctx=1024, n_threads=3, logits_all=True, verbose=False, **options) as llm:
         set_n_threads, context, turns = library.llama_cpp().llama_set_n_threads, llm._ctx.ctx, itertools.cycle(counts)
 
@@ -163,7 +169,7 @@ def test_given_thread_counts_are_kept(options: dict[str, int], monkeypatch: pyte
 
 def test_load_during_idle_time_leaves_the_thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threadpool, "PERIOD_S", 0.0)
-    monkeypatch.setattr(threadpool, "IDLE_S", 0.0)  # all time between two passes is idle
+    monkeypatch.setattr(threadpool, "IDLE_S", 0.0)  # any time between two passes counts as idle
     monkeypatch.setattr(ProcessorUse, "others", lambda _self: 64.0)
     monkeypatch.setattr("moegguf.engine.load.count_cpus", lambda: 2)
     with Llama(DEMO, n_ctx=64, verbose=False) as llm:

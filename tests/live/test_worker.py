@@ -1,4 +1,4 @@
-"""Tests one real worker with a tiny model: answers, cancelling, snapshots and its exit."""
+"""Tests a real worker process with a tiny model: answers, cancelling, snapshots, and the end of the process."""
 
 from __future__ import annotations
 

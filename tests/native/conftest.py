@@ -1,4 +1,4 @@
-"""Fixtures of the native tests: a fake model on disk, and stores that are closed after each test, with no fault."""
+"""Fixtures of the native tests: a fake model on disk, and stores that are closed and faults disarmed after a test."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ from product import Product
 from moegguf.native.store import Store, StoreContext, StoreOptions
 from moegguf.testing.library import FAULT, arm_fault
 
-# Any failing example will do for tools/fault_check.py.
+# The profile for tools/fault_check.py: any failing example is enough, so the example need not be minimal.
 settings.register_profile("no-shrinking", phases=[Phase.explicit, Phase.generate])
 
 
@@ -26,13 +26,16 @@ def no_faults() -> Iterator[None]:
 
 @pytest.fixture
 def fake(tmp_path: Path) -> FakeModel:
-    """A model of 4 layers with 8 experts of about 4 kB each. A token uses 2 experts of each layer, so 8 in all."""
+    """A model of 4 layers with 8 experts of about 4.5 kB each. A token uses 2 experts in each layer, 8 in all."""
     return make_model(tmp_path)
 
 
 @pytest.fixture
 def open_store() -> Iterator[Open]:
-    """`open_store(fake, n_slots, **options)`: a store with plain slots, and its context, closed after the test."""
+    """Yields `open_store(fake, n_slots, **options)`, which returns a store and its context.
+
+    Slots are not repacked unless the option `repack` is True. The stores are closed after the test.
+    """
     opened = list[Store]()
 
     def open_one(fake: FakeModel, n_slots: int, **options: Any) -> tuple[Store, StoreContext]:
@@ -48,7 +51,7 @@ def open_store() -> Iterator[Open]:
 
 @pytest.fixture
 def products(open_store: Open) -> Iterator[list[Product]]:
-    """A list to which a test adds its products. They are closed before the stores are closed."""
+    """Yields a list to which a test adds its products, which are closed after the test, before its stores."""
     made: list[Product] = []
     yield made
     for product in made:

@@ -19,7 +19,7 @@ from moegguf.native.store import Store, StoreContext
 F32, F16, Q4_0, Q8_0, Q4_K, Q6_K, IQ4_NL, I32, MXFP4 = 0, 1, 2, 8, 12, 14, 20, 26, 39
 Q4_1, Q5_0, Q5_1, Q2_K, Q3_K = 3, 6, 7, 10, 11
 IQ2_XXS, IQ2_XS, IQ3_XXS, IQ1_S, IQ3_S, IQ2_S, IQ4_XS, IQ1_M = 16, 17, 18, 19, 21, 22, 23, 29
-NB2 = 64  # offset of nb[2] in struct ggml_tensor: the bytes from one matrix to the next
+NB2 = 64  # offset in struct ggml_tensor of nb[2], the bytes from one matrix to the next
 BLOCKS = {
     F32: (1, 4), F16: (1, 2), Q4_0: (32, 18), Q8_0: (32, 34), Q4_K: (256, 144), Q6_K: (256, 210), IQ4_NL: (32, 18),
     MXFP4: (32, 17), Q4_1: (32, 20), Q5_0: (32, 22), Q5_1: (32, 24), Q2_K: (256, 84), Q3_K: (256, 110),
@@ -39,7 +39,7 @@ class InitParams(c.Structure):
 
 
 def bytes_of(ggml_type: int, ne0: int, ne1: int) -> int:
-    """Bytes of a matrix with ne1 rows of ne0 values."""
+    """Returns the size in bytes of a matrix with ne1 rows of ne0 values."""
     per_block, block_bytes = BLOCKS[ggml_type]
     assert ne0 % per_block == 0
     return ne0 // per_block * block_bytes * ne1
@@ -58,7 +58,7 @@ class FakeModel:
 
     @property
     def expert_bytes(self) -> int:
-        """The bytes of one expert of the first layer."""
+        """Returns the size in bytes of one expert of the first layer."""
         return self.layout.layers[0].expert_bytes
 
     def matrix_bytes(self, index: int, expert: int) -> bytes:
@@ -85,13 +85,13 @@ class FakeModel:
                 assert found == self.matrix_bytes(index, expert), f"layer {il} expert {expert} {m.kind} in slot {slot}"
 
     def acquire(self, store: Store, context: StoreContext, il: int, expert_ids: npt.ArrayLike) -> npt.NDArray[np.int32]:
-        """Acquires slots for a routing event and checks their bytes."""
+        """Acquires slots for a routing event and checks their bytes. Returns the slot ids."""
         slots = context.acquire(il, expert_ids)
         self.check(store, il, expert_ids, slots)
         return slots
 
     def token(self, store: Store, context: StoreContext, expert_ids: npt.ArrayLike) -> None:
-        """One pass over all layers that routes to the same experts in each."""
+        """Acquires slots in every layer with experts, as in a pass that routes to the same experts in each layer."""
         for layer in self.layout.layers:
             self.acquire(store, context, layer.il, expert_ids)
 
@@ -105,7 +105,7 @@ def _ggml() -> c.CDLL:
 
 
 def _slot_bytes(store: Store, m: ExpertMatrix, slot: int, n_tokens: int) -> bytes:
-    """Reads one expert from the pool tensor, which the patched llama.cpp uses in place of the model's tensor `m`."""
+    """Reads the bytes of one slot from the pool tensor that the patched llama.cpp uses in place of the tensor `m`."""
     ggml, data = _ggml(), c.create_string_buffer(m.expert_bytes)
     context = c.c_void_p(ggml.ggml_init(InitParams(1 << 12, None, True)))
     w = c.c_void_p(ggml.ggml_new_tensor_3d(context, m.ggml_type, *map(c.c_int64, (m.ne0, m.ne1, m.n_expert))))
@@ -159,10 +159,11 @@ def make_model(
 ) -> FakeModel:
     """Writes the shards and returns the model.
 
-    Layer il has the types `types[il % len(types)]`. The matrices go to the shards in turn. They lie `gap` bytes apart,
-    which is a multiple of 32 because GGUF aligns tensors. The last matrix of a shard ends where the file ends.
+    Layer il has the types `types[il % len(types)]`; layers in `dense_layers` have no experts. The matrices go to the
+    shards in turn. They lie at least `gap` bytes apart, at multiples of 32, because GGUF aligns tensors. The last
+    matrix of a shard ends where the file ends.
 
-    `weights` returns the bytes of all experts of a matrix. Without it, the bytes are random.
+    `weights` returns the bytes of all experts of a matrix. None: the bytes are random.
     """
     rng = np.random.default_rng(seed)
     ends, layers = [gap] * n_shards, []
@@ -199,7 +200,7 @@ def make_model(
 
 
 def check_counters(counters: dict[str, int], n_slots: int) -> None:
-    """Asserts that the counters agree. No read may be queued or under way, and no open context may pin a slot."""
+    """Asserts that counters agree with each other and with `n_slots`, and that no read is queued or under way."""
     assert counters["lookups"] == counters["hits_ready"] + counters["hits_late"] + counters["misses"]
     assert counters["prefetch_requested"] == counters["prefetch_started"] + counters["prefetch_dropped"]
     assert sum(counters[f"prefetch_{how}"] for how in ("useful", "late", "wasted")) <= counters["prefetch_started"]

@@ -1,6 +1,6 @@
-"""Makes weights of the types whose quantiser takes seconds to start.
+"""Makes weights of the ggml types whose quantiser takes seconds to start.
 
-The weights are random codes, and all blocks have one scale.
+The weights are random codes. All blocks have the same scale d.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ class GridBlocks(Ggml):
     """ggml, but with random blocks instead of quantised values for the types of GRIDS. Equal rows get equal blocks."""
 
     def quantized(self, ggml_type: int, values: Array) -> bytes:
-        """Returns the bytes of weights in the shape of `values` [..., n]."""
+        """Returns the bytes of weights in the shape of `values` [..., n].
+
+        For a type in GRIDS, the values only seed the random blocks. Other types are quantised by ggml.
+        """
         name = self.type_name(ggml_type)
         if name not in GRIDS:
             return super().quantized(ggml_type, values)
@@ -27,7 +30,7 @@ class GridBlocks(Ggml):
         n_bytes = self.row_bytes(ggml_type, rows.shape[1])
         content = b"".join(np.random.default_rng(zlib.crc32(row.tobytes())).bytes(n_bytes) for row in rows)
         blocks = np.frombuffer(bytearray(content), np.uint8).reshape(-1, self.row_bytes(ggml_type, 256))
-        if name == "iq1_m":  # the scale d has 16 bits: four bits of it lie at the end of each 16 bits of block scales
+        if name == "iq1_m":  # the top four bits of each of four 16-bit words have a part of d
             nibbles = D >> np.array([0, 4, 8, 12]) & 15
             blocks[:, 49::2] = blocks[:, 49::2] & 15 | nibbles << 4
         else:

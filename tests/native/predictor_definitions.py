@@ -35,9 +35,9 @@ class Sequence:
         self._chunk = chunk
         self.tokens: list[int] = []
         self.n_pass_tokens = 0
-        # The index of the token that began the routing path's chunk.
+        # The index of the first token in the routing path's chunk. None: there is no chunk.
         self.chunk_start: int | None = None
-        # The last choice of each row. A row is the index of a layer among the layers with experts.
+        # The expert ids of the last token in each row (the index of a layer among the layers with experts).
         self.last: dict[int, Int32s] = {}
         # The router's choice in each routed row of this pass; empty unless the pass has one token.
         self.ids: dict[int, Int32s] = {}
@@ -99,7 +99,7 @@ def affinity(predictor: StorePredictor) -> Definition:
 
 
 def skip(predictor: StorePredictor) -> Definition:
-    """Predicts the choice of the model's routers, with the quantised matrices that the store has."""
+    """Predicts with the row's router, quantised as in the store, from the input of the last routed layer's router."""
     arrays, layers, n_used = predictor.arrays, predictor.shape.layers, predictor.shape.n_expert_used
     gating, *groups = (int(arrays[name][0]) for name in ("gating", "n_group", "n_group_used"))
 
@@ -156,9 +156,9 @@ def expert_mlp(predictor: StorePredictor) -> Definition:
 
 
 def eamc(predictor: EamcPredictor) -> Definition:
-    """Predicts the sum of the collection's entries that are nearest to this pass.
+    """Predicts from the sum of the collection's `n_matches` entries that are nearest to this pass.
 
-    Among equally near entries, those with more tokens come first.
+    The sum is scaled to n_expert_used. Among equally near entries, entries with more tokens come first.
     """
     entries, layers = predictor.eamc.state, predictor.shape.layers
 
@@ -235,14 +235,17 @@ DEFINITIONS: dict[str, Callable[..., Definition]] = {
     "previous-token": previous_token, "token-id": token_table, "affinity": affinity, "skip": skip, "mlp": mlp,
     "expert-mlp": expert_mlp, "eamc": eamc,
 }  # fmt: skip
-"""The definitions of all predictors but the routing path.
+"""Definitions by the name of a predictor.
 
-The routing path's definition also needs its arrays in float32.
+The routing path is not among them, because its definition also needs its arrays in float32.
 """
 
 
 def defined(predictor: Predictor, arrays: Arrays | None = None) -> Callable[[], Sequence]:
-    """Returns a function that makes sequences with the definition of this predictor. arrays: of a routing path."""
+    """Returns a function that makes sequences with the definition of this predictor.
+
+    arrays: a routing path's network in float32; other predictors do not use it.
+    """
     if predictor.name == "routing-path":
         assert arrays is not None
         define = routing_path(predictor.shape, arrays)
@@ -252,6 +255,6 @@ def defined(predictor: Predictor, arrays: Arrays | None = None) -> Callable[[], 
 
 
 def any_of(found: list[Float32s | None]) -> Float32s | None:
-    """Returns the probability that any of several sequences uses each expert, or None without a prediction."""
+    """Returns the probability that any of several sequences uses each expert, or None if none has a prediction."""
     known = [each for each in found if each is not None]
     return 1 - np.prod([1 - each for each in known], axis=0) if known else None

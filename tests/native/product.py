@@ -1,4 +1,4 @@
-"""ggml's own MUL_MAT_ID over a store's pool, as llama.cpp's graph has it."""
+"""Computes ggml's own MUL_MAT_ID over a store's pool, with the names that llama.cpp's graph has."""
 
 import ctypes as c
 from typing import Any
@@ -14,7 +14,7 @@ N_THREADS = 3
 
 
 def load(name: str, pointers: tuple[str, ...]) -> c.CDLL:
-    """Loads one of ggml's libraries. The named functions return pointers."""
+    """Loads one of ggml's libraries, and declares that the functions named in `pointers` return pointers."""
     loaded = c.CDLL(str(library.find_library() / f"lib{name}.so"))
     for function in pointers:
         getattr(loaded, function).restype = c.c_void_p
@@ -22,7 +22,10 @@ def load(name: str, pointers: tuple[str, ...]) -> c.CDLL:
 
 
 class Product:
-    """The product of x [n_tokens][ne0] with the first matrix of a layer's routed experts. x is random by default."""
+    """The product of x [n_tokens][ne0] with the first matrix of the experts in `expert_ids` [n_tokens][n_used].
+
+    The matrix is the model's first one, in layer 0. x is random by default.
+    """
 
     def __init__(
         self,
@@ -112,5 +115,5 @@ def aborts(context: StoreContext) -> bool:
 
 
 def check_failure(context: StoreContext, status: int) -> None:
-    """Asserts that the context's pass failed with this status. The context can go on."""
+    """Asserts that the last pass failed with this status. Clears the failure, so that the next pass can start."""
     assert context.take_failure().status == status

@@ -1,7 +1,7 @@
 """The store in plain Python. It models which expert each slot holds after each call, without bytes and without time.
 
-It finds a victim by comparing all slots. The policies are lru, scores, lfu-decay and next-use. The last two use the
-values of VALUES. Averages that halve with each token are exact in any arithmetic.
+It finds a victim by comparing all slots. The policies are lru, lfu-decay and next-use; scores can replace any of them.
+VALUES has the values for set_policy: with a half-life of one token, averages are exact.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ BETWEEN_PASSES = 1 << 30  # a layer number above all others: the next routed lay
 
 @dataclass
 class Slot:
-    """A slot that holds an expert. A broken slot has failed to read, and is free after its last pin is dropped."""
+    """A slot with an expert. `broken`: the read of the expert failed, and the slot becomes free when it is unpinned."""
 
     expert: Expert
     last_use: int
@@ -31,7 +31,7 @@ class Slot:
 
 
 class ReferenceStore:
-    """A store on one device without a tier below. It has fewer slots than the model has experts."""
+    """A store on one device without a tier below, with fewer slots than the model has experts."""
 
     def __init__(self, shape: MoeShape, n_slots: int) -> None:
         self.shape = shape
@@ -53,12 +53,18 @@ class ReferenceStore:
         self.forecast = dict[int, Float32s]()  # forecast of each layer that is not yet routed
 
     def set_forecast(self, table: Float32s | None, known: Sequence[int] = ()) -> None:
-        """Sets the probability of each expert in the known layers. Without a table, nothing is known."""
+        """Sets the probability of each expert in the layers `known`. A table of None removes all forecasts.
+
+        Does nothing unless the policy is next-use.
+        """
         if self.policy == "next-use":
             self.forecast = {} if table is None else {il: table[il] for il in known}
 
     def unpin(self) -> None:
-        """Drops all pins. The store does so when a pass is cancelled, fails, ends, or reaches its next layer."""
+        """Drops all pins and frees broken slots that were pinned.
+
+        The store does so when a pass is cancelled, fails, ends, or reaches its next layer.
+        """
         released, self.pinned = self.pinned, set()
         for s in released:
             slot = self.slots[s]
@@ -70,7 +76,7 @@ class ReferenceStore:
         self.unpin()
 
     def begin(self, il: int, n_tokens: int) -> None:
-        """Begins a routing event. The pass may have failed before."""
+        """Begins a routing event and drops all pins. A new pass begins unless `il` is above the last routed layer."""
         if il <= self.il:
             self.pass_tokens = n_tokens
         self.il = il
@@ -79,8 +85,8 @@ class ReferenceStore:
     def acquire(self, il: int, ids: npt.NDArray[np.int32], *, reads_fail: bool = False) -> list[list[int]]:
         """Returns the slot of each id (n_tokens, n_expert_used).
 
-        If the event has more experts than there are slots, nothing is evicted and the result is empty. Experts that
-        have slots stay pinned until the pass ends.
+        If the event has more experts than there are usable slots, nothing is evicted and the result is empty. Experts
+        that have slots then stay pinned until the next event or the end of the pass.
         """
         self.begin(il, len(ids))
         self.forecast.pop(il, None)
@@ -108,7 +114,10 @@ class ReferenceStore:
         return [[places[e] for e in row] for row in ids.tolist()]
 
     def prefetch(self, expert: Expert, *, reads_fail: bool = False) -> None:
-        """Reads an expert. If scores decide, it may evict only an expert with a lower score."""
+        """Reads an expert that has no slot.
+
+        If scores or the policy's averages decide about victims, evicts only an expert with a lower score.
+        """
         s = -1
         if self.find(expert) < 0:
             s = self._take(expert, self._score(expert) + self._offset(expert[0]) if self._ordered() else None)
@@ -117,7 +126,7 @@ class ReferenceStore:
             self.slots[s] = None if reads_fail else self.slots[s]
 
     def warm(self, experts: Sequence[Expert], *, reads_fail: bool = False) -> None:
-        """Reads experts into free slots, and evicts none."""
+        """Reads experts that have no slot into free slots, while there are any. Evicts nothing."""
         for expert in experts:
             if self.find(expert) < 0 and None in self.slots[: self.n_usable]:
                 s = self._take(expert)
@@ -125,13 +134,13 @@ class ReferenceStore:
                 self.slots[s] = None if reads_fail else self.slots[s]
 
     def resize(self, n_slots: int) -> None:
-        """Sets the number of usable slots. No pass may be under way."""
+        """Sets the number of usable slots, and evicts the experts in other slots. No pass may be under way."""
         self.n_usable = n_slots
         for s in range(n_slots, len(self.slots)):
             self._evict(s)
 
     def residency(self) -> npt.NDArray[np.uint8]:
-        """Returns (n_layer, n_expert): 2 for an expert in a slot, 0 for any other."""
+        """Returns (n_layer, n_expert): 2 for an expert in a slot, else 0, also for an expert whose read failed."""
         there = np.zeros(self.shape.table, np.uint8)
         for slot in self.slots:
             if slot is not None and not slot.broken:
@@ -153,7 +162,10 @@ class ReferenceStore:
         self.slots[s].last_use = self.tick  # type: ignore[union-attr]
 
     def _take(self, expert: Expert, below: np.float32 | None = None) -> int:
-        """Takes a free slot, or the slot of a victim with a score under `below`. Returns the slot or -1."""
+        """Takes a free slot, or else the slot of a victim with a score under `below` (None: of any victim).
+
+        Returns the slot, or -1 if there is none.
+        """
         s = self._victim()
         if s < 0:
             return -1
@@ -195,7 +207,7 @@ class ReferenceStore:
         return share
 
     def _ordered(self) -> bool:
-        """Returns True if scores decide about victims, and False if only the last use decides."""
+        """Returns True if scores or the policy's averages decide about victims, False if only the last use does."""
         return self.scores is not None or (self.policy in VALUES and self.moment[2])
 
     def _score(self, expert: Expert) -> np.float32:

@@ -26,7 +26,7 @@ IDS = np.arange(24).reshape(12, 2) * 3 % 8  # ids of 12 tokens: every expert occ
 
 
 def resident(fake: FakeModel, open_store: Open, products: list[Product], ids: npt.ArrayLike, **options: Any) -> bytes:
-    """Computes the product of a store that has a slot for every expert, after all experts have been read."""
+    """Returns the bits of the product in a store with a slot for every expert, after all experts were read."""
     n_experts = sum(layer.n_expert for layer in fake.layout.layers)
     store, context = open_store(fake, n_experts, **options)
     store.drain(10)
@@ -37,7 +37,7 @@ def resident(fake: FakeModel, open_store: Open, products: list[Product], ids: np
 
 @pytest.fixture
 def late(fake: FakeModel, open_store: Open, products: list[Product]) -> Late:
-    """A store with 8 slots and one reader, and a product with two experts that are in none of them."""
+    """Returns a store with 8 slots and one reader, its context, and a product of two experts without slots."""
     store, context = open_store(fake, 8, readers=1)
     products.append(Product(store, context, fake, [[3, 4]]))
     return store, context, products[-1]
@@ -209,7 +209,7 @@ def test_streamed_product_with_few_slots_equals_the_resident_product(
     expected = resident(fake, open_store, products, IDS, repack=repack)
     store, context = open_store(fake, n_slots, repack=repack, readers=readers)
     products.append(Product(store, context, fake, IDS))
-    for _ in range(3):  # the next product can use the slots of the one before
+    for _ in range(3):  # later products find some experts in slots of the product before
         products[-1].set_ids(IDS)
         products[-1].acquire()
         assert products[-1].compute() == expected
@@ -257,7 +257,7 @@ def test_repeated_prompt_hits_experts_kept_in_slots_that_are_not_streamed(tmp_pa
 
 @pytest.mark.parametrize("n_slots", [2, 40])
 def test_streaming_reads_the_first_expert_of_the_next_layer_ahead(n_slots: int) -> None:
-    """Streams the experts of a prompt without other prefetches (DuoServe-MoE, section 5.2)."""
+    """Tests the option `stream` (DuoServe-MoE, section 5.2) for a prompt's experts, without other prefetches."""
     shape = MoeShape(n_layer=3, n_expert=8, n_expert_used=2, layers=(0, 1, 2), expert_bytes=3000)
     prompt = np.random.default_rng(0).permuted(np.tile(np.arange(8, dtype=np.int32), (32, 1)), axis=1)[:, :2]
     for stream in (False, True):

@@ -1,4 +1,4 @@
-"""Tests the store's predictors on the papers' examples and on traces with structure, one layer at a time."""
+"""Tests the store's predictors, one layer at a time: on an example of a paper, and on random traces with structure."""
 
 from __future__ import annotations
 
@@ -111,12 +111,12 @@ def test_expert_mlp_predicts_nothing_after_a_layer_was_left_out() -> None:
 
 
 def table(predictor: Predictor) -> list[npt.NDArray[np.float32] | None]:
-    """Returns the predictions of a routing path for each layer, made before the first layer is routed."""
+    """Returns a routing path's prediction for each layer. The caller has not observed a layer of the current pass."""
     return [predictor.predict(il, distance) for distance, il in enumerate(SHAPE.layers, start=1)]
 
 
 def no_tokens(predictor: Predictor) -> None:
-    """Observes a pass that was not announced."""
+    """Lets the predictor observe all layers of a pass that was not announced."""
     for il in SHAPE.layers:
         predictor.observe(routed(il, 1, 2, 3, pass_=1, first_token=-1))
 

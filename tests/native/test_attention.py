@@ -1,4 +1,7 @@
-"""Flash attention of the CPU against sums in float64, at every width, with both kinds of instructions."""
+"""Compares the CPU's flash attention with sums in float64.
+
+Also tests that its bits depend neither on the number of rows, nor on threads, nor on AVX-512.
+"""
 
 import ctypes as c
 import os
@@ -23,7 +26,7 @@ SOME_ROWS = ([0], [37], [69], [3, 4], range(5, 10), range(10, 18), range(30, 39)
 class Attention:
     """Attention of the last N_ROWS of N_CELLS tokens.
 
-    `window` is the number of keys that a token sees; 0 stands for all earlier keys.
+    `window` is the number of keys that a token sees, its own included. 0: the token sees its own and all earlier keys.
     """
 
     d_key: int = 64
@@ -38,7 +41,7 @@ class Attention:
     tolerance: float = 1e-5
 
     def inputs(self) -> tuple[Array, Array, Array, Array, Array]:
-        """q [n_head, N_ROWS, d], k and v [n_head_kv, N_CELLS, d], mask [N_ROWS, N_CELLS] and sinks [n_head]."""
+        """Returns q [n_head, N_ROWS, d], k and v [n_head_kv, N_CELLS, d], mask [N_ROWS, N_CELLS] and sinks [n_head]."""
         rng = np.random.default_rng(self.d_key + self.n_head)
         q, k, v = (
             rng.standard_normal(shape).astype(np.float32)
@@ -54,7 +57,7 @@ class Attention:
         return q, k, v, mask.astype(np.float16), 3 * rng.standard_normal(self.n_head).astype(np.float32)
 
     def compute(self, ggml: Ggml, rows: Sequence[int]) -> Array:
-        """Computes some rows with ggml. Returns [n, n_head, d_value]."""
+        """Computes the rows with these indices with ggml. Returns [len(rows), n_head, d_value]."""
         q, k, v, mask, sinks = self.inputs()
         graph = ggml.graph()
         ggml_type = ggml.types[self.cache]
@@ -73,7 +76,7 @@ class Attention:
         return out
 
     def exact(self, ggml: Ggml) -> Array:
-        """Computes all rows in float64, with the values that the cache has. Returns [N_ROWS, n_head, d_value]."""
+        """Computes all rows in float64, with the cached keys and values. Returns [N_ROWS, n_head, d_value]."""
         q, k, v, mask, sinks = (x.astype(np.float64) for x in self.inputs())
         k, v = (stored(ggml, self.cache, x) for x in (k, v))
         n_shared = self.n_head // self.n_head_kv
@@ -154,7 +157,7 @@ def test_attention_ignores_infinite_values_in_masked_cells(ggml: Ggml) -> None:
 
 
 def all_bits() -> bytes:
-    """Returns the bytes of the results of every kind, one after the other."""
+    """Returns the bytes of the attention of all KINDS, one kind after the other."""
     ggml = Ggml()
     return b"".join(kind.compute(ggml, range(N_ROWS)).tobytes() for kind in KINDS.values())
 

@@ -1,4 +1,4 @@
-"""Tests that the slot of every chosen expert holds the file's bytes after each routing event, beside other calls."""
+"""Tests that each chosen expert's slot holds the file's bytes after a routing event, even beside concurrent calls."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Tests short sequences of events with a known victim, in one layer or in several layers.
+"""Tests which experts a short sequence of events evicts or keeps, in one layer or in several.
 
-Other tests use pools with a slot for every expert, or count the uses of each expert.
+A few tests in this file evict nothing, because every expert has a slot, or count how often each expert is used and
+loaded.
 """
 
 import time
@@ -57,7 +58,7 @@ def test_sweep_evicts_the_layer_that_was_just_computed_first(fake: FakeModel, op
 
 
 def test_routing_drops_unneeded_prefetches_of_its_layer(layer: FakeModel, open_store: Open) -> None:
-    """Uses the modelled link, on which nothing moves before the routing event."""
+    """Uses a simulated link, which has transferred nothing when the last routing event begins."""
     store, context = open_store(layer, 8, simulate=True, fill=False)
     store.resize(7)
     context.acquire(0, [0, 1])

@@ -35,7 +35,7 @@ def test_hook_skips_nodes_of_a_resident_layer_and_counts_their_events(
     assert call(context, node.ids, ASK)
     assert call(context, node.ids, DO)
     assert store.info()["resident"] == 0
-    # An announced pass may have no tokens, so the slots of this layer stay pinned.
+    # The announcement of tokens does not unpin the slots of this layer.
     context.announce(0, Phase.DECODE, [1])
     store.drain(10)
     assert not aborts(context)

@@ -84,13 +84,13 @@ def test_product_is_exact_if_a_token_chooses_one_expert_many_times(
 
 
 def quantized(m: ExpertMatrix) -> bytes:
-    """Returns the bytes of normally distributed weights of all experts."""
+    """Returns the bytes of all experts of `m`: normally distributed weights, or random blocks for a type in GRIDS."""
     values = np.random.default_rng(m.ggml_type).standard_normal((m.n_expert, m.ne1, m.ne0))
     return GridBlocks(1).quantized(m.ggml_type, values)
 
 
 def resident(fake: FakeModel, ids: npt.NDArray[np.int32], x: npt.NDArray[np.float32]) -> bytes:
-    """Returns the bits of ggml's product with the first matrix of all experts in plain memory."""
+    """Returns the bits of ggml's MUL_MAT_ID on the first matrix, with all experts in ordinary memory, not in slots."""
     m = fake.layout.matrices[0]
     data = b"".join(fake.matrix_bytes(0, expert) for expert in range(m.n_expert))
     graph = Ggml(N_THREADS).graph()
@@ -121,7 +121,7 @@ OPERATIONS = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.d
 
 
 def computed(operation: str, x: npt.NDArray[np.float32], y: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Computes with ggml. x: [n_tokens, n_rows, n]; y: [n_tokens, n_rows, 1 or n]."""
+    """Computes an element-wise operation with ggml. x: [n_tokens, n_rows, n]; y: [n_tokens, n_rows, 1 or n]."""
     graph = Ggml(N_THREADS).graph()
     out = graph.compute(graph.op(operation, graph.array(x), graph.array(y)), x.shape)
     graph.close()

@@ -20,13 +20,13 @@ from moegguf.quantities import GIB, Link
 from moegguf.testing.link_device import add_link_device
 
 N_BLOCKS, HEAD_BYTES = 66, 12
-SIZES = [128] * 1030 + [300_000, 4]  # bytes of each part of a state; one system call takes 1,024 parts and 256 KiB
+SIZES = [128] * 1030 + [300_000, 4]  # bytes of each part of a state; one part is larger than a chunk of 256 KiB
 STATE_BYTES = HEAD_BYTES * len(SIZES) + sum(SIZES)
 
 
 @contextmanager
 def tensor_of(device: str) -> Iterator[int]:
-    """Yields a tensor with room for the parts of all states. At first all its bytes are ones."""
+    """Yields a tensor on `device` with room for the parts of all states. At first all its bytes have the value 1."""
     ggml = load("ggml", ("ggml_init", "ggml_new_tensor_1d", "ggml_backend_dev_by_name", "ggml_backend_dev_buffer_type",
                          "ggml_backend_alloc_ctx_tensors_from_buft"))  # fmt: skip
     context = c.c_void_p(ggml.ggml_init(InitParams(1 << 12, None, True)))
@@ -49,9 +49,9 @@ def contents(tensor: int) -> np.ndarray:
 
 
 def take_state(address: int, tensor: int, block: int) -> list[bytes]:
-    """Takes a state as llama.cpp does. For each part, it reads the head and puts the bytes of the part into the tensor.
+    """Takes a state as llama.cpp does: for each part, reads the head, and puts the part's bytes into the tensor.
 
-    Returns the heads.
+    The tensor gets these bytes when the blocks are filled. Returns the heads.
     """
     lib, heads, offset = library.load(), [], block * sum(SIZES)
     for n_bytes in SIZES:
@@ -65,7 +65,10 @@ def take_state(address: int, tensor: int, block: int) -> list[bytes]:
 
 
 def fill(folder: Path, wrong: Sequence[int], device: str) -> None:
-    """Fills a tensor from files and compares it with their states. wrong: indices of damaged or cut files."""
+    """Fills a tensor from files and compares the tensor with the files' states.
+
+    wrong: indices of files that are damaged (even indices) or cut short (odd indices).
+    """
     store, random = KvBlockStore(folder, GIB), np.random.default_rng(0)
     states = random.integers(0, 256, (N_BLOCKS, STATE_BYTES), np.uint8)
     names = [f"{block:04x}" for block in range(N_BLOCKS)]

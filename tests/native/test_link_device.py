@@ -25,7 +25,7 @@ from moegguf.quantities import Link
 from moegguf.testing.link_device import LinkFigures, add_link_device, link_device, link_figures
 
 FREE = Link(1e12)  # a copy takes only the time to write memory
-GPU = 1  # enum ggml_backend_dev_type
+GPU = 1  # GGML_BACKEND_DEVICE_TYPE_GPU
 
 _POINTERS = (
     "ggml_init", "ggml_new_tensor_1d", "ggml_backend_dev_by_name", "ggml_backend_dev_init", "ggml_backend_dev_get",
@@ -36,7 +36,7 @@ _POINTERS = (
 
 
 class Rig:
-    """A device with the backends, tensors and host buffers that a test creates."""
+    """A new device. `close` frees the backends, tensors and host buffers that were created with the rig."""
 
     def __init__(self, link: Link, **options: Any) -> None:
         self.name = add_link_device(link, **options)
@@ -45,7 +45,7 @@ class Rig:
         self._free: list[Callable[[], object]] = []
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Calls ggml_backend_NAME. Integers are addresses or sizes."""
+        """Calls the function ggml_backend_NAME. Integer arguments must be addresses or sizes."""
         return getattr(self.ggml, f"ggml_backend_{name}")(
             *(c.c_void_p(a) if isinstance(a, int) else a for a in arguments)
         )
@@ -61,7 +61,7 @@ class Rig:
         return made
 
     def tensor(self, n_bytes: int) -> int:
-        """Returns a tensor of F32 on the device, with zeros."""
+        """Returns a new F32 tensor of `n_bytes` bytes on the device."""
         context = self.ggml.ggml_init(InitParams(1 << 12, None, True))
         made: int = self.ggml.ggml_new_tensor_1d(c.c_void_p(context), F32, c.c_int64(n_bytes // 4))
         buffer = self.call("alloc_ctx_tensors_from_buft", context, self.call("dev_buffer_type", self.device))
@@ -69,7 +69,10 @@ class Rig:
         return made
 
     def graph(self, n_bytes: int) -> tuple[int, int, int, Callable[[], object]]:
-        """Returns a graph that copies an F32 tensor on the device, both tensors, and a function to free them."""
+        """Returns a graph that copies an F32 tensor on the device, its source, its result, and a function.
+
+        The function frees the memory of both tensors.
+        """
         context = self.ggml.ggml_init(InitParams(1 << 20, None, True))
         source: int = self.ggml.ggml_new_tensor_1d(c.c_void_p(context), F32, c.c_int64(n_bytes // 4))
         result: int = self.ggml.ggml_dup(c.c_void_p(context), c.c_void_p(source))
@@ -80,7 +83,7 @@ class Rig:
         return graph, source, result, lambda: self.call("buffer_free", buffer)
 
     def host_memory(self, n_bytes: int) -> tuple[int, str]:
-        """Returns the address of ones in the device's host memory, and the name of the buffer type used."""
+        """Returns the address of bytes of value 1 in a host buffer of the device, and the name of the buffer's type."""
         buffer = self.call("buft_alloc_buffer", self.call("dev_host_buffer_type", self.device), n_bytes)
         self._free.append(lambda: self.call("buffer_free", buffer))
         base = int(self.call("buffer_get_base", buffer))
@@ -90,9 +93,9 @@ class Rig:
         return base, name(c.c_void_p(self.call("buffer_get_type", buffer))).decode()
 
     def there(self, tensor: int, n_bytes: int) -> bool:
-        """Returns True if the tensor has only ones, and False if it has none.
+        """Returns True if all bytes of the tensor have the value 1, and False if all have another value.
 
-        Reads the tensor's memory through /proc/self/mem.
+        Asserts that all bytes are equal. Reads the tensor's memory through /proc/self/mem.
         """
         with open("/proc/self/mem", "rb", buffering=0) as memory:
             memory.seek(self.ggml.ggml_get_data(c.c_void_p(tensor)))
@@ -136,10 +139,10 @@ def test_link_device_is_a_gpu_with_memory_of_its_own() -> None:
 
 
 def asynchronous_copies(pinned: bool, link: Link, strict_seed: int = 0) -> tuple[str, bool, bool, bool]:
-    """Copies bytes to a device. Returns the type of the host's memory, and three times whether the bytes have arrived.
+    """Copies bytes to a device. Returns the host buffer's type, and whether the bytes have arrived at three moments.
 
-    The first time is when the call returns. The second is after a wait for an event that was recorded on another stream
-    before the copy. The third is after another stream has waited for an event behind the copy.
+    The first moment is when the call returns. The second is after a wait for an event that was recorded on another
+    stream before the copy. The third is after another stream has waited for an event behind the copy.
     """
     n_bytes = 1 << 20
     rig = Rig(link, pinned=pinned, strict_seed=strict_seed)
@@ -169,7 +172,7 @@ def test_copies_are_asynchronous_only_from_pinned_memory() -> None:
 def launches(n: int) -> tuple[list[bool], LinkFigures]:
     """Launches a graph n times behind a copy that takes 0.2 s, then waits for the device.
 
-    Returns whether the result was there after each launch and after the wait, and the device's figures.
+    Returns whether the graph's result was there after each launch and after the wait, and the device's figures.
     """
     n_bytes = 1 << 20
     rig = Rig(Link(n_bytes / 0.2), strict_seed=1)
@@ -228,7 +231,10 @@ def test_strict_device_reports_changed_copy_sources_and_freed_memory() -> None:
 
 
 def copy_times() -> list[float]:
-    """Returns the seconds of one copy, of two at once, of two in opposite directions, and of two in one stream."""
+    """Returns the seconds that four kinds of copies take.
+
+    These are one copy, two at once in one direction, two at once in opposite directions, and two in one stream.
+    """
     n_bytes, link = 1 << 20, Link((1 << 20) / 0.05, 0.02)  # 50 ms and 20 ms
     rig = Rig(link)
     memory, _ = rig.host_memory(n_bytes)
@@ -264,7 +270,10 @@ def test_copies_take_latency_and_share_the_bandwidth_of_one_direction() -> None:
 
 
 def store_on_full_device(fake: FakeModel) -> str:
-    """Returns the error of the second of two stores on a device that has memory for one."""
+    """Returns the error of a store with 32 slots on a device with memory for about five experts.
+
+    Another store with four slots is open meanwhile. Asserts that four slots can be allocated again after that.
+    """
     name = add_link_device(FREE, memory_bytes=5 * fake.expert_bytes + (1 << 16))
     options = StoreOptions(device=name)
     first = Store(fake.layout, 4, options)
@@ -279,7 +288,10 @@ def store_on_full_device(fake: FakeModel) -> str:
 
 
 def slots_in_small_buffers(fake: FakeModel) -> tuple[list[int], str]:
-    """Returns the most slots of pools with and without a limit of 10 per buffer, and the error of a larger pool."""
+    """Returns `most_slots` for 1, 11 and 30 wanted slots on three devices, and the error of a pool that is too large.
+
+    The devices are one whose buffers hold 10 slots, one without this limit, and the CPU.
+    """
     sizes = slot_sizes(fake.layout)
     guard_bytes = sizes.pool_bytes // len(sizes.stride_bytes)
     small = add_link_device(FREE, most_buffer_bytes=10 * max(sizes.stride_bytes.values()) + guard_bytes)
@@ -299,7 +311,7 @@ def test_pool_fits_the_largest_buffers_and_a_full_device_refuses_a_second(tmp_pa
 
 
 def most_slots_of(fake: FakeModel, layers: list[MoeLayer], wanted: int) -> list[tuple[int, int]]:
-    """Returns for each layer the most slots, up to `wanted`, of its pool on a device and of its pool on the CPU."""
+    """Returns for each layer the maximum number of slots, up to `wanted`, of its pool on a device and on the CPU."""
     device = add_link_device(FREE)
     layouts = [replace(fake.layout, layers=(layer,)) for layer in layers]
     return [(most_slots(layout, device, wanted), most_slots(layout, None, wanted)) for layout in layouts]
@@ -308,7 +320,7 @@ def most_slots_of(fake: FakeModel, layers: list[MoeLayer], wanted: int) -> list[
 def test_device_pool_is_capped_so_that_32_bit_offsets_reach_every_slot(tmp_path: Path) -> None:
     """Kernels use 32-bit offsets that count blocks of a type.
 
-    An expert matrix of 2048 x 768 values has 2048 * 768 / (values per block) blocks, and the pool may have 2^31 blocks.
+    An expert matrix of 2048 x 768 values has 2048 * 768 / (values per block) blocks, and a pool at most 2^31.
     """
     most = {F32: 1365, F16: 1365, Q4_0: 43690, Q8_0: 43690, MXFP4: 43690, Q4_K: 349525}
     kinds: tuple[Kind, ...] = ("gate", "up", "down")
@@ -319,7 +331,7 @@ def test_device_pool_is_capped_so_that_32_bit_offsets_reach_every_slot(tmp_path:
 
 
 def slot_tokens_of_a_device() -> int:
-    """Returns the most tokens of a pass for which products from slots on a simulated device are exact."""
+    """Returns the maximum number of tokens of a pass with exact products from slots on a simulated device."""
     return slot_tokens(link_device(FREE))
 
 
@@ -330,9 +342,9 @@ def test_slot_tokens_returns_the_limit_of_each_backend() -> None:
 
 
 def without_padding(fake: FakeModel) -> tuple[int, int]:
-    """Returns the bytes of a slot on a device that pads rows, and the bytes that such a slot has more than on the CPU.
+    """Returns the bytes of a slot on a device that needs padding, and how many bytes more this is than on the CPU.
 
-    Asserts that slots without padding are refused.
+    Asserts that the device refuses slots without padding.
     """
     device = add_link_device(FREE, strict_seed=1)
     sizes = [slot_sizes(padded(fake.layout, [name])).slot_bytes for name in (None, "none such", device)]
