@@ -1,6 +1,6 @@
 """Compares moegguf's kernels with llama.cpp's by the processor time of one product of experts, in turns.
 
-Three processes with one thread each run at the same time. The first one uses llama.cpp's kernels of the same build
+Three processes with one thread each stay loaded and compute in turns. The first one uses llama.cpp's kernels of the same build
 (MOEGGUF_KERNELS=upstream), the second one moegguf's fastest kernels for this processor, and the third one moegguf's
 kernels for processors without AVX-512. A layer has 128 experts of 768 x 2048, and a token uses 8 of them. A prompt has
 512 tokens. Each token of decoding uses other random experts, so that most weights come from memory, not from a cache.
@@ -34,15 +34,22 @@ TYPES = ("q8_0", "q5_0", "q5_1", "q4_1", "q2_K", "q3_K", "q4_0", "q4_K", "q5_K",
 
 
 def turns(ggml: Ggml, ggml_type: int, is_interleaved: bool, n_tokens: int, n_passes: int) -> Iterator[float]:
-    """Runs an endless series of turns. Yields the processor seconds per pass, averaged over a turn's `n_passes`."""
+    """Yields the mean processor seconds of a pass in a turn of `n_passes` passes, once for each turn without end.
+
+    Weights are plain if the kernels cannot multiply interleaved weights of this type.
+    """
     random = np.random.default_rng(1)
     one = ggml.quantized(ggml_type, random.standard_normal((N_OUT, N_IN)))
-    graph = ggml.graph(ggml.interleaved if is_interleaved else None)
-    weights = graph.input(ggml_type, (N_EXPERT, N_OUT, N_IN), one * N_EXPERT, is_weight=True)
-    x = graph.array(random.standard_normal((n_tokens, 1, N_IN)).astype(np.float32))
+    values = random.standard_normal((n_tokens, 1, N_IN)).astype(np.float32)
     chosen = random.random((n_passes, n_tokens, N_EXPERT)).argsort(axis=2)[:, :, :N_USED].astype(np.int32)
-    ids = graph.array(chosen[0])
-    compute = graph.prepare(graph.op("mul_mat_id", weights, x, ids))
+    for buffer_type in [ggml.interleaved, None] if is_interleaved else [None]:
+        graph = ggml.graph(buffer_type)
+        weights = graph.input(ggml_type, (N_EXPERT, N_OUT, N_IN), one * N_EXPERT, is_weight=True)
+        x, ids = graph.array(values), graph.array(chosen[0])
+        product = graph.op("mul_mat_id", weights, x, ids)
+        if graph.supports(product):
+            break
+    compute = graph.prepare(product)
     while True:
         seconds = 0.0
         for choice in chosen:

@@ -19,5 +19,5 @@ class Eager(DraftGate):
     def widths(self, answers: Sequence[Sequence[Acceptance]]) -> list[list[int]]:
         return [[WIDTH] * len(of_answer) for of_answer in answers]
 
-    def ran(self, *_: Any) -> None:
+    def note_pass(self, *_: Any) -> None:
         pass

@@ -93,7 +93,7 @@ constexpr Kernel panel_kernel = {T::n_values,      sizeof(typename T::Row),     
 // ---- interleaved weights ----
 
 // The fewest rows for which unpacking interleaved weights takes less time than it saves.
-constexpr int least_unpacked_rows = 8;
+constexpr int least_unpacked_rows = 12;
 
 // Unpacks a step of a block to a panel, and then the steps after it.
 template <class Isa, class T, int step = 0>
