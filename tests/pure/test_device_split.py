@@ -170,6 +170,8 @@ def test_layers_on_the_cpu_share_ram_slots_with_layers_of_devices(layout: Expert
     assert (on_cpu.name, on_cpu.layers, on_cpu.n_slots, mixed.n_ram_slots) == (None, (0, 1, 2, 3), 20, 40)
     assert device_of_layers(12, split, 9)[:5] == [ON_CPU] * 4 + [0]
     assert mixed.host_bytes >= 60 * mixed.slot_bytes
+    on_devices_bytes = sum(part.n_slots for part in on_devices) * mixed.slot_bytes + mixed.staging_slots_bytes
+    assert (mixed.expert_cache_bytes, mixed.vram_cache_bytes) == (60 * mixed.slot_bytes, on_devices_bytes)
     one, _ = plan(layout, "25%", free=(8 * GIB,), n_gpu_layers=9)
     assert [part.name for part in one.devices] == ["GPU0", None]
     with pytest.raises(BudgetError, match=r"expert_cache=.* the CPU needs 4 for its layers .* give at least"):
