@@ -92,9 +92,8 @@ class Plan:
 
     @property
     def device(self) -> str | None:
-        """ggml's names for the devices of the plan, separated by commas; None if no device has slots."""
-        has_slots = any(part.n_slots for part in self.on_devices)
-        return ", ".join(str(part.name) for part in self.on_devices) if has_slots else None
+        """ggml's names for the devices with slots, separated by commas; None if no device has slots."""
+        return ", ".join(str(part.name) for part in self.on_devices if part.n_slots) or None
 
     @property
     def layers_on(self) -> str | None:

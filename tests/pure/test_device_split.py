@@ -103,6 +103,7 @@ def test_single_vram_budget_is_shared_and_a_list_is_kept_per_device(layout: Expe
     assert (shared.n_slots, shared.n_ram_slots, shared.device) == (48, 96, "GPU0, GPU1")
     listed, _ = plan(layout, "25%,10%", tensor_split=[1, 1])
     assert [part.n_slots for part in listed.devices] == [48, 19]
+    assert plan(layout, "25%", tensor_split=[1, 0])[0].device == "GPU0", "the other device has no layers"
     uneven, _ = plan(layout, "25%", tensor_split=[3, 1], free=(8 * GIB, 2 * GIB))
     assert [len(part.layers) for part in uneven.devices] == [10, 2]
     assert sum(part.n_slots for part in uneven.devices) == 48
