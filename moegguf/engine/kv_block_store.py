@@ -177,7 +177,10 @@ class KvBlockStore:
         return None if self.is_off else _opened(self._path(name), n_head)
 
     def read(self, name: str) -> bytes | None:
-        """Returns a block's state. If the block cannot be read or its digest differs, deletes it and returns None."""
+        """Returns a block's state. If the block cannot be read or its digest differs, deletes it and returns None. If
+        the store is off, returns None and keeps the block."""
+        if self.is_off:
+            return None
         with suppress(OSError):
             if (block := self.open(name)) is not None:
                 data = read_regular(block.path, own=True)[block.begin :]

@@ -179,6 +179,7 @@ def test_disk_error_turns_the_store_off_with_one_warning(
     assert len(warned) == 1
     assert store.is_off
     assert store.read(NAMES[0]) is None
+    assert path_of(folder, NAMES[0]).exists(), "the block is intact"
     assert not list(folder.glob(".block.*"))
 
 
