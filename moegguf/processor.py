@@ -18,20 +18,19 @@ class Processor:
 
 
 def read_processor(root: Path = Path("/")) -> Processor:
-    """Returns the first processor in /proc/cpuinfo, with the name "unknown CPU" if no name is found."""
+    """Returns the first processor in /proc/cpuinfo. If it has no name, it gets the machine's name, which some ARM
+    machines put last; "unknown CPU" if there is neither."""
     try:
         text = (root / "proc/cpuinfo").read_text(errors="replace")
     except OSError:
         text = ""
-    model, flags = "unknown CPU", frozenset[str]()
+    first = dict[str, str]()
     for line in text.splitlines():
         name, _, value = line.partition(":")
-        if name.strip() in ("model name", "Model"):
-            model = value.strip() or model
-        elif name.strip() in ("flags", "Features"):
-            flags = frozenset(value.split())
-            break
-    return Processor(model, flags)
+        if value.strip():
+            first.setdefault(name.strip(), value.strip())
+    model = first.get("model name") or first.get("Model") or "unknown CPU"
+    return Processor(model, frozenset((first.get("flags") or first.get("Features", "")).split()))
 
 
 def has_kernels(processor: Processor, chosen: str) -> bool:

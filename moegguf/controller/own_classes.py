@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from functools import lru_cache
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
@@ -83,8 +84,9 @@ def _load_module(file: Path, mtime_ns: int, kind: str) -> ModuleType:
     """Imports a Python file once, and again after its modification time (`mtime_ns`) has changed. The file can import
     modules from its folder. Raises OptionError if the file raises an error."""
     name = f"moegguf_own_{file.stem}_{abs(hash(file)):x}_{mtime_ns:x}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None  # never None, because the file's suffix is .py
+    # The path may be the target of a link, with another suffix than .py, so the loader is given.
+    spec = importlib.util.spec_from_file_location(name, file, loader=SourceFileLoader(name, str(file)))
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))

@@ -38,7 +38,7 @@ MOST_AUTO_BYTES, AUTO_SHARE = 16 * GIB, 10
 KEPT_PARTS = (9, 10)  # blocks are deleted, if room is needed, until they take at most 9/10 of the limit
 # Blocks are counted again after at most 1/20 of the limit was written, because other processes write, too.
 UNCOUNTED_PARTS = 20
-MOST_HEADER_BYTES = 4096
+MOST_HEADER_BYTES = 4096  # magic, checksum, length and JSON together
 _HEADER = struct.Struct(f"<8s{DIGEST_BYTES}sI")  # magic, checksum, length of the JSON in bytes
 
 Buffer = bytes | bytearray | memoryview
@@ -177,7 +177,10 @@ class KvBlockStore:
         return None if self.is_off else _opened(self._path(name), n_head)
 
     def read(self, name: str) -> bytes | None:
-        """Returns a block's state. If the block cannot be read or its digest differs, deletes it and returns None."""
+        """Returns a block's state. If the block cannot be read or its digest differs, deletes it and returns None. If
+        the store is off, returns None and keeps the block."""
+        if self.is_off:
+            return None
         with suppress(OSError):
             if (block := self.open(name)) is not None:
                 data = read_regular(block.path, own=True)[block.begin :]
@@ -190,8 +193,9 @@ class KvBlockStore:
         """Writes a block. If there is no room, first deletes the least recently used blocks. Returns False if the block
         was not written."""
         header = json.dumps(astuple(about)).encode()
-        n_bytes = _HEADER.size + len(header) + sum(len(part) for part in parts)
-        if self.is_off or n_bytes > self.limit_bytes or len(header) > MOST_HEADER_BYTES:
+        begin = _HEADER.size + len(header)
+        n_bytes = begin + sum(len(part) for part in parts)
+        if self.is_off or n_bytes > self.limit_bytes or begin > MOST_HEADER_BYTES:
             return False
         body = [header, *parts]
         first, temporary = _HEADER.pack(MAGIC, _digest(name.encode(), body), len(header)), ""

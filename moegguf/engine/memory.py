@@ -254,11 +254,11 @@ class Sizes:
         return None if self.pools or self.logits_all else logits_tokens(layout, self.n_seq_max)
 
     def is_fused(self, layout: ExpertLayout) -> bool:
-        """Returns True if the plan counts attention as fused. If `flash_attn` is None, attention counts as fused only
-        on the CPU and outside NEVER_FUSED, because a device may lack the kernel."""
-        if self.flash_attn is None:
-            return not self.on_device and layout.arch not in NEVER_FUSED
-        return self.flash_attn
+        """Returns True if the plan counts attention as fused; never for an architecture in NEVER_FUSED. If `flash_attn`
+        is None, attention counts as fused only on the CPU, because a device may lack the kernel."""
+        if layout.arch in NEVER_FUSED:
+            return False
+        return not self.on_device if self.flash_attn is None else self.flash_attn
 
     def with_context(self, layout: ExpertLayout, n_ctx: int) -> Sizes:
         """Returns the sizes with a context of `n_ctx` tokens. With `pools`, a missing batch or pass gets its size from

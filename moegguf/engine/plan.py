@@ -92,9 +92,8 @@ class Plan:
 
     @property
     def device(self) -> str | None:
-        """ggml's names for the devices of the plan, separated by commas; None if no device has slots."""
-        has_slots = any(part.n_slots for part in self.on_devices)
-        return ", ".join(str(part.name) for part in self.on_devices) if has_slots else None
+        """ggml's names for the devices with slots, separated by commas; None if no device has slots."""
+        return ", ".join(str(part.name) for part in self.on_devices if part.n_slots) or None
 
     @property
     def layers_on(self) -> str | None:
@@ -151,10 +150,16 @@ class Plan:
         return sum(part.available_bytes for part in self.on_devices or self.memories)
 
     @property
+    def expert_cache_bytes(self) -> int:
+        """Bytes of slots in RAM, as a value for the option expert_cache: the slots from which the CPU computes layers,
+        and the slots from which slots of devices are filled."""
+        return (self.ram.n_slots + self.ram.n_below) * self.slot_bytes
+
+    @property
     def vram_cache_bytes(self) -> int:
-        """Bytes of slots and staging tensors, as a value for the option vram_cache; 0 if no device has slots. Slots in
-        RAM from which the CPU computes layers count, too."""
-        return self.budget_bytes + self.staging_slots_bytes if self.device else 0
+        """Bytes of slots and staging tensors on devices, as a value for the option vram_cache; 0 if no device has
+        slots."""
+        return self.device_slots * self.slot_bytes + self.staging_slots_bytes if self.device else 0
 
     @property
     def staging_slots_bytes(self) -> int:
@@ -185,7 +190,7 @@ class Plan:
 
 FIGURES = (
     "n_slots", "budget_bytes", "resident", "total_bytes", "available_bytes", "device", "layers_on", "n_ram_slots",
-    "host_bytes", "vram_cache_bytes",
+    "host_bytes", "expert_cache_bytes", "vram_cache_bytes",
 )  # fmt: skip
 """Names of the plan's properties that `Plan.facts` includes."""
 

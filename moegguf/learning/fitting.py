@@ -163,7 +163,7 @@ def fit(trainee: Trainee, schedule: Schedule, report: Report = no_report) -> Fit
             losses.append(batch.loss)
         fitted.losses.append(float(np.mean(losses)))
         found = trainee.validate()
-        if found > fitted.best or found == 0:  # 0 usually means no validation samples; the last epoch then counts
+        if found > fitted.best or fitted.best == 0:  # 0 usually means no validation samples; the last epoch then counts
             best = trainee.state()
             best_epoch = epoch
         fitted.accuracies.append(found)

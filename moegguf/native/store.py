@@ -300,7 +300,15 @@ class Store:
 
         Raises OptionError if there is no such device.
         """
-        return self._figures(self._library.moegguf_store_tier, abi.TierInfo(), abi.DEVICE_TIER + index)
+        return self._figures(self._library.moegguf_store_tier, abi.TierInfo(), self._tier_of_device(index))
+
+    def _tier_of_device(self, index: int) -> int:
+        """Returns the number of the tier of devices[index]. Raises OptionError if there is no such device."""
+        if not 0 <= index < len(self.devices):
+            raise OptionError(
+                f"this store has no such slots: device {index}; give an index from 0 to {len(self.devices) - 1}."
+            )
+        return abi.DEVICE_TIER + index
 
     def drives(self) -> list[dict[str, Any]]:
         """Returns every field of struct moegguf_drive_info, for the model's own files and for each mirror.
@@ -504,7 +512,7 @@ class Store:
         after the slots were emptied (no slot is then left). Raises OptionError for a number of slots that the tier
         cannot have, and ExpertIOError if reads do not end within a minute.
         """
-        index = tier if device is None else abi.DEVICE_TIER + device
+        index = tier if device is None else self._tier_of_device(device)
         self._library.moegguf_store_resize(self.handle, index, n_slots)
 
     def drain(self, timeout_s: float = 600.0) -> None:

@@ -111,15 +111,20 @@ class Snapshot:
     def since(self, before: Snapshot | None) -> Snapshot:
         """Returns a copy with the uses and loads (255 or less) since an earlier snapshot, and the speed since then.
 
-        Uses, loads and speed are 0 if `before` is None, has other layers, or is from an earlier load (its `seconds` are
-        larger).
+        Uses, loads and speed are 0 if `before` is None, has other layers, or is from an earlier load: its `seconds`,
+        tokens or one of its counts are larger.
         """
         import numpy as np
 
-        if before is None or before.layers != self.layers or before.seconds > self.seconds:
+        if before is None or before.layers != self.layers:
             before = self
-        pairs = ((getattr(self, name), getattr(before, name)) for name in ("uses", "loads"))
-        counts = (np.frombuffer(now, np.uint32) - np.frombuffer(then, np.uint32) for now, then in pairs)
-        uses, loads = (np.minimum(each, 255).astype(np.uint8).tobytes() for each in counts)
+        now, then = (
+            np.array([np.frombuffer(counts, np.uint32) for counts in (each.uses, each.loads)])
+            for each in (self, before)
+        )
+        is_later = self.seconds >= before.seconds and self.answer_tokens >= before.answer_tokens
+        if not is_later or (now < then).any():
+            before, then = self, now
+        uses, loads = (counts.tobytes() for counts in np.minimum(now - then, 255).astype(np.uint8))
         speed = (self.answer_tokens - before.answer_tokens) / max(self.seconds - before.seconds, 1e-3)
         return replace(self, uses=uses, loads=loads, tokens_per_s=max(0.0, speed))

@@ -305,13 +305,10 @@ class MemoryLimits:
 def planned_budgets(plan: Mapping[str, Any]) -> dict[str, int]:
     """Returns {name of a budget: bytes for slots} of a plan (as JSON).
 
-    Without slots on GPUs, all slots count for `expert_cache`. Otherwise `vram_cache` counts the slots from which layers
-    compute and the buffers in which prompts are staged. `expert_cache` then counts the slots in RAM from which slots of
-    GPUs are filled.
+    `expert_cache` counts all slots in RAM. `vram_cache` counts the slots on GPUs and the buffers in which prompts are
+    staged.
     """
-    if plan.get("device"):
-        return {"expert_cache": plan.get("n_ram_slots", 0) * plan["slot_bytes"], "vram_cache": plan["vram_cache_bytes"]}
-    return {"expert_cache": plan.get("budget_bytes", 0), "vram_cache": 0}
+    return {name: plan.get(f"{name}_bytes", 0) for name in ("expert_cache", "vram_cache")}
 
 
 def expert_cache_within(cache: ExpertCache, n_experts: int, slot_bytes: int, reserved_bytes: int) -> int:

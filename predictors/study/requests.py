@@ -20,6 +20,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from moegguf.bench.record import RecordOptions, record
 from moegguf.native import library
@@ -93,8 +94,10 @@ def record_role(model: Path, requests: Sequence[Request], path: Path, inputs: bo
     they had been decoded one by one. inputs: True: the routers' inputs are recorded, too."""
     prompts = [Prompt(request.text, request.kind, n_predict=None) for request in requests]
     options = RecordOptions(n_predict=0, inputs=inputs)
-    record(model, prompts, path, options, n_ctx=N_CTX, logits_all=True, verbose=False, expert_cache="100%")
-    trace = read(path)
+    with TemporaryDirectory(dir=path.parent) as folder:  # `main` keeps `path` as finished if it exists
+        whole = Path(folder) / path.name
+        record(model, prompts, whole, options, n_ctx=N_CTX, logits_all=True, verbose=False, expert_cache="100%")
+        trace = read(whole)
     llm = library.llama_cpp().Llama(str(model), vocab_only=True, verbose=False)
     lengths = [len(llm.tokenize(request.opening.encode(), special=True)) for request in requests]
     write(path, answered(trace, dict(zip(trace.sequences(), lengths, strict=True))))

@@ -219,6 +219,8 @@ def test_uses_of_skipped_snapshots_are_added_up() -> None:
     assert later.uses == bytes([6, 0, 0, 255, 2, 0]) and later.loads == bytes([2, 0, 0, 0, 0, 0])
     assert later.state == bytes(6)
     assert added(None, replace(SNAPSHOT, seconds=1.0)).since(first).uses == bytes(6), "loaded anew meanwhile"
+    fewer = added(None, replace(SNAPSHOT, seconds=9.0, uses=bytes([9, 0, 0, 254, 9, 0]), answer_tokens=9)).since(first)
+    assert fewer.uses == fewer.loads == bytes(6) and fewer.tokens_per_s == 0, "loaded anew longer ago"
 
 
 async def test_a_server_shutdown_ends_the_live_stream() -> None:

@@ -214,8 +214,9 @@ def test_resize_divides_slots_among_devices_or_resizes_one_device(fake: FakeMode
         with pytest.raises(OptionError, match="slots, not"):
             store.resize(n_slots, device=device)
     for call in (store.device, lambda index: store.resize(4, device=index)):
-        with pytest.raises(OptionError, match="no such slots"):
-            call(2)
+        for index in (2, -1):
+            with pytest.raises(OptionError, match="no such slots"):
+                call(index)
     store.drain(10)
     check_sums(store)
 

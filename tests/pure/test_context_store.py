@@ -49,6 +49,15 @@ def test_block_is_read_back_unchanged_by_two_stores(store: KvBlockStore, folder:
     assert not store.holds(NAMES[0])
 
 
+def test_block_is_written_only_if_its_header_can_be_read_back(store: KvBlockStore) -> None:
+    lengths = range(kv_block_store.MOST_HEADER_BYTES - 60, kv_block_store.MOST_HEADER_BYTES)
+    written = [n for n in lengths if store.write(NAMES[0], About("m" * n, 128, 64), [b"one"])]
+    assert written and written[-1] < lengths[-1]
+    for n in (written[0], written[-1]):
+        store.write(NAMES[0], About("m" * n, 128, 64), [b"one"])
+        assert store.read(NAMES[0]) == b"one"
+
+
 def test_block_files_are_readable_only_by_their_owner(store: KvBlockStore, folder: Path) -> None:
     store.write(NAMES[0], ABOUT, [b"secret"])
     folder.chmod(0o755)
@@ -174,6 +183,7 @@ def test_disk_error_turns_the_store_off_with_one_warning(
     assert len(warned) == 1
     assert store.is_off
     assert store.read(NAMES[0]) is None
+    assert path_of(folder, NAMES[0]).exists(), "the block is intact"
     assert not list(folder.glob(".block.*"))
 
 

@@ -103,6 +103,7 @@ def test_single_vram_budget_is_shared_and_a_list_is_kept_per_device(layout: Expe
     assert (shared.n_slots, shared.n_ram_slots, shared.device) == (48, 96, "GPU0, GPU1")
     listed, _ = plan(layout, "25%,10%", tensor_split=[1, 1])
     assert [part.n_slots for part in listed.devices] == [48, 19]
+    assert plan(layout, "25%", tensor_split=[1, 0])[0].device == "GPU0", "the other device has no layers"
     uneven, _ = plan(layout, "25%", tensor_split=[3, 1], free=(8 * GIB, 2 * GIB))
     assert [len(part.layers) for part in uneven.devices] == [10, 2]
     assert sum(part.n_slots for part in uneven.devices) == 48
@@ -170,6 +171,8 @@ def test_layers_on_the_cpu_share_ram_slots_with_layers_of_devices(layout: Expert
     assert (on_cpu.name, on_cpu.layers, on_cpu.n_slots, mixed.n_ram_slots) == (None, (0, 1, 2, 3), 20, 40)
     assert device_of_layers(12, split, 9)[:5] == [ON_CPU] * 4 + [0]
     assert mixed.host_bytes >= 60 * mixed.slot_bytes
+    on_devices_bytes = sum(part.n_slots for part in on_devices) * mixed.slot_bytes + mixed.staging_slots_bytes
+    assert (mixed.expert_cache_bytes, mixed.vram_cache_bytes) == (60 * mixed.slot_bytes, on_devices_bytes)
     one, _ = plan(layout, "25%", free=(8 * GIB,), n_gpu_layers=9)
     assert [part.name for part in one.devices] == ["GPU0", None]
     with pytest.raises(BudgetError, match=r"expert_cache=.* the CPU needs 4 for its layers .* give at least"):

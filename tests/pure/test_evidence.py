@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from moegguf.controller.artifacts import Artifacts
 from moegguf.controller.policies import LRU
 from moegguf.controller.predictors.base import NoPrediction
 from moegguf.native.events import Phase
+from moegguf.trace.format import write
 from moegguf.trace.prompts import read_prompts
 from predictors import texts
 from predictors.models.demo import questions
@@ -132,6 +134,17 @@ def test_requests_load_splits_roles_in_order_and_checks_the_hashes(
     assert [prompt.text + (prompt.completion or "") for prompt in read] == [request.text for request in loaded]
     with pytest.raises(ValueError, match="but the manifest has"):
         requests.checked(tmp_path)
+
+
+def test_interrupted_record_role_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def recorded(model: Path, prompts: object, out: Path, *_: object, **options: object) -> None:
+        write(out, random_trace(n_sequences=1, n_prefill=6, n_decode=0))
+
+    monkeypatch.setattr(requests, "record", recorded)
+    monkeypatch.setattr(requests.library, "llama_cpp", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        requests.record_role(tmp_path / "m.gguf", [], tmp_path / "learning.trace", inputs=False)
+    assert not list(tmp_path.iterdir())
 
 
 def test_answered_splits_a_single_pass_into_prompt_and_decode_passes() -> None:

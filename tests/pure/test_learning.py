@@ -7,6 +7,7 @@ from. An interrupted training run keeps the old files.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +27,8 @@ from moegguf.gguf.experts import read_layout
 from moegguf.learning import expert_mlp, mlp, routing_path
 from moegguf.learning.counts import collect
 from moegguf.learning.feed_forward import FeedForward, FeedForwardTrainee, Samples
-from moegguf.learning.fitting import Fitted, Schedule, cross_entropy, fit, n_right, rate_at
+from moegguf.learning.fitting import Batch, Fitted, Schedule, Trainee, cross_entropy, fit, n_right, rate_at
+from moegguf.learning.gradients import Floats, Node
 from moegguf.learning.learn import INPUT_BYTES, LEARNERS, Learning, check_strategies, most_tokens
 from moegguf.native.predictor import QuantizedMatrix
 from moegguf.trace.trace import Trace
@@ -82,6 +84,42 @@ def test_training_with_equal_seeds_gives_equal_networks() -> None:
     for (weight, bias), (same_weight, same_bias), (different, _) in zip(one, other, third, strict=True):
         assert np.array_equal(weight, same_weight) and np.array_equal(bias, same_bias)
         assert not np.array_equal(weight, different)
+
+
+class Scripted(Trainee):
+    """A trainee without parameters to fit. Its state is the number of the epoch, and its accuracies are given."""
+
+    def __init__(self, *accuracies: float) -> None:
+        self.parameters = {}
+        self.epoch = 0
+        self._accuracies = accuracies
+
+    n_batches = 1
+
+    def batches(self, rng: np.random.Generator) -> Iterator[Batch]:
+        self.epoch += 1
+        yield Batch(Node(np.zeros(1, np.float32)), 1.0, np.zeros(1, np.float32))
+
+    def validate(self) -> float:
+        return self._accuracies[self.epoch - 1]
+
+    def state(self) -> dict[str, Floats]:
+        return {"epoch": np.array(self.epoch)}
+
+    def restore(self, state: dict[str, Floats]) -> None:
+        self.epoch = int(state["epoch"])
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "best"),
+    [((0.5, 0.75, 0.75, 0.25), 2), ((0.5, 0.0, 0.0), 1), ((0.0, 0.25, 0.0), 2), ((0.0, 0.0, 0.0), 3)],
+)
+def test_fit_keeps_the_first_best_epoch_or_the_last_one_without_accuracy(
+    accuracies: tuple[float, ...], best: int
+) -> None:
+    trainee = Scripted(*accuracies)
+    found = fit(trainee, Schedule(epochs=len(accuracies), patience=0))
+    assert (trainee.epoch, found.accuracies) == (best, [*accuracies])
 
 
 def test_learning_rate_rises_and_falls_to_zero() -> None:

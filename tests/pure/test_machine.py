@@ -74,6 +74,14 @@ def test_read_memory_without_cgroups_reports_the_machine(fake: FakeMachine) -> N
     assert read_processor(fake.root) == Processor("Some CPU", frozenset({"fpu", "avx2", "fma", "avx512f"}))
 
 
+def test_read_processor_finds_a_model_after_the_features(fake: FakeMachine) -> None:
+    cores = "".join(f"processor\t: {n}\nFeatures\t: fp asimd\nCPU part\t: 0xd08\n\n" for n in range(2))
+    fake.write("proc/cpuinfo", f"{cores}Revision\t: c03111\nModel\t\t: Raspberry Pi 4 Model B\n")
+    assert read_processor(fake.root) == Processor("Raspberry Pi 4 Model B", frozenset({"fp", "asimd"}))
+    fake.write("proc/cpuinfo", cores)
+    assert read_processor(fake.root) == Processor("unknown CPU", frozenset({"fp", "asimd"}))
+
+
 @pytest.mark.parametrize(
     ("limit", "usage", "stat", "high", "free"),
     [

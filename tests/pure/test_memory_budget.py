@@ -26,7 +26,16 @@ from moegguf.native.slot_sizes import padded
 from moegguf.quantities import Link, parse_expert_cache
 from moegguf.serving import memory_budget
 from moegguf.serving.events import LoadOverrides
-from moegguf.serving.memory_budget import RAM, Admission, MemoryUse, ModelSize, admit, expert_cache_within, measure
+from moegguf.serving.memory_budget import (
+    RAM,
+    Admission,
+    MemoryUse,
+    ModelSize,
+    admit,
+    expert_cache_within,
+    measure,
+    planned_budgets,
+)
 from moegguf.serving.wire import LoadConfig, build, encode
 from moegguf.settings import Settings
 from moegguf.testing.link_device import add_link_device
@@ -236,6 +245,16 @@ def test_n_gpu_layers_counts_a_part_of_the_layers_on_the_device(path: Path) -> N
     assert 0 < half.wanted["GPU0"] < most.wanted["GPU0"]
     plan = half.plan_within(half.wanted)
     assert plan.n_gpu_layers == 3 and sent(half, plan) == plan
+
+
+def test_planned_budgets_count_the_slots_of_layers_on_the_cpu_for_expert_cache(path: Path) -> None:
+    found = measure_on_gpu(path, n_gpu_layers=4, vram_cache="25%", expert_cache="50%")
+    plan = found.plan_within(found.wanted)
+    (on_gpu, in_ram), size = plan.memories, plan.slot_bytes
+    assert in_ram.n_slots > 0 and in_ram.n_below > 0
+    budgets = planned_budgets(plan.facts())
+    assert budgets["expert_cache"] == (in_ram.n_slots + in_ram.n_below) * size == 48 * size
+    assert budgets["vram_cache"] == on_gpu.n_slots * size + plan.staging_slots_bytes
 
 
 def test_measure_rejects_a_placement_that_contradicts_n_gpu_layers(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

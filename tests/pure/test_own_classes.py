@@ -106,6 +106,12 @@ def test_changed_class_file_is_read_again_and_may_import_its_neighbours(file: Pa
     assert name_of(make_policy(f"{file}:Newest", SMALL, HERE)) == "7"
 
 
+def test_class_file_may_be_a_link_to_a_file_with_another_suffix(file: Path) -> None:
+    link = file.with_name("link.py")
+    link.symlink_to(file.rename(file.with_name("4f2a.blob")))
+    assert name_of(make_policy(f"{link}:Newest", SMALL, HERE)) == "Newest"
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "words"),
     [

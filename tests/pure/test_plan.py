@@ -118,6 +118,14 @@ def test_plan_keeps_512_tokens_per_pass_and_states_the_reason(
     assert why in reason
 
 
+@pytest.mark.parametrize("flash_attn", [None, True])
+def test_plan_counts_attention_scores_of_grok_for_any_flash_attn(layout: ExpertLayout, flash_attn: bool | None) -> None:
+    grok = replace(layout, arch="grok")
+    separate = Sizes(8192, flash_attn=False).needs(grok, 512)
+    assert Sizes(8192, flash_attn=flash_attn).needs(grok, 512) == separate
+    assert separate.compute_bytes > Sizes(8192, flash_attn=True).needs(layout, 512).compute_bytes
+
+
 def test_plan_uses_no_longer_pass_that_exceeds_the_memory_margin(layout: ExpertLayout) -> None:
     needs = Sizes(8192, flash_attn=True).needs(layout, 512)
     free = needs.total_bytes(48) + 48 * slot_bytes(layout)
