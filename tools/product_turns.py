@@ -1,8 +1,8 @@
 """Compares moegguf's kernels with llama.cpp's by the processor time of one product of experts, in turns.
 
-Three processes with one thread each stay loaded and compute in turns. The first one uses llama.cpp's kernels of the same build
-(MOEGGUF_KERNELS=upstream), the second one moegguf's fastest kernels for this processor, and the third one moegguf's
-kernels for processors without AVX-512. A layer has 128 experts of 768 x 2048, and a token uses 8 of them. A prompt has
+Three processes with one thread each stay loaded and compute in turns. The first one uses llama.cpp's kernels of the
+same build (MOEGGUF_KERNELS=upstream), the second one moegguf's fastest kernels for this processor, and the third one
+moegguf's kernels for processors without AVX-512. A layer has 128 experts of 768 x 2048, and a token uses 8 of them. A prompt has
 512 tokens. Each token of decoding uses other random experts, so that most weights come from memory, not from a cache.
 
 Usage: python tools/product_turns.py [TYPE ...] [--rounds N] [--interleaved]
