@@ -1,7 +1,7 @@
 // acquire.cpp: the functions of Store (store.h) that handle a routing event between a router's choice and the layer's
 // multiplications. A supply is chosen for each event; it pins slots and queues transfers under the store's lock. Other
-// functions here take announced tokens, return failures of a pass, resize a tier between passes, and handle layers
-// whose experts are all in their own slots.
+// functions here take announced tokens, return failures of a pass, and resize a tier between passes. While every expert
+// of a tier is complete in its own slot and nothing listens, the functions here only count the events of its layers.
 #include "store.h"
 #include "switches.h"
 

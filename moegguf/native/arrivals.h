@@ -1,6 +1,7 @@
 // arrivals.h: the order in which the CPU's kernels multiply with a layer's experts. Matrices that are in memory come
 // first, and the others follow as they arrive (ProMoE's reordered inference). Streamed experts come in a fixed order.
-// This code runs and waits in the kernels' threads. It changes no slot and starts no transfer.
+// This code runs and waits in the kernels' threads: in upstream's kernels (patches/arrivals.patch) and in
+// kernels/multiply.cpp. It changes no slot and starts no transfer.
 #pragma once
 
 #include "tier.h"

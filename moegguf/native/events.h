@@ -1,7 +1,8 @@
 // events.h: passes events from compute threads to a listener, which runs on its own thread.
 //
 // This part copies events into its own ring and calls the listener. It does not know about slots, never takes the
-// store's lock, and is never called under that lock.
+// store's lock itself, and is never called under that lock. The listener's callbacks may call the store, and then take
+// the lock on this thread.
 #pragma once
 
 #include "moegguf.h"

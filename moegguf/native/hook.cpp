@@ -3,7 +3,8 @@
 // - While a graph is built, the hook adds nodes to layers whose experts a store holds, and reorders the nodes.
 // - While a graph runs, the scheduler's eval callback stops at a layer's expert ids, and the experts are acquired. It
 //   also stops before multiplications whose matrices are on their way, if kernels cannot wait for them (arrivals.cpp).
-//   Layers whose experts are all in their own slots need no stop.
+//   There the supply waits. No layer of a tier needs a stop while every expert of the tier is complete in its own slot
+//   and nothing observes routing events.
 //
 // The hook may add and move nodes. It replaces the expert ids of a node by the slot ids from Store::acquire(). It
 // changes no slot itself.

@@ -1,5 +1,6 @@
-// kv_blocks.cpp: reads states of sequences from files into a KV cache, with up to two threads, and checks their
-// digests.
+// kv_blocks.cpp: reads states of sequences from files into a KV cache, and checks their digests. A thread starts when
+// the first block is added, and fills blocks while llama.cpp lists the next ones. moegguf_kv_blocks_fill fills the
+// remaining blocks together with this thread, and waits for its end.
 //
 // It writes only the tensors into which llama.cpp reads these states. It does not know the format of a state.
 #include "api.h"

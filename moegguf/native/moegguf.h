@@ -23,24 +23,25 @@
 //      A slot that is pinned or being read keeps its expert.
 //   2. A matrix in a slot becomes READY, with a release operation, after its bytes were written. The slot's generation
 //      increases whenever the slot is assigned or vacated, which happens only under the store's lock.
-//   3. Unless a layer's experts are all there in their own slots, a compute thread multiplies from a slot only after
-//      its context has pinned the slot under the store's lock, and after the thread itself has seen the matrix READY
-//      with an acquire load. On the CPU the kernel does this load; on other devices the load comes before the kernel.
-//      The pin lasts at least until the context's next event. On devices with events, the thread only sees that the
-//      copy was submitted, and its stream waits for the copy. For streamed experts an acquire load of the stream's own
-//      record replaces READY.
+//   3. Unless every expert of the layer's tier is there in its own slot, a compute thread multiplies from a slot only
+//      after its context has pinned the slot under the store's lock, and after the thread itself has seen the matrix
+//      READY with an acquire load. On the CPU the kernel does this load; on other devices the load comes before the
+//      kernel. The pin lasts at least until the context's next event. On devices with events, the thread only sees that
+//      the copy was submitted, and its stream waits for the copy. For streamed experts an acquire load of the stream's
+//      own record replaces READY.
 //   4. A slot from which another slot is filled stays pinned until the other slot has all matrices or was vacated.
 //   5. A place in a staging tensor changes its expert only while it is not pinned and no copy into it is under way.
 //
 // Threads
 //   compute thread(s): moegguf_eval, moegguf_abort, and the order of experts in the CPU's MUL_MAT_ID (arrivals.cpp).
 //                      They take the store's lock at a routing event, and to wait for absent matrices. A layer takes
-//                      no lock if all of its experts are there in their own slots, and nothing observes its events.
+//                      no lock if every expert of its tier is there in its own slot, and nothing observes its events.
 //   reader threads   : read with pread into read buffers, and write into slots.
 //   copy threads     : one for each tier that is filled from RAM (also for staging tensors). They copy from slots in
 //                      RAM, or from other slots on the same device.
 //   predictor thread : takes records from compute threads, predicts, and requests prefetches under the store's lock.
-//   event thread     : calls the listener's callbacks. No other thread of the store calls code of the application.
+//   event thread     : calls the listener's callbacks, which may call the functions below. No other thread of the
+//                      store calls code of the application.
 //   any thread       : may call all other functions below, unless a comment says otherwise. Counters change without
 //                      the lock, so during an event some of them may be newer than others.
 //

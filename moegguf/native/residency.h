@@ -1,12 +1,15 @@
 // residency.h: the bookkeeping of one tier: which expert is in which slot, and which expert is evicted next.
 //
-// A new expert gets a free slot, or else the slot of a victim. Each layer has one candidate (eviction_order.h). Among
-// the candidates the lowest score of the policy decides; then, in a sweep, the layer that is needed last; then the age.
-// A layer with no more than its share of slots loses one only if no layer with more slots than its share can.
+// In a resident tier, each expert has its own slot. In any other tier, a new expert gets a free slot, or else the slot
+// of a victim. Each layer has one candidate (eviction_order.h). A slot that is pinned, or into which a transfer is
+// under way, is no candidate. A slot whose transfers are only queued can be one. Among the candidates the lowest score
+// of the policy decides; then, in a sweep, the layer that is needed last; then the age. A layer with no more than its
+// share of slots loses one only if no layer with more slots than its share can.
 //
-// Only class Residency changes slots. Class Tier calls the functions below to assign, pin and vacate slots (tier.h).
-// Class Link calls them to record the state of transfers (link.h). Residency knows nothing about memory, files or
-// threads, and its counters cover only its own tier.
+// Only class Residency changes slots. Class Tier calls the functions below to assign, pin, unpin and vacate slots
+// (tier.h). Class Link calls them to record the state of transfers (link.h). Supplies call pin() for the slots of a
+// layer, and end_stream() when a stream has ended. Supplies and the transfer queue also record requests, prefetches and
+// dropped transfers. Residency knows nothing about memory, files or threads, and its counters cover only its own tier.
 #pragma once
 
 #include "eviction_order.h"

@@ -2,7 +2,8 @@
 // with which compute threads wait.
 //
 // READY bits (Residency::ready) are read without the lock. A thread that does not find them set takes the lock and
-// waits on `done`, which is notified at the end of each transfer. This file knows nothing about slots and queues.
+// waits on `done`, which is notified at the end of each transfer. The wait also ends when the store is cancelled or is
+// being closed. This file knows nothing about slots and queues.
 #pragma once
 
 #include "clock.h"

@@ -1,7 +1,8 @@
-// staged_supply.cpp: supplies experts for prompts and other large passes on a device. A layer's experts are copied into
-// a staging tensor with the layer's full shape, and kernels find them there by the router's own ids. So kernels compute
-// as if every expert were resident. Slots keep their experts until the last pass of the announced tokens, which may
-// assign slots to the most used experts.
+// staged_supply.cpp: supplies experts for prompts and other large passes on a device that has staging tensors. It
+// serves the events that have more tokens than Tier::slot_tokens. A layer's experts are copied into a staging tensor
+// with the layer's full shape, and kernels find them there by the router's own ids. So kernels compute as if every
+// expert were resident. Slots keep their experts until the last pass of the announced tokens, which may assign slots to
+// the most used experts.
 //
 // This supply may pin, assign and vacate slots of staging tiers. It may fill slots of the device with a prompt's
 // experts, and queue copies into staging tensors and slots.

@@ -1,5 +1,6 @@
-// store.h: the expert store, which connects its parts. Its function acquire() runs between a router's choice and the
-// multiplications of the chosen experts (acquire.cpp). Each part has its own header. moegguf.h has the C ABI.
+// store.h: the expert store, which owns its parts and connects them. There is one object of each supply, and one
+// context. The store's function acquire() runs between a router's choice and the multiplications of the chosen experts
+// (acquire.cpp). Each part has its own header. moegguf.h has the C ABI.
 #pragma once
 
 #include "events.h"

@@ -1,10 +1,11 @@
 // supply.h: a supply makes the experts that a layer has chosen available to the layer's multiplications. There are
 // three supplies: one slot for each expert (class Supply), a stream through a few slots (streamed_supply.cpp), and a
 // staging tensor of the layer's full shape (staged_supply.cpp). Store::acquire chooses one supply for each routing
-// event.
+// event. A new supply is a class like these, which store.cpp makes and acquire.cpp chooses. If a layer needs more slots
+// at once than there are, the pass fails. moegguf/engine/solver.py plans passes that fit.
 //
-// The context is the store's state for its llama_context: the announced tokens, the position in a pass, the routing
-// event, the pinned slots, and the failure.
+// A store has one context, because it serves one llama_context. The context is the state of this llama_context in the
+// store: the announced tokens, the position in a pass, the routing event, the pinned slots, and the failure.
 //
 // A supply may pin slots for a context, assign slots to absent experts, vacate slots, and queue transfers. It reads no
 // file itself. A context belongs to the compute thread, which also records the context's failures. Pins change under

@@ -1,10 +1,15 @@
-// tier.h: a tier is a set of slots in one kind of memory, for some layers. It knows the memory of its slots, their
-// numbering, their experts, and the slots of other tiers from which they are filled. A store has a tier for each device
-// that computes layers. It may also have a tier in RAM that fills the tiers of devices, and staging tensors for
-// prompts.
+// tier.h: a tier is a set of slots in one kind of memory, for some layers. It owns the slots' memory (Pool), their
+// numbering, and the bookkeeping of their experts (Residency). It knows the slots of other tiers from which its own
+// slots are filled. A store has a tier for each device that computes layers. It may also have a tier in RAM that fills
+// the tiers of devices. The staging tensors of a device are one more tier, for prompts.
+//
+// Supplies pin (class Pinned), assign and unpin the slots of layers. The transfer queue assigns slots to prefetches and
+// in RAM, and borrows the slots from which slots of devices are filled. Both links settle a slot when a transfer into
+// it has ended. A slot that failed is vacated when it has no pins.
 //
 // A tier changes its own slots. It pins slots of other tiers while its own slots are filled from them. Look-ups are
-// counted only here. A tier queues no transfers, and has no thread that moves experts.
+// counted only here: ready hits, late hits (the expert has a slot but is not complete) and misses. A tier queues no
+// transfers, and has no thread that moves experts.
 #pragma once
 
 #include "pool.h"

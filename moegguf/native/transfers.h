@@ -2,9 +2,14 @@
 // reads that layers wait for (demands), and prefetches. Copies from RAM to a device are another link (copies.h).
 //
 // A reader thread takes the next job under the store's lock. Streamed reads come first, then demands and prefetches. A
-// prefetch gets its slot only when a reader takes it, and may evict another expert. The thread reads the bytes without
-// the lock. Then it takes the lock again, marks the matrix as ready, settles the slot, and queues copies for slots on a
-// device that wait for the matrix. This class may assign, fill and vacate slots of every tier.
+// prefetch gets its slot only when a reader takes it, and may evict another expert. A forecast that is too late by then
+// is dropped. The thread reads the bytes without the lock. Then it takes the lock again, marks the matrix as ready,
+// settles the slot, and queues copies for slots on a device that wait for the matrix. If a layer needs an expert whose
+// prefetch is still queued, demands for its matrices are queued, and readers skip the older jobs.
+//
+// This class also finds the source of each slot that is filled through RAM, for demands and for prefetches. It borrows
+// the slot that has the expert, or assigns a slot in RAM to the expert and borrows this slot. So a prefetch to such a
+// device takes a slot on the device and one in RAM. This class may assign, borrow, fill and vacate slots of every tier.
 #pragma once
 
 #include "copies.h"

@@ -1,5 +1,18 @@
 // kernels.h: kernels that multiply activations with weights, and compute attention. The bits of a row's result depend
 // neither on the number of rows that are computed together nor on the instruction set (AVX2 or AVX-512).
+//
+// The files multiply.cpp and attention.cpp divide an operation among threads, and call the kernels of the processor.
+// The files types.h (interleaved weights), plain_types.h and grids.h (weights in a file's layout) unpack weights. The
+// file panels.h keeps unpacked weights for many rows, and tile.h multiplies with them. New types: see types.h and
+// plain.h.
+//
+// To add an instruction set NAME:
+// 1. Write isa_NAME.h with the operations of isa_avx2.h, and NAME.cpp like avx2.cpp.
+// 2. Declare `extern const Kernels NAME` below, and add a case to `detect` in multiply.cpp.
+// 3. Add NAME.cpp and its compiler options to moegguf/native/CMakeLists.txt.
+//
+// The headers that unpack weights use AVX2 directly. A processor without AVX2 also needs other code there, and another
+// condition in moegguf/processor.py.
 #pragma once
 
 #include "ggml.h"

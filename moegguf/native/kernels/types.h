@@ -1,5 +1,8 @@
 // types.h: unpacks each type of interleaved weights, in upstream's layouts. These have 8 interleaved rows, which are
 // called columns here because they are columns of the result. A line has 64 bytes, 8 of each column.
+//
+// To add a type that upstream interleaves in groups of 8 rows and 8 bytes, write its struct here. Then add the type to
+// `find` in panels.h, and its name to INTERLEAVED in tests/native/test_width_check.py.
 #pragma once
 
 #include <immintrin.h>

@@ -1,7 +1,8 @@
 // policy.h: the interface of an eviction policy, and parts that several policies use. A policy has a score for every
 // expert, which routing events and forecasts may change. Arithmetic only: no threads, no locks.
 //
-// A new policy is a class in this folder, with a line in the table of policies.cpp.
+// A new policy is a class in this folder, with a `const PolicyType` in the table of policies.cpp. If the class is in a
+// file of its own, the PolicyType is declared below. Python finds the policy by its name in this table.
 #pragma once
 
 #include "layout.h"
