@@ -1,7 +1,7 @@
 """Routing that another program recorded is imported as a trace, summarized and replayed.
 
 Prints the counts of the trace, and the hit rates of two policies when a quarter of the experts have slots. The routing
-in this example is made up. The example saves one file of arrays for each request, as the hooks for transformers and
+in this example is made up. The example saves one file with arrays for each request, as the hooks for transformers and
 vLLM in docs/testbed.md do.
 """
 

@@ -2,8 +2,9 @@
 
 Three processes with one thread each stay loaded and compute in turns. The first one uses llama.cpp's kernels of the
 same build (MOEGGUF_KERNELS=upstream), the second one moegguf's fastest kernels for this processor, and the third one
-moegguf's kernels for processors without AVX-512. A layer has 128 experts of 768 x 2048, and a token uses 8 of them. A prompt has
-512 tokens. Each token of decoding uses other random experts, so that most weights come from memory, not from a cache.
+moegguf's kernels for processors without AVX-512. A layer has 128 experts of 768 x 2048, and a token uses 8 of them. A
+prompt has 512 tokens. Each token of decoding uses other random experts, so that most weights come from memory, not from
+a cache.
 
 Usage: python tools/product_turns.py [TYPE ...] [--rounds N] [--interleaved]
 Prints for each type the ratio of times of prompts and of decoding: the median, and in brackets the least and the

@@ -650,7 +650,7 @@ def advance_linear_attention(
 
 
 def with_states(ggml: Ggml, n_tokens: int) -> Iterator[StateCase]:
-    """Yields the cases of all operations with a recurrent state."""
+    """Yields the cases of the checked operations that have a recurrent state."""
     yield from states_of_delta_nets(ggml, n_tokens)
     yield from states_of_scans(ggml, n_tokens)
     yield from states_of_convolutions(ggml, n_tokens)

@@ -90,8 +90,8 @@ class ModelView:
         """Returns the table of numbers: hit rate, bytes read per token and stall, now and since the load, and the
         latest speed.
 
-        Sparklines are added if the width leaves space for them. Further rows are for tiers, if there are several, and
-        for staging.
+        Sparklines are added if the width leaves space for them. There is a row for each tier if there are
+        several, and a row for staging if prompts are staged.
         """
         now, total = self.now, self.stats
         table = Table.grid(padding=(0, 1 if width < NARROW else 2, 0, 0))

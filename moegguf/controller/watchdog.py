@@ -23,7 +23,7 @@ class WatchdogOptions:
     off_tokens: int = 8  # tokens in a period without prefetching
     on_tokens: int = 16  # tokens in a period with prefetching
     periods: int = 8  # maximum number of periods of each kind (with and without prefetching) in a trial
-    least_periods: int = 2  # minimum number of periods of each kind before a trial may end early
+    least_periods: int = 2  # a trial may end early only after this many periods of each kind
     # A trial may end early only if the rank sum deviates from its expectation by at least this many standard errors
     certainty: float = 3.4
     # Number of first tokens, which fill the slots and are not compared; prefetching is on for them, except with a

@@ -1,7 +1,7 @@
 """Collects facts for a bug report: versions, build, devices, processor, memory, disk, folders.
 
-Each fact is collected separately. A fact that fails is reported with the reason, and does not affect the others. Facts
-are plain values, ready for JSON; the frontends format them.
+Each section, and some facts within a section, are collected separately. If one fails, the reason is reported in its
+place, and the others are still reported. Facts are plain values, ready for JSON; the frontends format them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Logs which experts were evicted, and which experts got slots meanwhile, at most once a second."""
+"""Logs an eviction at most once a second: which experts were evicted since the last routing event, and which got slots.
+
+Other evictions are not logged.
+"""
 
 from __future__ import annotations
 

@@ -36,7 +36,8 @@ DIGEST_BYTES = 16
 # The automatic limit: a tenth of the disk space that is free or taken by blocks, at most 16 GiB.
 MOST_AUTO_BYTES, AUTO_SHARE = 16 * GIB, 10
 KEPT_PARTS = (9, 10)  # blocks are deleted, if room is needed, until they take at most 9/10 of the limit
-# Blocks are counted again after at most 1/20 of the limit was written, because other processes write, too.
+# Other processes write too, so blocks are counted again before more than 1/20 of the limit has been written since the
+# last count.
 UNCOUNTED_PARTS = 20
 MOST_HEADER_BYTES = 4096  # magic, checksum, length and JSON together
 _HEADER = struct.Struct(f"<8s{DIGEST_BYTES}sI")  # magic, checksum, length of the JSON in bytes

@@ -71,7 +71,9 @@ class MemoryNeeds:
     """Estimated bytes that a model needs in addition to its slots, with a given context and number of tokens in a
     pass."""
 
-    dense_bytes: int = 0  # weights outside the slots; in RAM also the counted pages of row tables
+    # Weights that are not in slots, without the projector's. In RAM, this includes the memory counted for pages of row
+    # tables (`row_pages_bytes`). On devices, token embeddings do not count.
+    dense_bytes: int = 0
     kv_bytes: int = 0
     compute_bytes: int = 0
     slot_work_bytes: int = 0  # scratch bytes per slot

@@ -56,7 +56,9 @@ Images = Sequence[ImageSpan]
 MakeRoom = Callable[[int], object]
 
 BLOCK_TOKENS = 64
-SCRATCH = MAX_SEQUENCES - 1  # sequence id for temporary copies; a context with a prefix cache has fewer sequences
+# Sequence id for temporary copies. A context with MAX_SEQUENCES sequences uses this id, too, so it gets no prefix
+# cache.
+SCRATCH = MAX_SEQUENCES - 1
 # limit for the bytes that wait to be written; the first block, or a state at an end, may exceed it
 MOST_QUEUED_BYTES = 64 << 20
 MOST_STEP_TOKENS = 512  # limit for the tokens between two states, unless `StateCost.step` needs more

@@ -122,7 +122,7 @@ class Stats(Lookups):
         upload_s: time of writing experts into slots, summed over threads.
         eval_s: time of all passes.
         n_experts: experts of the model, over all layers.
-        n_threads: threads that compute now.
+        n_threads: threads with which passes compute, as last chosen.
         staging_bytes: memory of the tensors in which prompts are staged on devices.
         bytes_staged: bytes that were copied into these tensors.
         staging_copy_s: time of these copies.

@@ -126,7 +126,7 @@ class GovernedThreads:
 
     @property
     def n_threads(self) -> int:
-        """Number of threads that compute now."""
+        """The number of threads with which passes compute, as last chosen."""
         return self._governor.n_threads
 
     def before_pass(self) -> None:

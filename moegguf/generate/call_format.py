@@ -274,8 +274,10 @@ def _unique_end(close: str, block: str) -> str:
 
 
 def _behind_name(head: str) -> int:
-    """Returns the position after the first mark that follows the last `NAME`, the name of the probe's tool, in `head`.
-    Returns 0 if `head` has no such mark."""
+    """Finds the last `NAME` (the name of the probe's tool) in `head`, and the first mark after it.
+
+    Returns the position where this mark, such as "<tool_call>", ends; 0 if either is missing.
+    """
     at = head.rfind(NAME)
     mark = _MARK.search(head, at) if at >= 0 else None
     return mark.end() if mark else 0

@@ -86,7 +86,7 @@ class Facts:
 
     @functools.cached_property
     def excluded(self) -> Mapping[Any, Any]:
-        """The scalars that are not allowed, as {key: scalar}."""
+        """The scalars that the parts' keyword EXCLUDED forbids, as {`key_of(scalar)`: scalar}."""
         return {key_of(value): value for values in self.each(EXCLUDED) for value in values}
 
     def values_of(self, kind: str) -> list[Any] | None:

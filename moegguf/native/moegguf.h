@@ -567,14 +567,15 @@ MOEGGUF_API bool moegguf_is_reserved(const struct ggml_tensor * w);
 // this is a buffer type of the device that computes the layer. Otherwise it is the buffer type of `w`.
 MOEGGUF_API ggml_backend_buffer_type_t moegguf_adapter_buft(const struct ggml_tensor * w);
 
-// Returns the tensor with which the graph multiplies by `ids`. If a store holds the experts of `w`, this is a pool
-// tensor, or for many tokens a staging tensor. Otherwise it is `w` itself.
+// Returns the tensor that replaces `w` in the multiplication by experts. If a store holds the experts of `w`, this is
+// the pool tensor of `w`, or for many tokens its staging tensor. Otherwise it is `w` itself. Only the number of tokens
+// is read from `ids`.
 MOEGGUF_API struct ggml_tensor * moegguf_pool_tensor(struct ggml_tensor * w, const struct ggml_tensor * ids);
 
 // Returns a graph node for a layer's slot ids, if a store holds the experts of `w`. The hook stops at this node,
 // acquires the experts, and overwrites the expert ids with slot ids. The node keeps the router's weights and input in
-// memory until then. NULL: the graph multiplies by expert_ids, because no store holds `w`, or because every expert of
-// the layer's tier is complete in its own slot and nothing observes its events.
+// memory until then. NULL: the graph chooses matrices by expert_ids. The reason is that no store holds `w`, or
+// that every expert of the layer's tier is complete in its own slot and nothing observes its events.
 MOEGGUF_API struct ggml_tensor * moegguf_slot_ids(struct ggml_context * ctx, const struct ggml_tensor * w,
                                                   struct ggml_tensor * expert_ids, struct ggml_tensor * weights,
                                                   struct ggml_tensor * input, int il);

@@ -140,7 +140,7 @@ class Residency {
     EvictionOrder order_;
     std::unique_ptr<EvictionPolicy> policy_;
     mutable ScoreTable scores_;
-    std::unique_ptr<FadingAverage> average_use_; // fading average of each expert's use; nullptr: uses are not counted
+    std::unique_ptr<FadingAverage> average_use_; // fading average of each expert's use; nullptr: none
     std::vector<float> forecast_; // [n_layer * n_expert_max] forecast probabilities, valid where forecast_known_ is 1
     std::vector<uint8_t> forecast_known_; // [n_layer] 1: the layer has a forecast
     uint64_t tick_ = 0;

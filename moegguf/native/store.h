@@ -26,8 +26,9 @@ class Store {
     // changes no slot.
     void acquire(const Choice & choice);
 
-    // Returns true if a routing event of layer il has nothing to do. Every expert of the layer is then in its own slot,
-    // no listener is on, watch() is off, and the store is not cancelled. Needs no lock.
+    // Returns true if a routing event of layer il needs no work. Every expert of the layer's tier is then complete in
+    // its own slot, no listener is registered, and watch() is off. The store is not cancelled, and this is not a forked
+    // child process. Needs no lock.
     bool idle(int il) const;
     // Counts a routing event of an idle layer. The chosen experts are not known. Each choice counts as a different
     // expert, up to the layer's number of experts.

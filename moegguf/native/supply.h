@@ -96,7 +96,7 @@ struct Pinned {
     uint8_t ordered = 0; // bits of the matrices for which the stream already waits
 
     void pin(int s) {
-        tier->residency.pin(s);
+        tier->pin(s);
         slots.push_back(s);
     }
     bool available(uint8_t kinds) const; // true: no slot failed, and missing() is 0 for all slots

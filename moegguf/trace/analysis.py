@@ -168,8 +168,11 @@ class TraceAnalysis:
         return cls(trace, Artifacts(layout, trace.header.fingerprint, folder))
 
     def limited(self, n_tokens: int) -> Self:
-        """Returns an analysis of only some requests, of all kinds of text, with at least `n_tokens` decoded tokens if
-        there are as many (`sample_sequences`). 0: all requests."""
+        """Returns an analysis of only some requests, among them requests of every kind of text.
+
+        Together they have at least `n_tokens` decoded tokens. If the trace has fewer, all requests are chosen
+        (`sample_sequences`). 0: all requests.
+        """
         chosen = sample_sequences(self.trace, n_tokens) if n_tokens else self.trace.sequences()
         return replace(self, trace=self.trace.select(chosen))
 
@@ -198,8 +201,8 @@ class TraceAnalysis:
 
     def policies(self, names: Sequence[str]) -> list[str]:
         """Returns the names without duplicates. If "all" is among them, returns the names of all available policies
-        instead, and warns about the others. Raises OptionError for a name in `names` that is not available, and if
-        `names` is empty."""
+        instead, and warns about the policies that are not available. Raises OptionError if `names` is empty, or if one
+        of them, other than "all", is not available."""
         return self._names("policy", names, policy_names(), self.policy)
 
     def predictors(self, names: Sequence[str]) -> list[str]:

@@ -1,8 +1,10 @@
-"""Reads files of routing from other programs: arrays (npz, npy, safetensors) and tables (CSV, JSONL).
+"""Reads routing that other programs have recorded, from files with arrays or tables.
 
-A file of arrays has one request. Its array `expert_ids` has the axes (token, layer, expert of the token), or its array
-`router_logits` has the axes (token, layer, expert). `_OPTIONAL` has the names of optional arrays. A .npy file has only
-one array without a name: logits if it has floating-point numbers, otherwise expert ids.
+Arrays are in npz, npy or safetensors files, tables in CSV or JSONL files.
+
+A file with arrays holds one request. It has an array `expert_ids` with the axes (token, layer, expert of the token), or
+an array `router_logits` with the axes (token, layer, expert). `_OPTIONAL` lists the optional arrays. A .npy file holds
+a single array without a name: logits if it has floating-point numbers, otherwise expert ids.
 
 A table has a row for each request, position and layer, with the columns `request`, `position`, `layer` and `experts`,
 and optionally `token` and `phase`. Values are checked, and nothing in a file is ever executed.
@@ -125,7 +127,7 @@ def _of_arrays(read: Callable[[Path], Arrays]) -> Callable[[Path], RoutingFile]:
 
 
 def _checked(arrays: Arrays) -> RoutingFile:
-    """Returns the one request in a file of arrays. Raises TraceError for the first rule that the arrays break."""
+    """Returns the one request in a file with arrays. Raises TraceError for the first rule that the arrays break."""
     name = IDS if IDS in arrays else LOGITS
     chosen = arrays.get(name)
     if chosen is None:

@@ -31,7 +31,7 @@ SYSTEM_PROMPTS = ("You are a helpful assistant.", "Answer the user's question. Y
 class Case:
     """A conversation that ends with a question, and its right answers."""
 
-    where: str  # the situation: what comes before the question
+    where: str  # name of the group that counts the case: what comes before the question, or the kind of question
     messages: Sequence[Message]
     right: frozenset[str]
     tools: Sequence[Tool] = ()
@@ -54,7 +54,7 @@ def long_talk(known: Mapping[str, str], n_words: int, seed: int) -> list[Message
 
 
 def starter_cases() -> Iterator[Case]:
-    """Yields each starter in each situation, such as after a greeting. No starter follows itself."""
+    """Yields each starter in each situation, such as after a greeting. No starter directly follows itself."""
     known = questions.answers()
     starters = questions.starters()
     pages = ("LICENSE", "CODE_OF_CONDUCT.md", "SECURITY.md")  # other pages of the documentation change more often

@@ -281,7 +281,7 @@ def _saved(name: str, keys: Sequence[str]) -> float:
 
 
 def _recovered(of: Mapping[str, Sequence[float]]) -> int | None:
-    """Returns the number of requests after a shift of the kind of text before recovery; None if there was no recovery.
+    """Returns the number of requests after the kind of text changes, before recovery; None if there was no recovery.
 
     A request's time is divided by its time when the collection already knows the kind. Recovery begins with the first
     of RUN successive requests for which the mean of this ratio is at most WITHIN.
@@ -292,7 +292,7 @@ def _recovered(of: Mapping[str, Sequence[float]]) -> int | None:
 
 
 def _loss(name: str, keys: Sequence[str]) -> float:
-    """Returns the slowdown of the first request after a shift of the kind of text: the median over kinds.
+    """Returns the slowdown of the first request after the kind of text changes: the median over the kinds.
 
     The slowdown is the request's time divided by its time when the collection already knows the kind.
     """

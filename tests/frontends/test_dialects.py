@@ -317,9 +317,10 @@ CASES: dict[str, tuple[tuple[Any, ...], AnswerSummary]] = {
 }
 CLAUDE = {"anthropic-version": "2023-06-01"}
 ASKING = re.compile(r"# ([A-Z]+) (\S+) ([{[].*[]}])?( as Claude)?: \d{3} .*")
-"""Matches a line of others.txt that names a call of an endpoint without a model's answer, and its status.
+"""Matches the first line of each request recorded in others.txt: the request, then the status of its reply.
 
-The groups are the method, the path, the body, and " as Claude" for a call with the headers of Anthropic's clients.
+None of these requests makes a model generate an answer. The groups are the method, the path, the body, and " as Claude"
+if the request has the headers of Anthropic's clients.
 """
 
 

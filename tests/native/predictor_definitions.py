@@ -99,7 +99,10 @@ def affinity(predictor: StorePredictor) -> Definition:
 
 
 def skip(predictor: StorePredictor) -> Definition:
-    """Predicts with the row's router, quantised as in the store, from the input of the last routed layer's router."""
+    """Applies the row's router, quantised as in the store, to the input that the last routed layer's router had.
+
+    The prediction is None if this input is unknown or the row has no stored router.
+    """
     arrays, layers, n_used = predictor.arrays, predictor.shape.layers, predictor.shape.n_expert_used
     gating, *groups = (int(arrays[name][0]) for name in ("gating", "n_group", "n_group_used"))
 

@@ -487,7 +487,10 @@ def test_likely_expert_is_prefetched_although_its_score_is_lowest() -> None:
 
 
 def test_late_prefetches_are_counted_apart_from_useful_ones() -> None:
-    """Uses layers of 5 us and layers of 1 us. An expert is read in 3 us."""
+    """Runs twice, while an expert is read in 3 us.
+
+    With 5 us of computing in each layer, an expert arrives in time. With 1 us, most experts arrive late.
+    """
     forecast = NativeForecast(window=1, most_prefetches=100, waste_weight=0.0)
     found = {}
     for compute_ns in (5000, 1000):

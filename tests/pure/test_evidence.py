@@ -232,7 +232,7 @@ def test_ablation_starts_like_the_paper_and_adds_one_part_at_a_time() -> None:
 
 
 def test_baselines_of_the_papers_replay_as_described(tmp_path: Path) -> None:
-    # A token uses more experts in all 24 layers than one layer has.
+    # Across all 24 layers, a token uses more experts than a single layer has.
     shape = replace(SMALL, n_layer=24, layers=tuple(range(24)))
     trace = random_trace(shape, n_sequences=8, n_labels=3)
     link = LINKS["duoserve"]

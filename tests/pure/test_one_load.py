@@ -379,7 +379,7 @@ def test_commands_and_llama_make_the_same_plan(
     expected = of_llama(path, row, files)
     assert of_serve(path, row, files, monkeypatch, nothing_loads) == expected, "serve"
     alone = of_llama(path, row, files, n_seq_max=1, kv_tokens=None)
-    if takes(run_command.run, row, files):  # one user of `run` needs only one sequence
+    if takes(run_command.run, row, files):  # `run` has only one user, so it plans for one sequence
         assert of_run(path, row, files, monkeypatch, nothing_loads) == alone, "run"
     if takes(estimate_command, row, files):
         same(expected, of_estimate(path, row, files, capsys))

@@ -57,7 +57,7 @@ def indexer(shape: Shape) -> Named:
 
 
 def mamba2(shape: Shape) -> Named:
-    """Yields the tensors of a Mamba 2 layer of Nemotron-H and Granite 4."""
+    """Yields the tensors of the Mamba 2 mixer of Nemotron-H and Granite 4."""
     conv_width = shape.ssm_d_inner + 2 * shape.ssm_n_group * shape.ssm_d_state
     yield "ssm_in.weight", (conv_width + shape.ssm_d_inner + shape.ssm_dt_rank, shape.n_embd)
     yield "ssm_conv1d.weight", (conv_width, shape.ssm_d_conv)

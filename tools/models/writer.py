@@ -1,4 +1,7 @@
-"""Writes the GGUF file of a random model: metadata, shards, and tensor data streamed from the block pools."""
+"""Writes the GGUF file of a random model, in one or several shards: metadata and tensor data.
+
+Most tensor data are streamed from the block pools. `Weights` makes the rest, such as norms and routers.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ namespace {
 
 // ---- rows of activations, as blocks of 8 bits with a scale, with the values that upstream's blocks have ----
 
-// Rounds 32 values to integers, and returns the sums of successive pairs.
+// Multiplies 32 values by `inverse`, rounds the products to integers and writes these to `out`. Returns the sums of
+// successive pairs of the integers.
 inline __m256i round_32(const float * x, float inverse, int8_t * out) {
     __m256i q[4];
     for (int i = 0; i < 4; i++) {

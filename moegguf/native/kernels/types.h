@@ -243,8 +243,8 @@ struct Q45KX8 {
 using Q4KX8 = Q45KX8<false>;
 using Q5KX8 = Q45KX8<true>;
 
-// Q6_K: a half of 128 values has 4 bits of each value in the nibbles of 64 bytes, and 2 bits of each value in 32 bytes.
-// There is a signed scale for each 16 values.
+// Q6_K: for each half of a block (128 values), 64 bytes hold the low 4 bits of the values in nibbles, and 32 bytes hold
+// their high 2 bits. Every 16 values share a signed scale.
 struct Q6KX8 {
     static constexpr int n_values = 256, n_interleaved = 8, bytes = 16 + 128 + 1024 + 512;
     static constexpr int n_steps = 8, n_codes = 2, n_dots = 2, offset = 32, n_minus = 2, n_pairs = 0;

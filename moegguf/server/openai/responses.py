@@ -6,8 +6,9 @@ OpenAI's servers (web search, computer use, ...) are dropped with a warning in t
 clients send them together with their own functions.
 
 An answer is a list of items: thinking, text and tool calls. A stream has events for each item's beginning, growth and
-end; without a stream only the last object is sent. The text of thinking is sent unchanged, as `reasoning_text`, or as a
-summary if the request has `reasoning.summary`. `timings` and `moe` are additions, as in chats.
+end; without a stream only the last object is sent. Thinking is never shortened: if the request has `reasoning.summary`,
+its whole text is sent in the fields and events of a summary, otherwise as `reasoning_text`. `timings` and `moe` are
+additions, as in chats.
 """
 
 from __future__ import annotations
