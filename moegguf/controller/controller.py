@@ -282,7 +282,9 @@ class Controller:
 
     def _tell(self, what: str, going_on: str) -> None:
         if self.options.strict:
-            raise CallbackError(f"{what}; the simulation has no result.")
+            raise CallbackError(
+                f"a simulation ends at the first error of a policy or predictor; correct it and simulate again: {what}."
+            )
         if not self.stopped:
             warnings.warn(f"{what}; {going_on}.", stacklevel=4)
 

@@ -102,8 +102,9 @@ def load(
 
 
 def _read(path: Path, predictor: str, fingerprint: str, shape: MoeShape) -> Weights:
-    if path.stat().st_size > MAX_FILE_BYTES:
-        raise ValueError(f"it is larger than {MAX_FILE_BYTES} bytes")
+    n_bytes = path.stat().st_size
+    if n_bytes > MAX_FILE_BYTES:
+        raise ValueError(f"it must have at most {MAX_FILE_BYTES} bytes, but has {n_bytes}; make it again")
     with safe_open(path, "numpy") as file:
         head = json.loads((file.metadata() or {}).get("moegguf", "null"))
         if not isinstance(head, dict):

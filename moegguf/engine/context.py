@@ -214,7 +214,7 @@ class Context:
         self.check_weights()
         if self._llm._ctx.memory is None:
             arch = self._llm.metadata.get("general.architecture", "such")
-            raise CapabilityError(f"{arch} models do not generate text, they embed it; take another model.")
+            raise CapabilityError(f"{arch} models embed text and do not generate text; use another model.")
 
     # Requests.
 

@@ -408,7 +408,10 @@ def pad_context(n_ctx: int) -> int:
     Raises OptionError for a negative number, and for more than MAX_CTX_TOKENS.
     """
     if not 0 <= n_ctx <= MAX_CTX_TOKENS:
-        raise OptionError(f"n_ctx must be a number of tokens from 1 to {MAX_CTX_TOKENS}, but is {n_ctx}.")
+        raise OptionError(
+            f"n_ctx must be a number of tokens from 1 to {MAX_CTX_TOKENS}, or 0 for the model's own context length, but"
+            f" is {n_ctx}; give another number."
+        )
     return -(-n_ctx // KV_PAD_TOKENS) * KV_PAD_TOKENS
 
 

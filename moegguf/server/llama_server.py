@@ -56,7 +56,7 @@ from moegguf.server.common.options import (
     scale_of,
     selected_model,
 )
-from moegguf.server.common.replies import WholeResponse, computed, event_line, logprob_objects
+from moegguf.server.common.replies import WholeResponse, computed, dumps, event_line, logprob_objects
 from moegguf.server.openai import chat
 from moegguf.server.openai.completions import fields_of
 from moegguf.serving.clients import current_owner
@@ -266,7 +266,10 @@ def _biases_of(given: Any) -> Any:
     for pair in pairs:
         key = integral(pair[0]) if isinstance(pair, list) and len(pair) == 2 else None
         if not isinstance(key, str) and not (type(key) is int and 0 <= key <= MAX_TOKEN):
-            raise ValueError("must be pairs of a token id or a text and a bias")
+            raise ValueError(
+                f"must be pairs of a token id (0 to {MAX_TOKEN}) or a text and a bias, but has {dumps(pair):.80};"
+                " correct this pair"
+            )
         found[key] = -100 if pair[1] is False else pair[1]
     return found
 

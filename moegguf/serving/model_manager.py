@@ -314,12 +314,19 @@ class ModelManager:
     async def _set_budget(self, model: ManagedModel, given: Mapping[str, ExpertCache]) -> None:
         process, plan = model.process, model.ready.plan
         if process is None or not model.is_ready:
-            raise BusyError(f"{model.name!r} is being loaded or unloaded; try again.")
+            raise BusyError(
+                f"the budgets of {model.name!r} cannot change while the model is being loaded or unloaded; try again."
+            )
         reserved = memory_budget.planned_budgets(plan)
         if "vram_cache" in given and not reserved["vram_cache"]:
-            raise BudgetError(f"{model.name!r} has no slots in VRAM; give expert_cache.")
+            raise BudgetError(
+                f"vram_cache changes the slots in VRAM, but {model.name!r} has no slots in VRAM; give expert_cache."
+            )
         if "expert_cache" in given and reserved["vram_cache"] and not reserved["expert_cache"]:
-            raise BudgetError(f"{model.name!r} has every expert in VRAM and none in RAM; give vram_cache.")
+            raise BudgetError(
+                f"expert_cache changes the slots in RAM, but {model.name!r} has every expert in VRAM and no slots in"
+                " RAM; give vram_cache."
+            )
         n_experts, slot_bytes = process.stats.n_experts, plan.get("slot_bytes", 0)
         wanted: dict[str, Any] = {
             name: memory_budget.expert_cache_within(cache, n_experts, slot_bytes, reserved[name])

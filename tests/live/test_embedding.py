@@ -117,9 +117,9 @@ def test_an_answer_after_an_embedding_is_unchanged(shared: Llama) -> None:
 
 def test_an_encoder_refuses_to_generate(shared: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared._ctx, "memory", None)  # an encoder's context has no KV cache in llama.cpp
-    with pytest.raises(CapabilityError, match="do not generate text"):
+    with pytest.raises(CapabilityError, match="embed text and do not generate text; use another model"):
         reply(shared, QUESTION)
-    with pytest.raises(CapabilityError, match="do not generate text"):
+    with pytest.raises(CapabilityError, match="embed text and do not generate text; use another model"):
         shared.create_completion("a", max_tokens=1)
 
 

@@ -79,7 +79,9 @@ class Answers:
 
 
 def test_failing_policy_ends_the_simulation_with_its_name() -> None:
-    with pytest.raises(CallbackError, match="policy answers raised ZeroDivisionError: no"):
+    with pytest.raises(
+        CallbackError, match="correct it and simulate again: the policy answers raised ZeroDivisionError: no"
+    ):
         run(Answers(ZeroDivisionError("no")))
     with pytest.raises(
         CallbackError, match=r"policy answers raised ValueError: scores must have the shape .*, but have \(3, 3\)"

@@ -228,6 +228,14 @@ def test_load_rejects_flipped_bits_and_cut_files(path: Path) -> None:
         refused(path, "is not used")
 
 
+def test_load_rejects_a_file_above_the_limit_of_bytes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    n_bytes = path.stat().st_size
+    monkeypatch.setattr(weights_file, "MAX_FILE_BYTES", n_bytes)
+    assert weights_file.load(path, "popularity", "abc", SAVED_SHAPE, build) is not None
+    monkeypatch.setattr(weights_file, "MAX_FILE_BYTES", n_bytes - 1)
+    refused(path, f"must have at most {n_bytes - 1} bytes, but has {n_bytes}; make it again")
+
+
 def test_load_rejects_another_model_shape_predictor_or_version(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, fingerprint, shape in (
         ("affinity", "abc", SAVED_SHAPE),

@@ -27,7 +27,7 @@ from moegguf.server.common.conversation import EventReply, Json, RequestBody, ab
 from moegguf.server.common.errors import HttpError
 from moegguf.server.common.messages import Messages, Tools, messages_of, own_tools, read_parts, with_entry_messages
 from moegguf.server.common.options import MAX_TOKEN, Stops, in_range, sampling_of
-from moegguf.server.common.replies import event_line
+from moegguf.server.common.replies import dumps, event_line
 from moegguf.serving.events import Done, Event
 
 ROLES = ("user", "assistant", "system")
@@ -63,7 +63,7 @@ def _part_of(block: Any) -> Any:
             title = block.get("title")
             return {"type": "text", "text": f"{title}\n{data}" if title else data}
     form = '{"type": "text", "data": "..."}' if kind == "document" else '{"type": "base64", "data": "..."}'
-    raise ValueError(f"the source of a block of type {kind!r} must be {form}")
+    raise ValueError(f"the source of a block of type {kind!r} must be {form}, but is {dumps(source):.80}")
 
 
 def _chat_messages(message: Any) -> list[Any]:

@@ -373,7 +373,10 @@ def open_journal(path: Path, requests: Requests) -> Iterator[Journal]:
             opened.callback(_remove_when_empty, database)
             take_old_journal(database, "", path.with_suffix(""))
         except BlockingIOError:
-            raise BatchFileError(f"{path} is in use: another process answers these requests.") from None
+            raise BatchFileError(
+                f"{path} is in use: another process answers these requests; run the command again when that process has"
+                " ended."
+            ) from None
         journal = Journal(database)
         journal.read(requests)
         yield journal

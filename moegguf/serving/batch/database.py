@@ -87,7 +87,9 @@ class Database:
 
     def _make_tables(self, schema: Sequence[str]) -> None:
         if not self.path.exists():
-            raise BlockingIOError("the process that had the database has just removed it")
+            raise BlockingIOError(
+                f"{self.path} must stay in place while it is opened, but another process has removed it; try again"
+            )
         ((version,),) = self.execute("PRAGMA user_version")
         if version > VERSION:
             raise StorageError(
