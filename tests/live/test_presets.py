@@ -1,6 +1,9 @@
 """Tests the presets of `moegguf bench`: their figures, and errors of wrong settings, which list the known ones."""
 
 import json
+import re
+import shutil
+import subprocess
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -105,3 +108,18 @@ def test_read_settings_rejects_wrong_settings_and_lists_the_known(name: str, set
 def test_read_settings_keeps_defaults_of_unchanged_settings() -> None:
     changed = read_settings("busy", ["seconds=8", "loads=quiet,two"])
     assert changed == {**PRESETS["busy"].settings, "seconds": 8.0, "loads": "quiet,two"}
+
+
+@pytest.mark.skipif(not shutil.which("nm"), reason="no nm, which lists the symbols of a library")
+def test_libmoegguf_needs_no_function_that_a_patch_adds_to_llama_cpp() -> None:
+    """`--against stock` loads libmoegguf with the libraries of a llama.cpp without patches."""
+    listed = subprocess.run(
+        ["nm", "-D", "--undefined-only", library.find_library() / "libmoegguf.so"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    needed = set(re.findall(r"^ *U (\w+)$", listed.stdout, re.MULTILINE))
+    patches = "".join(path.read_text() for path in Path(__file__).parents[2].glob("patches/*.patch"))
+    added = set(re.findall(r"^\+\w.*?\b(\w+)\([^;]*\{$", patches, re.MULTILINE))
+    assert "ggml_backend_sched_set_callback_version" in added
+    assert "ggml_nbytes" in needed
+    assert not needed & added
