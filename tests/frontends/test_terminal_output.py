@@ -18,11 +18,12 @@ from rich.console import Console
 from servers import Command, environment
 from terminal import Terminal, control, moegguf_command
 
-from moegguf.chat.experts import maps_of
+from moegguf.chat.experts import maps_of, read_snapshot
 from moegguf.chat.session import Wrapper
 from moegguf.cli.top import apply_line
 from moegguf.cli.top_screen import ModelView, Screen
 from moegguf.engine.stats import Stats, TierStats
+from moegguf.errors import WorkerError
 from moegguf.generate.request import AnswerSummary
 from moegguf.models.entry import PullStatus
 from moegguf.terminal import progress
@@ -286,6 +287,11 @@ def test_a_frame_of_top_fits_the_terminal(width: int, height: int, n_models: int
     assert max(map(len, lines)) <= width
     least = 2 + 6 * n_models + 7  # two head lines, six lines for each model, and a legend of at most seven lines
     assert len(lines) <= max(height, least)
+
+
+def test_a_snapshot_without_counters_raises_worker_error() -> None:
+    with pytest.raises(WorkerError, match="not a valid Snapshot"):
+        read_snapshot({name: value for name, value in line_of(1).items() if name != "stats"})
 
 
 def test_a_reloaded_model_starts_its_counts_anew() -> None:
