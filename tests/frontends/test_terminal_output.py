@@ -21,7 +21,7 @@ from terminal import Terminal, control, moegguf_command
 from moegguf.chat.experts import maps_of, read_snapshot
 from moegguf.chat.session import Wrapper
 from moegguf.cli.top import apply_line
-from moegguf.cli.top_screen import ModelView, Screen
+from moegguf.cli.top_screen import MIN_MAP_LINES, ModelView, Screen
 from moegguf.engine.stats import Stats, TierStats
 from moegguf.errors import WorkerError
 from moegguf.generate.request import AnswerSummary
@@ -287,6 +287,15 @@ def test_a_frame_of_top_fits_the_terminal(width: int, height: int, n_models: int
     assert max(map(len, lines)) <= width
     least = 2 + 6 * n_models + 7  # two head lines, six lines for each model, and a legend of at most seven lines
     assert len(lines) <= max(height, least)
+
+
+def test_the_first_model_has_the_only_map_that_fits() -> None:
+    models = models_of("one:latest", "two:latest", n_layer=48)
+    n_figures = len(frame(models, 100, 1))  # a screen without maps
+    lines = frame(models, 100, n_figures + MIN_MAP_LINES + 1)
+    at = next(i for i, line in enumerate(lines) if line.startswith("two:latest"))
+    with_map = [bool(re.search(r"[·~▒█+○]{32}$", "\n".join(part), re.MULTILINE)) for part in (lines[:at], lines[at:])]
+    assert with_map == [True, False]
 
 
 def test_a_snapshot_without_counters_raises_worker_error() -> None:
