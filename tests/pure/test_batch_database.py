@@ -108,6 +108,16 @@ def test_open_journal_imports_an_older_journal(tmp_path: Path) -> None:
             pass
 
 
+def test_open_journal_raises_storage_error_for_an_older_journal_that_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "answers.partial").mkdir()
+    with (
+        requests_in(tmp_path / "requests", entries(OLD / "requests.jsonl")) as requests,
+        pytest.raises(StorageError, match=r"answers\.partial .*not a regular file"),
+        open_journal(tmp_path / "answers.partial.db", requests),
+    ):
+        pass
+
+
 def test_transaction_that_raises_is_rolled_back(tmp_path: Path) -> None:
     database = Database(tmp_path / "db", 0o600)
     add = "INSERT INTO answer VALUES ('', ?, '', 'x')"
