@@ -21,6 +21,7 @@ from moegguf.errors import BatchFileError, BusyError, StorageError
 from moegguf.serving.batch.answers import open_journal
 from moegguf.serving.batch.batches import Batches
 from moegguf.serving.batch.database import FINAL, VERSION, Database
+from moegguf.serving.batch.migration import DAMAGED
 from moegguf.serving.clients import current_owner
 
 # Batches of the last moegguf version that stored them without a database.
@@ -72,6 +73,26 @@ async def test_older_folder_is_imported_with_all_files_and_its_batches_continue(
         assert outputs == {name: (folder / "files" / name).read_bytes() for name in outputs}
     names = {path.name for path in folder.iterdir()}
     assert names == {"batches.db", "files"} and not list((folder / "files").glob("*.json"))
+
+
+async def test_damaged_parts_of_an_older_folder_are_kept_beside_the_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, endpoint = old_folder(tmp_path), Endpoint()
+    endpoint.released.set()
+    broken = [folder / f"{WAITING}.json", folder / "files" / f"{KEPT}.json", folder / RUNNING / "answers.jsonl"]
+    for path in broken:
+        path.write_bytes(b"damaged\n")
+    contents = [folder / WAITING / "requests.jsonl", folder / "files" / f"{KEPT}.data"]
+    expected = {path.relative_to(folder): path.read_bytes() for path in (*broken, *contents)}
+    current_owner.set("ann")
+    async with batches_in(folder, endpoint) as found:
+        assert [batch.id for batch in found.all()] == [RUNNING, DONE]
+        assert KEPT not in {file.id for file in found.files.all()}
+        await until(lambda: found.get(RUNNING).status in FINAL)
+        assert found.get(RUNNING).counts.done == 5, "all requests of the damaged journal are answered again"
+    assert expected == {path: (folder / DAMAGED / path).read_bytes() for path in expected}
+    assert all(f"{path} of an older version is damaged" in caplog.text for path in broken)
 
 
 def test_kill_during_the_import_of_an_older_folder_loses_nothing(tmp_path: Path) -> None:
