@@ -29,7 +29,7 @@ from fake_manager import FUNCTIONS, HI, TEMPLATE, FakeManager, changed, entry_of
 from gguf_builder import STR, U32, moe
 from pictures import base64_of, png
 from recorded_texts import check_recorded, recorded_lines
-from servers import call, connected, post
+from servers import connected, post
 from waiting import until
 
 from moegguf import errors
@@ -389,10 +389,10 @@ def test_a_server_that_preloads_models_replies_503_until_they_are_loaded(manager
 @pytest.mark.parametrize(("add_special", "tokens"), [(None, [104, 105]), (True, [1, 104, 105, 2])])
 @pytest.mark.parametrize("parse_special", [None, True, False])
 def test_tokenize_adds_the_tokens_around_a_text_only_with_add_special(
-    url: str, add_special: bool | None, tokens: list[int], parse_special: bool | None
+    http: httpx.Client, add_special: bool | None, tokens: list[int], parse_special: bool | None
 ) -> None:
     body = {"content": "hi", "model": "demo", "parse_special": parse_special, "add_special": add_special}
-    assert call(f"{url}/tokenize", body).json == {"tokens": tokens}
+    assert http.post("/tokenize", json=body).json() == {"tokens": tokens}
 
 
 @WITH_TOOLS

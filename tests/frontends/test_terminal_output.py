@@ -391,4 +391,6 @@ def test_top_ends_with_an_error_after_a_lost_connection() -> None:
         until(shown, "since load")
     with shown:
         assert shown.exit_code() == 1
-        assert f"error: lost the connection to the server at {url}; check that it is running" in " ".join(shown.text.split())
+        assert f"error: lost the connection to the server at {url}; check that it is running" in " ".join(
+            shown.text.split()
+        )
