@@ -279,6 +279,17 @@ def load_keywords(given: Mapping[str, Any]) -> dict[str, Any]:
     return {keyword: value for name, value in given.items() for keyword in KEYWORDS.get(name, (name,))}
 
 
+def load_options_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns {load option: value} for the parameters of a Modelfile or a request that set one. None, 0 and "" set
+    none. Of num_gpu, only None and -1 set none, since 0 means that no layer is on a GPU."""
+
+    def is_set(name: str) -> bool:
+        value = parameters.get(name)
+        return value not in (None, -1) if name == "num_gpu" else bool(value)
+
+    return {option: parameters[name] for name, option in LOAD_PARAMETERS.items() if is_set(name)}
+
+
 def page() -> Iterator[str]:
     """Yields the lines of docs/options.md."""
     yield "<!-- made by `python -m moegguf.options > docs/options.md` -->"

@@ -25,9 +25,10 @@ def read_stats(found: dict[str, Any]) -> Stats:
 
 
 def read_snapshot(found: dict[str, Any]) -> Snapshot:
-    """Returns the snapshot of a model's experts in a response of `/live`. Raises WorkerError if the JSON does not fit,
-    and KeyError if the JSON has no counters."""
-    return build(Snapshot, _fields_of(Snapshot, found | {"stats": _fields_of(Stats, found["stats"])}))
+    """Returns the snapshot of a model's experts in a response of `/live`. Raises WorkerError if the JSON does not
+    fit."""
+    counters = {"stats": _fields_of(Stats, found["stats"])} if "stats" in found else {}
+    return build(Snapshot, _fields_of(Snapshot, found | counters))
 
 
 def _fields_of(kind: type[Stats] | type[Snapshot], found: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from moegguf.models.entry import Details, ModelEntry, NamedModel
+from moegguf.options import load_options_of
 from moegguf.serving.events import Event, LoadedModel, LoadOverrides, Snapshot
 from moegguf.serving.wire import build
 from moegguf.serving.worker_process import Workers
@@ -102,7 +103,7 @@ class LocalModel:
         if not layout.is_moe and "expert_cache" in parameters:
             print_message("note: this model has no experts, so a budget for experts has no effect.")
         settings = self._settings
-        if (n_gpu_layers := parameters.get("num_gpu", -1)) != -1:
+        if (n_gpu_layers := load_options_of(parameters).get("n_gpu_layers")) is not None:
             settings = replace(settings, loading={**settings.loading, "n_gpu_layers": n_gpu_layers})
         self._manager = ModelManager(
             self.names, settings, workers=self._workers, on_load=self._show_load, on_warning=_print_warning

@@ -158,14 +158,14 @@ class Screen:
 
     def _bodies(self, width: int, n_legend: int) -> Iterable[Group]:
         """Yields the title, the figures and the map of each model. The maps share the lines that remain. If too few
-        lines remain, the first models have no map, or no model has one."""
+        lines remain, the last models have no map, or no model has one."""
         figures = [model.figures(width) for model in self.models]
         n_lines = [2 + table.row_count for table in figures]  # 2 for the title and a blank line
         left = math.inf if self.height is None else self.height - 2 - n_legend - sum(n_lines)
         for i, model in enumerate(self.models):
             parts: list[Any] = [model.title(width), figures[i]]
-            n_map = left / (len(self.models) - i)
-            if n_map >= MIN_MAP_LINES:
+            n_map = max(left / (len(self.models) - i), MIN_MAP_LINES)
+            if n_map <= left:
                 parts.append(drawn := model.map(width, None if n_map == math.inf else int(n_map)))
                 left -= drawn.plain.count("\n") + 1
             yield Group(*parts, Text(""))

@@ -101,7 +101,7 @@ class CallGrammar:
         or `const`, only these strings are allowed."""
         texts = [value for value in _choices(parameter) if isinstance(value, str)]
         if texts:
-            return f"({' | '.join(quoted(text) or quoted(close) for text in texts)}) {quoted(close)}"
+            return f"({' | '.join(map(json.dumps, texts))}) {quoted(close)}"
         return self._rule(until(close), lazy=True)
 
     def _as_json(self, parameter: Parameter) -> str:

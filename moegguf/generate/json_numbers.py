@@ -9,8 +9,8 @@ more. Only a number without any restriction may have an exponent, which is limit
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -37,7 +37,7 @@ class Numbers:
     step: Fraction | None = None
     excluded: list[Decimal] = field(default_factory=list)
 
-    def restrict(self, keyword: str, value: float) -> None:
+    def restrict(self, keyword: str, value: float | Decimal) -> None:
         """Adds the restriction of a keyword of JSON Schema, such as "minimum" or "multipleOf"."""
         number = decimal_of(value)
         if keyword == "multipleOf":
@@ -49,7 +49,7 @@ class Numbers:
         elif self.most is None or (-number, keyword != "maximum") > (-self.most, self.below):
             self.most, self.below = number, keyword != "maximum"
 
-    def allows(self, value: float) -> bool:
+    def allows(self, value: float | Decimal) -> bool:
         """Returns True if the number satisfies all restrictions."""
         number = decimal_of(value)
         is_whole = number == number.to_integral_value()
@@ -78,19 +78,19 @@ class Numbers:
         step = self.step or Fraction(1)
         return _common_multiple(step, Fraction(1)) if self.whole else step
 
-    def expression(self) -> str | dict[str, Any]:
-        """Returns the expression of a terminal that matches the allowed numbers.
+    def expressions(self) -> list[str | dict[str, Any]]:
+        """Returns the expression of a terminal that matches the allowed numbers, as a list of one.
 
-        For multiples of a number that is not a power of ten, returns a JSON schema for llguidance instead. This schema
-        does not contain `excluded` and `fractional`. Raises SchemaError for such multiples if the absolute value of a
-        bound exceeds 2^53.
+        For multiples of a number that is not a power of ten, returns JSON schemas for llguidance instead, one for each
+        range between excluded numbers. These schemas do not contain `fractional`. Raises SchemaError for such multiples
+        if the absolute value of a bound exceeds 2^53.
         """
         n_behind, zeros = self._n_behind(), 0
         if self.step is not None:
             step = self._whole_step()
             exponent = _power_of_ten(step)
             if exponent is None:
-                return self._multiples(step)
+                return [part._multiples(step) for part in self._parts(step)]
             n_behind, zeros = min(n_behind, max(-exponent, 0)), max(exponent, 0)
         has_exponent = not (self.whole or self.fractional or self.excluded or self.step) and self._has_no_bounds()
         behind = rf"(?:\.[0-9]{{1,{n_behind}}})?" if n_behind and not self.whole else ""
@@ -105,7 +105,7 @@ class Numbers:
         if self.most is not None:
             terms.append(f"/{_at_most(self.most, self.below)}/")
         terms += [f"~/{_equal_to(number)}/" for number in self.excluded]
-        return " & ".join(terms)
+        return [" & ".join(terms)]
 
     def _has_no_bounds(self) -> bool:
         return self.least is None and self.most is None
@@ -122,24 +122,39 @@ class Numbers:
         least MAX_DIGITS."""
         return max([MAX_DIGITS, *(len(_digits(bound)[1]) + 1 for bound in self._bounds())])
 
-    def _multiples(self, step: Fraction) -> dict[str, Any]:
+    def _parts(self, step: Fraction) -> Iterator[Numbers]:
+        """Yields the ranges between excluded numbers that have multiples of `step`. Each range has two bounds."""
         if any(abs(bound) > MAX_EXACT for bound in self._bounds()):
             raise SchemaError(
                 f"multiples of {float(step):g} between bounds above 2^53 cannot be followed exactly;"
                 " leave out multipleOf or choose smaller bounds."
             )
         limit = Decimal(10**MAX_DIGITS // 10)
+        least, most = -limit if self.least is None else self.least, limit if self.most is None else self.most
+        rest = replace(self, least=least, most=most, excluded=[])
+        for number in sorted(filter(rest.allows, self.excluded)):
+            part = replace(rest)
+            part.restrict("exclusiveMaximum", number)
+            rest.restrict("exclusiveMinimum", number)
+            if not part.is_empty():
+                yield part
+        if not rest.is_empty():
+            yield rest
+
+    def _multiples(self, step: Fraction) -> dict[str, Any]:
+        assert self.least is not None
+        assert self.most is not None
         return {
             "type": "integer" if self.whole else "number",
             "multipleOf": _json_number(step),
-            "exclusiveMinimum" if self.above else "minimum": _json_number(-limit if self.least is None else self.least),
-            "exclusiveMaximum" if self.below else "maximum": _json_number(limit if self.most is None else self.most),
+            "exclusiveMinimum" if self.above else "minimum": _json_number(self.least),
+            "exclusiveMaximum" if self.below else "maximum": _json_number(self.most),
         }
 
 
-def decimal_of(value: float) -> Decimal:
+def decimal_of(value: float | Decimal) -> Decimal:
     """Returns exactly the decimal number that JSON writes for `value`."""
-    return Decimal(repr(value))
+    return value if isinstance(value, Decimal) else Decimal(repr(value))
 
 
 def _common_multiple(a: Fraction, b: Fraction) -> Fraction:

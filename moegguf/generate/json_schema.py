@@ -205,9 +205,15 @@ class _Writer:
 
     def _number(self, facts: Facts) -> Iterator[Sequence[Symbol]]:
         numbers = facts.numbers
-        if not numbers.is_empty():
-            expression = numbers.expression()
-            yield (self._leaf(expression) if isinstance(expression, dict) else self._terminal(expression),)
+        for n, expression in enumerate([] if numbers.is_empty() else numbers.expressions()):
+            if n:  # the first belongs to the part that `rule` has counted
+                self.count_part()
+            if isinstance(expression, str):
+                yield (self._terminal(expression),)
+                continue
+            if numbers.fractional:
+                self.document.ignored.add("type integer inside not, beside multipleOf")
+            yield (self._leaf(expression),)
 
     def _string(self, facts: Facts) -> Iterator[Sequence[Symbol]]:
         forms = [{key: part[key] for key in STRING_KEYWORDS if key in part} for part in facts.parts]

@@ -40,8 +40,8 @@ class Schedule(Protocol):
 
     def choose(self, running: tuple[Sequence, ...]) -> Iterable[Sequence]:
         """Returns the sequences of `running` (never empty, oldest first) that take part in the next step. Prompts get
-        tokens in the returned order until the step is full. The other sequences stay in the KV cache. None or an empty
-        list lets all sequences take part."""
+        tokens in the returned order until the step is full. The other sequences stay in the KV cache. If none is
+        chosen (None or an empty iterable), all sequences take part."""
 
     def ran(self, step: Step) -> None:
         """Receives the sequences, tokens and time of a step. The batch loop calls this after each computed step."""
@@ -197,12 +197,11 @@ class KvSequences:
 
     # The tokens of a step
 
-    def select_sequences(self, chosen: Iterable[Sequence], n_step: int) -> list[Sequence]:
+    def select_sequences(self, chosen: list[Sequence], n_step: int) -> list[Sequence]:
         """Selects the sequences of a step and sets `n_next`, the number of tokens of each. Decoding sequences get one
         token each, and prompts get the rest of the step's token limit. Prompts that get none, or that have to wait for
         a prefix, are left out. If there are more sequences than tokens in a batch, they take turns; `n_step`, the
         number of the step, determines the turn."""
-        chosen = list(chosen)
         most = self._llm.n_batch
         if len(chosen) > most:  # divide them into turns of about equal length
             n_turn = -(-len(chosen) // -(-len(chosen) // most))

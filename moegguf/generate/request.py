@@ -253,12 +253,16 @@ def sampling_with(base: Sampling, parameters: Mapping[str, Any]) -> Sampling:
     """Returns a copy of `base` with the sampling options in `parameters`. Other parameters are ignored.
 
     A value of num_predict below 1, num_ctx 0, or reasoning_budget_tokens below 0 sets no limit. seed -1 is random for
-    each request; other seeds count modulo 2^32.
+    each request; other seeds count modulo 2^32. None leaves an option as in `base` if the option cannot be None.
     """
     changes: dict[str, Any] = {}
     for name, value in parameters.items():
         field = "max_tokens" if name == "num_predict" else name
         if field not in Sampling.__dataclass_fields__:
+            continue
+        if value is None:
+            if Sampling.__dataclass_fields__[field].default is None:
+                changes[field] = None
             continue
         if name == "stop":
             value = tuple(text for text in ([value] if isinstance(value, str) else value) if text)
@@ -267,7 +271,7 @@ def sampling_with(base: Sampling, parameters: Mapping[str, Any]) -> Sampling:
         elif name == "num_predict":
             value = value if value > 0 else None
         elif name == "reasoning_budget_tokens":
-            value = None if value is None or value < 0 else value
+            value = value if value >= 0 else None
         elif name == "num_ctx":
             value = value or None
         elif name == "seed":

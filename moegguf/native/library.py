@@ -195,7 +195,7 @@ def ggml() -> c.CDLL:
 
 
 def cpu_function(name: str) -> int:
-    """Returns the address of a function in ggml's CPU backend.
+    """Returns the address of a function in ggml's CPU backend. Raises LibraryError if the backend does not have it.
 
     ggml looks up the function, because the backend's file has different names in different builds.
     """
@@ -203,7 +203,10 @@ def cpu_function(name: str) -> int:
     for function in (loaded.ggml_backend_reg_by_name, loaded.ggml_backend_reg_get_proc_address):
         function.restype = c.c_void_p
     loaded.ggml_backend_reg_get_proc_address.argtypes = [c.c_void_p, c.c_char_p]
-    return int(loaded.ggml_backend_reg_get_proc_address(loaded.ggml_backend_reg_by_name(b"CPU"), name.encode()))
+    address = loaded.ggml_backend_reg_get_proc_address(loaded.ggml_backend_reg_by_name(b"CPU"), name.encode())
+    if address is None:
+        raise LibraryError(f"ggml's CPU backend must have the function {name}, but lacks it; build moegguf again.")
+    return int(address)
 
 
 @functools.cache

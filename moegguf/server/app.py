@@ -87,6 +87,9 @@ def request_log(app: ASGIApp) -> ASGIApp:
 
         try:
             await app(scope, receive, counted)
+        except Exception:
+            status = status or 500  # Starlette sends this reply, outside of this middleware
+            raise
         finally:
             key = {"key": scope["key"]} if scope.get("key") else {}
             request = {

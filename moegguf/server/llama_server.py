@@ -198,17 +198,12 @@ class _TokenizeBody(Body):
 
 
 async def _tokenize(request: HttpRequest, body: _TokenizeBody) -> Json:
-    """Replies with the tokens of a text. As in llama-server, `add_special` (default: false) adds BOS if the model uses
-    it. `parse_special` (default: true) reads the names of special tokens in the text as these tokens."""
+    """Replies with the tokens of a text. As in llama-server, `add_special` (default: false) adds the tokens that the
+    model has around a text, such as BOS. `parse_special` (default: true) reads the names of special tokens in the text
+    as these tokens."""
     special = body.parse_special is not False
     async with _shared_lease(request, body.model) as lease:
-        tokens = await lease.tokenize(body.content, special=special)
-        # special tokens around an empty text: usually [BOS], or [] if the model adds none
-        bos = await lease.tokenize("", special=True)
-        if special and not body.add_special:
-            tokens = tokens[len(bos) :]
-        elif body.add_special and not special:
-            tokens = [*bos, *tokens]
+        tokens = await lease.tokenize(body.content, special=special, add_special=body.add_special is True)
         if not body.with_pieces:
             return {"tokens": tokens}
         pieces = await lease.pieces(tokens)

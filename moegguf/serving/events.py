@@ -13,7 +13,7 @@ from typing import Any
 
 from moegguf.engine.stats import Stats
 from moegguf.generate.request import AnswerSummary, Delta, PromptProgress
-from moegguf.options import LOAD_PARAMETERS
+from moegguf.options import load_options_of
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class LoadOverrides:
     def of(cls, parameters: Mapping[str, Any]) -> LoadOverrides:
         """Returns the load options in `parameters`, which have Ollama's names. A missing option, and a value of None, 0
         or "", becomes None."""
-        known = {ours: parameters.get(name) for name, ours in LOAD_PARAMETERS.items()}
-        return cls(**{f.name: known[f.name] or None for f in fields(cls)})
+        known = load_options_of(parameters)
+        return cls(**{f.name: known.get(f.name) for f in fields(cls)})
 
     def with_defaults(self, defaults: LoadOverrides) -> LoadOverrides:
         """Returns a copy in which options that are None come from `defaults`."""

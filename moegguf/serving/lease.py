@@ -359,10 +359,10 @@ class Calls(ABC):
         fields = {"owner": current_owner.get(), "path": path, "most_bytes": most_bytes}
         return dict(await self.value("slot", action=action, slot=slot, **fields))
 
-    async def tokenize(self, text: str, special: bool = True) -> list[int]:
-        """Returns the tokens of a string. `special`: adds the BOS token if the model has it, and recognizes names of
-        special tokens."""
-        return list(await self.value("tokenize", text=text, special=special))
+    async def tokenize(self, text: str, *, special: bool = True, add_special: bool = False) -> list[int]:
+        """Returns the tokens of a string. `special`: recognizes names of special tokens. `add_special`: adds the tokens
+        that the model has around a text, such as BOS and EOS."""
+        return list(await self.value("tokenize", text=text, special=special, add_special=add_special))
 
     async def pieces(self, tokens: Sequence[int]) -> tuple[bytes, ...]:
         """Returns the bytes of each token. The bytes of a special token are its name."""

@@ -144,8 +144,8 @@ def every(interval_s: float, last_s: float, clock: Callable[[], float] = time.mo
     return is_due
 
 
-def _tokenize(llm: Llama, text: str, special: bool) -> list[int]:
-    return llm.tokenize(to_utf8(text), add_bos=special, special=special)
+def _tokenize(llm: Llama, text: str, special: bool, add_special: bool) -> list[int]:
+    return llm.tokenize(to_utf8(text), add_bos=add_special, special=special)
 
 
 def _pieces(llm: Llama, tokens: list[int]) -> list[bytes]:

@@ -25,7 +25,7 @@ from moegguf.models.details import details, files_of, main_type, parameters, par
 from moegguf.models.entry import ModelEntry
 from moegguf.models.names import fetchable_name, library
 from moegguf.models.sources import demo_path, hub_offline
-from moegguf.options import LOAD_PARAMETERS
+from moegguf.options import load_options_of
 from moegguf.quantities import Link, parse_link, parse_size
 from moegguf.settings import read_load_keywords
 
@@ -121,13 +121,7 @@ def estimate_model(model: str, given: Mapping[str, Any] | None = None, device: S
     prediction is added.
     """
     with described(model) as (entry, is_here):
-        # The plan ignores the parameter `num_gpu` of the model's entry.
-        own = {
-            option: entry.parameters[name]
-            for name, option in LOAD_PARAMETERS.items()
-            if entry.parameters.get(name) and name != "num_gpu"
-        }
-        options = {**files_of(entry), **own, **(given or {})}
+        options = {**files_of(entry), **load_options_of(entry.parameters), **(given or {})}
         spec = LoadSpec.of(options, commands=True)
         layout = read_model(entry.path, spec)
         plan = plan_here(layout, spec)

@@ -108,8 +108,8 @@ class FakeLease:
     async def rank(self, query: str, documents: Sequence[str]) -> Embeddings:
         return Embeddings([[len(query) + 0.5 * len(each)] for each in documents], n_tokens=4 * len(documents))
 
-    async def tokenize(self, text: str, special: bool = True) -> list[int]:
-        return list(text.encode())
+    async def tokenize(self, text: str, *, special: bool = True, add_special: bool = False) -> list[int]:
+        return [*[1] * add_special, *text.encode(), *[2] * add_special]
 
     async def value(self, kind: str, request: Request) -> Any:
         self.manager.requests.append(request)

@@ -216,7 +216,7 @@ def test_a_killed_server_ends_the_answer_but_not_the_chat(tmp_path: Path) -> Non
         chat.ask(ENDLESS)
         begin_answer(chat)
         server.process.kill()
-        chat.expect(f"error: lost the connection to the server at {server.url}.")
+        chat.expect(f"error: lost the connection to the server at {server.url}; check that it is running")
         chat.prompt()
         assert f"error: no server is running at {server.url}" in chat.ask("hello").replace("\n", " ")
         chat.send(control("d"))

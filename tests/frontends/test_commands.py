@@ -322,6 +322,11 @@ def test_estimate_uses_the_parameters_of_a_name_and_flags_replace_them(mine: Min
     assert (of_the_name["n_ctx"], of_the_name["expert_cache"]) == (768, "50%")
     by_flags = json.loads(mine("estimate", "small", "--ctx", 512, "--json").stdout)
     assert (by_flags["n_ctx"], by_flags["expert_cache"]) == (512, "50%")
+    file.write_text("FROM demo\nPARAMETER num_gpu 5\n")
+    assert mine("create", "layers", "-f", file).returncode == 0
+    refused = mine("estimate", "layers", "--placement", "cpu")
+    assert "uses no GPU, but n_gpu_layers is 5" in refused.stderr, "the chat refuses this, too"
+    assert mine("estimate", "layers", "--placement", "cpu", "-ngl", 0).returncode == 0
 
 
 def test_create_from_a_modelfile_and_show_print_the_same_parts(mine: Mine, tmp_path: Path) -> None:

@@ -387,6 +387,15 @@ def test_a_server_that_preloads_models_replies_503_until_they_are_loaded(manager
         assert client.post("/completion", json={"prompt": "hi"}).status_code == 200
 
 
+@pytest.mark.parametrize(("add_special", "tokens"), [(None, [104, 105]), (True, [1, 104, 105, 2])])
+@pytest.mark.parametrize("parse_special", [None, True, False])
+def test_tokenize_adds_the_tokens_around_a_text_only_with_add_special(
+    http: httpx.Client, add_special: bool | None, tokens: list[int], parse_special: bool | None
+) -> None:
+    body = {"content": "hi", "model": "demo", "parse_special": parse_special, "add_special": add_special}
+    assert http.post("/tokenize", json=body).json() == {"tokens": tokens}
+
+
 @WITH_TOOLS
 @WHOLE_OR_STREAM
 def test_a_lone_surrogate_in_arguments_becomes_a_replacement_character(

@@ -503,6 +503,20 @@ def test_the_api_key_is_sent_and_kept_in_the_tab(manager: FakeManager, look: Loo
         assert "sesame" not in page.evaluate("JSON.stringify(localStorage)")
 
 
+def test_a_key_that_is_given_again_restarts_the_map(manager: FakeManager, look: Look) -> None:
+    with server_of(manager, api_keys=("sesame",)) as url:
+        page = look(url, expected="status of 401")
+        page.fill("#api-key", "sesame")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#model:not([disabled])")
+        page.evaluate("sessionStorage.clear(); document.dispatchEvent(new Event('visibilitychange'))")
+        page.wait_for_selector("#key[open]")
+        page.wait_for_selector("#map-note:has-text('API key')")
+        page.fill("#api-key", "sesame")
+        page.keyboard.press("Enter")
+        page.wait_for_function("!document.querySelector('#map-note').textContent.includes('API key')")
+
+
 def test_shift_enter_begins_a_line_and_an_empty_message_is_not_sent(manager: FakeManager, url: str, look: Look) -> None:
     page = look(url)
     ask(page, "   ")

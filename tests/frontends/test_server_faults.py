@@ -17,7 +17,7 @@ import psutil
 import pytest
 from fake_hub import Gate, running_hub
 from fake_manager import FakeManager
-from servers import Server, connected, post, serving
+from servers import Server, call, connected, post, serving
 from waiting import until
 
 from moegguf.generate.request import Delta
@@ -35,6 +35,16 @@ def test_an_unread_stream_does_not_block_the_model(url: str, manager: FakeManage
         until(lambda: manager.n_ended == 1)
     finally:
         connection.close()
+
+
+def test_an_unexpected_error_is_logged_with_the_status_of_its_reply(
+    url: str, manager: FakeManager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(manager, "loaded", lambda: 1 // 0)
+    with caplog.at_level("INFO", "moegguf"):
+        assert call(f"{url}/api/ps").status == 500
+        (line,) = until(lambda: [text for text in caplog.messages if "GET /api/ps" in text])
+    assert "GET /api/ps 500 " in line
 
 
 def test_a_killed_worker_ends_all_its_streams_with_an_error(tmp_path: Path) -> None:

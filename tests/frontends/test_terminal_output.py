@@ -18,11 +18,12 @@ from rich.console import Console
 from servers import Command, environment
 from terminal import Terminal, control, moegguf_command
 
-from moegguf.chat.experts import maps_of
+from moegguf.chat.experts import maps_of, read_snapshot
 from moegguf.chat.session import Wrapper
 from moegguf.cli.top import apply_line
-from moegguf.cli.top_screen import ModelView, Screen
+from moegguf.cli.top_screen import MIN_MAP_LINES, ModelView, Screen
 from moegguf.engine.stats import Stats, TierStats
+from moegguf.errors import WorkerError
 from moegguf.generate.request import AnswerSummary
 from moegguf.models.entry import PullStatus
 from moegguf.terminal import progress
@@ -288,6 +289,20 @@ def test_a_frame_of_top_fits_the_terminal(width: int, height: int, n_models: int
     assert len(lines) <= max(height, least)
 
 
+def test_the_first_model_has_the_only_map_that_fits() -> None:
+    models = models_of("one:latest", "two:latest", n_layer=48)
+    n_figures = len(frame(models, 100, 1))  # a screen without maps
+    lines = frame(models, 100, n_figures + MIN_MAP_LINES + 1)
+    at = next(i for i, line in enumerate(lines) if line.startswith("two:latest"))
+    with_map = [bool(re.search(r"[·~▒█+○]{32}$", "\n".join(part), re.MULTILINE)) for part in (lines[:at], lines[at:])]
+    assert with_map == [True, False]
+
+
+def test_a_snapshot_without_counters_raises_worker_error() -> None:
+    with pytest.raises(WorkerError, match="not a valid Snapshot"):
+        read_snapshot({name: value for name, value in line_of(1).items() if name != "stats"})
+
+
 def test_a_reloaded_model_starts_its_counts_anew() -> None:
     models = models_of("demo:latest")
     apply_line(models, line_of(1))
@@ -376,4 +391,6 @@ def test_top_ends_with_an_error_after_a_lost_connection() -> None:
         until(shown, "since load")
     with shown:
         assert shown.exit_code() == 1
-        assert f"error: lost the connection to the server at {url}." in " ".join(shown.text.split())
+        assert f"error: lost the connection to the server at {url}; check that it is running" in " ".join(
+            shown.text.split()
+        )

@@ -105,13 +105,13 @@ def assert_same(received: list[TokenLogprob], alone: list[TokenLogprob]) -> None
 
 
 class RandomSubset:
-    """A schedule that computes a random subset of the running sequences in each step."""
+    """A schedule that computes a random subset of the running sequences in each step. An empty subset means all."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
 
     def choose(self, running: tuple[Sequence, ...]) -> Iterable[Sequence]:
-        return [answer for answer in running if self._random.random() < 0.7]
+        return (answer for answer in running if self._random.random() < 0.7)
 
     def ran(self, step: object) -> None:
         pass

@@ -6,6 +6,7 @@
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from answering import DEMO, QUESTION, reply
@@ -71,6 +72,8 @@ def test_generate_accepts_sampling_fields_as_keywords(engine: Engine) -> None:
     expected = engine.generate("moegguf runs", Sampling(temperature=0.0, max_tokens=8))
     assert engine.generate("moegguf runs", max_tokens=8, temperature=0)[0].text == expected[0].text
     assert engine.generate("moegguf runs", GREEDY, max_tokens=8)[0].text == expected[0].text
+    unset: dict[str, Any] = dict.fromkeys(("seed", "stop", "num_ctx", "temperature", "dry_sequence_breakers"))
+    assert engine.generate("moegguf runs", GREEDY, max_tokens=8, **unset)[0].text == expected[0].text
     until = expected[0].text[3]
     assert engine.generate("moegguf runs", GREEDY, stop=until)[0].summary.stop_string == until
     with pytest.raises(OptionError, match="max_tokens"):

@@ -26,7 +26,7 @@ from moegguf.generate.embedding import Embeddings
 from moegguf.generate.request import AnswerSummary, Delta, PromptProgress, Request, Sampling
 from moegguf.serving.events import Snapshot
 from moegguf.serving.wire import LoadConfig, build
-from moegguf.serving.worker import Worker
+from moegguf.serving.worker import VALUES, Worker
 from moegguf.serving.worker_process import WorkerProcess
 
 REQUEST = Request(prompt="once upon a time", return_context=True, sampling=Sampling(seed=7, max_tokens=24))
@@ -111,13 +111,24 @@ async def test_tokenize_and_pieces_reply_during_an_answer(tiny: TinyModel, load:
     expected = load(tiny(), logits_all=False).tokenize("ein Wörtchen".encode(), add_bos=True, special=True)
     async with worker_of(tiny()) as process:
         running = process.request("generate", request=ENDLESS, stream=True)
-        tokens = await process.request("tokenize", text="ein Wörtchen", special=True).value()
+        whole, bare = {"special": True, "add_special": True}, {"special": False, "add_special": False}
+        tokens = await process.request("tokenize", text="ein Wörtchen", **whole).value()
         assert tokens == expected and not running.ended
-        bare = await process.request("tokenize", text="ein Wörtchen", special=False).value()
-        pieces = build(tuple[bytes, ...], await process.request("pieces", tokens=bare).value())
+        inner = await process.request("tokenize", text="ein Wörtchen", **bare).value()
+        pieces = build(tuple[bytes, ...], await process.request("pieces", tokens=inner).value())
         assert b"".join(pieces) == "ein Wörtchen".encode()
         with pytest.raises(OptionError):
             await process.request("pieces", tokens=[1 << 30]).value()
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_tokenize_adds_bos_and_eos_only_with_add_special(tiny: TinyModel, load: Load, special: bool) -> None:
+    adds = {f"tokenizer.ggml.add_{name}_token": True for name in ("bos", "eos")}
+    model = load(tiny(), logits_all=False, kv_overrides=adds)
+    bare = VALUES["tokenize"](model, "ein Wörtchen", special=special, add_special=False)
+    assert b"".join(map(model.vocabulary.piece, bare)) == "ein Wörtchen".encode()
+    whole = VALUES["tokenize"](model, "ein Wörtchen", special=special, add_special=True)
+    assert whole == [model.token_bos(), *bare, model.token_eos()]
 
 
 async def test_count_replies_also_for_prompts_beyond_the_context(tiny: TinyModel) -> None:

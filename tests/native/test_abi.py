@@ -197,3 +197,9 @@ def test_ggml_logs_only_errors_and_find_library_names_a_folder_without_library(
     monkeypatch.setenv("MOEGGUF_LIBRARY", str(tmp_path))
     with pytest.raises(LibraryError, match=f"is not built .*{tmp_path}"):
         library.find_library()
+
+
+def test_cpu_function_raises_library_error_for_a_function_that_the_backend_lacks() -> None:
+    assert library.cpu_function("ggml_threadpool_new")
+    with pytest.raises(LibraryError, match="must have the function ggml_none, but lacks it"):
+        library.cpu_function("ggml_none")

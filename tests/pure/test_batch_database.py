@@ -21,6 +21,7 @@ from moegguf.errors import BatchFileError, BusyError, StorageError
 from moegguf.serving.batch.answers import open_journal
 from moegguf.serving.batch.batches import Batches
 from moegguf.serving.batch.database import FINAL, VERSION, Database
+from moegguf.serving.batch.migration import DAMAGED
 from moegguf.serving.clients import current_owner
 
 # Batches of the last moegguf version that stored them without a database.
@@ -74,6 +75,26 @@ async def test_older_folder_is_imported_with_all_files_and_its_batches_continue(
     assert names == {"batches.db", "files"} and not list((folder / "files").glob("*.json"))
 
 
+async def test_damaged_parts_of_an_older_folder_are_kept_beside_the_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, endpoint = old_folder(tmp_path), Endpoint()
+    endpoint.released.set()
+    broken = [folder / f"{WAITING}.json", folder / "files" / f"{KEPT}.json", folder / RUNNING / "answers.jsonl"]
+    for path in broken:
+        path.write_bytes(b"damaged\n")
+    contents = [folder / WAITING / "requests.jsonl", folder / "files" / f"{KEPT}.data"]
+    expected = {path.relative_to(folder): path.read_bytes() for path in (*broken, *contents)}
+    current_owner.set("ann")
+    async with batches_in(folder, endpoint) as found:
+        assert [batch.id for batch in found.all()] == [RUNNING, DONE]
+        assert KEPT not in {file.id for file in found.files.all()}
+        await until(lambda: found.get(RUNNING).status in FINAL)
+        assert found.get(RUNNING).counts.done == 5, "all requests of the damaged journal are answered again"
+    assert expected == {path: (folder / DAMAGED / path).read_bytes() for path in expected}
+    assert all(f"{path} of an older version is damaged" in caplog.text for path in broken)
+
+
 def test_kill_during_the_import_of_an_older_folder_loses_nothing(tmp_path: Path) -> None:
     assert int(run("batches", old_folder(tmp_path))) >= 10
 
@@ -106,6 +127,16 @@ def test_open_journal_imports_an_older_journal(tmp_path: Path) -> None:
         assert list(journal.lines()) == old
         with pytest.raises(BatchFileError, match="another process"), open_journal(journal.database.path, requests):
             pass
+
+
+def test_open_journal_raises_storage_error_for_an_older_journal_that_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "answers.partial").mkdir()
+    with (
+        requests_in(tmp_path / "requests", entries(OLD / "requests.jsonl")) as requests,
+        pytest.raises(StorageError, match=r"answers\.partial .*not a regular file"),
+        open_journal(tmp_path / "answers.partial.db", requests),
+    ):
+        pass
 
 
 def test_transaction_that_raises_is_rolled_back(tmp_path: Path) -> None:

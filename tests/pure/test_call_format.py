@@ -217,7 +217,7 @@ def test_forced_arguments_in_marks_follow_the_schema() -> None:
     parameters = {
         "type": "object",
         "properties": {
-            "unit": {"enum": ["C", "F"]},
+            "unit": {"enum": ["C", "F", ""]},
             "n": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
             "at": {"$ref": "#/$defs/place"},
         },
@@ -239,6 +239,7 @@ def test_forced_arguments_in_marks_follow_the_schema() -> None:
         (): False,
         (n.format("12"),): False,
         (unit.replace("C", "K"),): False,
+        (unit.replace("C", ""),): True,
         (unit, n.format("a")): False,
         (unit, at.replace("1", '"1"')): False,
         (at, unit): False,

@@ -83,6 +83,14 @@ CASES: list[tuple[Any, dict[str, bool]]] = [
     }),
     ({"type": "string", "maxLength": 2, "not": {"const": "ab"}}, {'"ab"': F, '"ba"': T, '"abc"': F}),
     ({"type": "integer", "not": {"enum": [3, 5.0]}}, {"3": F, "5": F, "4": T, "33": T}),
+    ({"type": "integer", "multipleOf": 3, "not": {"enum": [6, -3, 7]}}, {
+        "6": F, "-3": F, "7": F, "0": T, "3": T, "-6": T, "60": T, "9": T,
+    }),
+    ({"type": "integer", "multipleOf": 3, "minimum": 3, "maximum": 9, "not": {"enum": [3, 9, 10**20]}}, {
+        "3": F, "6": T, "9": F,
+    }),
+    ({"multipleOf": 3, "type": "integer", "minimum": 0, "not": {"const": 3 * 10**20}}, {"3": T, "4": F}),
+    ({"type": "number", "multipleOf": 0.25, "not": {"enum": [0.5]}}, {"0.50": F, "0.5": F, "0.25": T, "0.75": T}),
     ({"enum": ["a", "b", 1], "not": {"const": "a"}}, {'"a"': F, '"b"': T, "1": T}),
     ({"type": "object", "not": {"required": ["a"]}}, {'{"b":1}': T, '{"a":1}': F, "{}": T}),
     ({"oneOf": [{"type": "integer"}, {"type": "number", "minimum": 5}]}, {"3": T, "7": F, "7.5": T, "3.5": F}),
@@ -166,6 +174,7 @@ NOT_FOLLOWED = {
     "uniqueItems": {"items": {"type": "integer"}, "uniqueItems": True},
     "unevaluatedItems": {"type": "array", "unevaluatedItems": False},
     "pattern inside not": {"type": "string", "not": {"pattern": "^a"}},
+    "type integer inside not": {"type": "number", "multipleOf": 0.5, "not": {"type": "integer"}},
     "multipleOf inside not": {"properties": {"a": {"not": {"multipleOf": 3}}}},
     "oneOf": {"oneOf": [{"properties": {f"{i}{j}": {"minLength": j} for j in range(9)}} for i in range(9)]},
     "contains": {"allOf": [{"contains": {"const": 1}}, {"contains": {"const": 2}}]},

@@ -11,7 +11,7 @@ import pytest
 
 from moegguf import Llama
 from moegguf.errors import OptionError
-from moegguf.options import GROUPS, OF_COMMANDS, OF_EVERY_LOAD, OPTIONS, page
+from moegguf.options import GROUPS, OF_COMMANDS, OF_EVERY_LOAD, OPTIONS, load_options_of, page
 from moegguf.quantities import parse_duration
 from moegguf.settings import Environment, Host, Settings, parse_host, read_load_keywords, read_settings
 
@@ -174,3 +174,18 @@ def test_options_table_has_every_setting_and_prints_the_options_page() -> None:
     taken = {name for base in Llama.__mro__ for name in inspect.signature(base.__init__).parameters}
     flags = {option.name for option in OPTIONS.values() if option.scope == "load" and option.flags}
     assert flags <= taken
+
+
+@pytest.mark.parametrize(
+    ("num_gpu", "expected"), [(None, {}), (-1, {}), (0, {"n_gpu_layers": 0}), (7, {"n_gpu_layers": 7})]
+)
+def test_load_options_has_no_unset_parameters_but_num_gpu_0(num_gpu: int | None, expected: dict[str, int]) -> None:
+    given = {
+        "num_ctx": 0,
+        "num_thread": None,
+        "expert_cache": "",
+        "temperature": 1.0,
+        "draft": "off",
+        "num_gpu": num_gpu,
+    }
+    assert load_options_of(given) == {"draft": "off", **expected}

@@ -13,6 +13,7 @@ export class ApiError extends Error {
 
 export function keepKey(key) {
   sessionStorage.setItem(KEY, key);
+  document.dispatchEvent(new Event("key-kept"));
 }
 
 /** Sends a request to `path` and returns the response. Throws ApiError if the server is not reachable or replies with
@@ -54,13 +55,13 @@ export async function* lines(response) {
   }
 }
 
-/** The stream of snapshots of one model. It connects again after each end of a connection, except after status 401, and
- *  pauses while the page is hidden. `onLine(line)` is called for each object, and `onLost(error)` when a connection
+/** The stream of snapshots of one model. It connects again after each end of a connection, but after status 401 only
+ *  when another key is kept. It pauses while the page is hidden. `onLine(line)` is called for each object, and `onLost(error)` when a connection
  *  fails. */
 export class Live {
   constructor({ onLine, onLost }) {
     Object.assign(this, { onLine, onLost });
-    document.addEventListener("visibilitychange", () => this.watch(this.model));
+    for (const kind of ["visibilitychange", "key-kept"]) document.addEventListener(kind, () => this.watch(this.model));
   }
 
   watch(model) {

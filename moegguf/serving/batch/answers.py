@@ -392,9 +392,9 @@ def take_old_journal(database: Database, batch: str, path: Path) -> None:
     this file. An incomplete last line is dropped.
 
     Raises BatchFileError if a complete line is not an answer, BlockingIOError while another process has locked the
-    file, OSError.
+    file, StorageError.
     """
-    with suppress(FileNotFoundError), open_regular(path) as file:
+    with storing(path), suppress(FileNotFoundError), open_regular(path) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
             with database.transaction():

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,10 @@ from moegguf.serving.batch.answers import take_old_journal
 from moegguf.serving.batch.database import Database, storing
 from moegguf.serving.batch.files import StoredFile
 
+log = logging.getLogger(__name__)
+
+DAMAGED = "damaged"  # folder inside the folder of batches, for what cannot be moved into the database
+
 Row = tuple[Any, ...]
 
 
@@ -29,23 +33,31 @@ def migrate(folder: Path, database: Database, batch_row: Callable[[dict[str, Any
     """Moves all files and batches of an older version into the database. The call can be repeated after a kill. Does
     nothing if the folder has no files of such a version.
 
-    `batch_row` checks the JSON of a batch and makes a row of the database. Damaged JSON files are deleted. Raises
-    BlockingIOError while a server of an older version uses the folder, StorageError.
+    `batch_row` checks the JSON of a batch and makes a row of the database. What is damaged is moved to the folder
+    DAMAGED, and the log has a warning. Raises BlockingIOError while a server of an older version uses the folder,
+    StorageError.
     """
     lock = folder / ".lock"
     if not lock.exists():
         return
-    files = folder / "files"
+    files, damaged = folder / "files", list[Path]()
     with storing(folder), open(lock, "rb") as locked:
         fcntl.flock(locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for journal in folder.glob("batch_*/answers.jsonl"):
-            with suppress(BatchFileError):  # if the stored answers are damaged, the whole batch is answered again
-                take_old_journal(database, journal.parent.name, journal)
         with database.transaction():
-            for row in _rows(files, _file_row):
+            for row in _rows(files, _file_row, damaged):
                 database.execute("INSERT OR IGNORE INTO file VALUES (?, ?, ?, ?, ?, ?, ?)", *row)
-            for row in _rows(folder, batch_row):
+            for row in _rows(folder, batch_row, damaged):
                 database.execute("INSERT OR IGNORE INTO batch VALUES (?, ?, ?, ?)", *row)
+        known = {batch_id for (batch_id,) in database.execute("SELECT id FROM batch")}
+        damaged += (path for path in folder.glob("batch_*/") if path.name not in known)
+        for batch_id in known:
+            journal = folder / batch_id / "answers.jsonl"
+            try:
+                take_old_journal(database, batch_id, journal)
+            except BatchFileError:  # the whole batch is answered again
+                damaged.append(journal)
+        for path in damaged:
+            _set_aside(folder, path)
         for batch_id, needs in database.execute("SELECT id, needs FROM batch WHERE needs IS NOT NULL"):
             requests = folder / batch_id / "requests.jsonl"
             if requests.exists():
@@ -55,12 +67,28 @@ def migrate(folder: Path, database: Database, batch_row: Callable[[dict[str, Any
         lock.unlink()
 
 
-def _rows(folder: Path, to_row: Callable[[dict[str, Any]], Row]) -> Iterator[Row]:
+def _rows(folder: Path, to_row: Callable[[dict[str, Any]], Row], damaged: list[Path]) -> Iterator[Row]:
+    """Yields a row for each JSON file in the folder. Adds the paths of damaged files to `damaged`."""
     for path in folder.glob("*.json"):
-        with suppress(OSError, ValueError, TypeError, KeyError):
+        try:
             known = json.loads(read_regular(path))
-            if known["id"] == path.stem:
-                yield to_row(known)
+            if known["id"] != path.stem:
+                raise ValueError("it describes another file or batch")
+            row = to_row(known)
+        except (OSError, ValueError, TypeError, KeyError):
+            damaged.append(path)
+        else:
+            yield row
+
+
+def _set_aside(folder: Path, path: Path) -> None:
+    """Moves a damaged file or folder, and the contents that a damaged file describes, to DAMAGED. Raises OSError."""
+    for each in (path.with_suffix(".data"), path):
+        if each.exists():
+            target = folder / DAMAGED / each.relative_to(folder)
+            target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.replace(each, target)
+    log.warning("%s of an older version is damaged and is not taken over; it lies in %s.", path, folder / DAMAGED)
 
 
 def _file_row(known: dict[str, Any]) -> Row:
