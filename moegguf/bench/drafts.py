@@ -34,7 +34,7 @@ def undrafted(engine: Engine) -> Iterator[None]:
 
 
 @contextmanager
-def taught(tokens: Sequence[int]) -> Iterator[None]:
+def forced(tokens: Sequence[int]) -> Iterator[None]:
     """Makes each call of `Sampler.sample` inside the `with` return the next one of `tokens`. The sampler still samples
     a token as usual, but that token is discarded."""
     left = iter(tokens)
@@ -55,7 +55,7 @@ def answer(engine: Engine, prompt: str, text: str, with_drafts: bool) -> tuple[f
     """Makes the engine generate `text`, cut to LONGEST tokens, as its answer to `prompt`. Returns the seconds from the
     answer's first token to its end, and the counters for that interval."""
     tokens = engine.llm.tokenize(text.encode(), add_bos=False)[:LONGEST]
-    with taught(tokens), nullcontext() if with_drafts else undrafted(engine):
+    with forced(tokens), nullcontext() if with_drafts else undrafted(engine):
         (done,) = engine.generate(prompt, Sampling(temperature=0.0, max_tokens=len(tokens)))
     if done.error is not None:
         raise done.error

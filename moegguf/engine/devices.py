@@ -95,12 +95,12 @@ def find_gpus(name: str | None = None) -> list[Device]:
     return found if name is None else [find_device(found, name)]
 
 
-def find_device(there: Sequence[Device], name: str) -> Device:
+def find_device(devices: Sequence[Device], name: str) -> Device:
     """Returns the device with this name. Raises OptionError if there is none."""
-    for device in there:
+    for device in devices:
         if device.name == name:
             return device
-    names = ", ".join(device.name for device in there)
+    names = ", ".join(device.name for device in devices)
     raise OptionError(f"there is no GPU named {name!r}; the GPUs are: {names}.")
 
 

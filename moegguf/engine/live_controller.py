@@ -91,7 +91,7 @@ class LiveController:
         self.choice = ControllerChoice()
         self._measured: Measured | None = None
         self._listening = False
-        self._tight = True  # True: some experts may have no slot
+        self._has_absent_experts = True  # True: some experts may have no slot
         self._n_ended = 0  # number of requests that have ended
         self._choose_tiers()
         if self.options.is_plain:
@@ -223,14 +223,14 @@ class LiveController:
     def before_tokens(self, phase: Phase, n_sequences: int = 1) -> None:
         """Reports the next pass to the controller, unless every expert has a slot. The phase DECODE means that the pass
         has `n_sequences` tokens of answers, and no tokens of a prompt."""
-        if self.controller is not None and self._tight:
+        if self.controller is not None and self._has_absent_experts:
             self.controller.count_token(phase, time.perf_counter_ns(), n_sequences)
 
     def update(self) -> None:
         """Starts or stops listening, depending on whether there is anything to decide. Call it after pools change their
         size."""
-        self._tight, listeners = not self.session.store.info()["resident"], self.session.listeners
-        needed = self.controller is not None and self._tight and self.controller.needs_events
+        self._has_absent_experts, listeners = not self.session.store.info()["resident"], self.session.listeners
+        needed = self.controller is not None and self._has_absent_experts and self.controller.needs_events
         if needed != self._listening:
             (listeners.add if needed else listeners.remove)(self)
         self._listening = needed
@@ -251,7 +251,7 @@ class LiveController:
         if controller is None:
             return {"policy": name, "predictor": "none", "prefetch": "off"}
         watchdog, prefetch = controller.watchdog, "on" if controller.prefetching else "paused"
-        if not self._tight or not controller.may_prefetch:
+        if not self._has_absent_experts or not controller.may_prefetch:
             prefetch = "off"
         elif watchdog is not None and not watchdog.resting:
             prefetch = "measuring"

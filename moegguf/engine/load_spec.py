@@ -155,18 +155,18 @@ class LoadSpec:
                 f"split_mode {self.split_mode} divides each matrix among devices, but a slot holds a whole expert;"
                 f" use {BY_LAYERS} (layers), or {NO_SPLIT} (main_gpu alone), or leave vram_cache and placement out."
             )
-        if (there := list_gpus()) is None:
+        if (devices := list_gpus()) is None:
             return ()
-        if not there:
+        if not devices:
             raise BudgetError(NO_GPU)
         if self.store.device:
-            return (find_device(there, self.store.device),)
+            return (find_device(devices, self.store.device),)
         if self.split_mode == BY_LAYERS:
-            return tuple(there)
-        if not 0 <= self.main_gpu < len(there):
-            names = ", ".join(f"{device.index} ({device.name})" for device in there)
+            return tuple(devices)
+        if not 0 <= self.main_gpu < len(devices):
+            names = ", ".join(f"{device.index} ({device.name})" for device in devices)
             raise OptionError(f"main_gpu is {self.main_gpu}, but must be one of: {names}.")
-        return (there[self.main_gpu],)
+        return (devices[self.main_gpu],)
 
 
 def default_store(strategy: str = "") -> StoreOptions:

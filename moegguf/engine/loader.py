@@ -153,7 +153,7 @@ class Loader:
         while True:
             llama_log().forget()
             try:
-                with self._alone():
+                with self._weights_read_ahead():
                     construct()
                 break
             except MoeggufError:
@@ -167,7 +167,7 @@ class Loader:
         self.load_plan.layout.check_unchanged()
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _weights_read_ahead(self) -> Iterator[None]:
         """Surrounds the `with` block in which llama.cpp reads the weights. If there is an expert store, another thread
         meanwhile makes the system read the weights ahead into the page cache.
 

@@ -823,7 +823,7 @@ class _SlotsPlanner:
         host = host_bytes(layout, n_ubatch) + (n_ram + n_cpu) * size + self._bytes_of(on_cpu)
         parts = list[MemoryPlan]()
         for device, of, n in zip(self._devices, layers, slots, strict=False):
-            n_bytes = self._beside_bytes(of) + n * size
+            n_bytes = self._bytes_without_slots(of) + n * size
             if self._is_alone:
                 n_bytes = self._needs.total_bytes(0) + n * size + self._staging_bytes
             parts.append(MemoryPlan(device.name, of, n, n_bytes, device.free_bytes))
@@ -879,7 +879,7 @@ class _SlotsPlanner:
     def _bytes_of(self, layers: Iterable[int]) -> int:
         return sum(self._layer_bytes[il] for il in layers)
 
-    def _beside_bytes(self, layers: Sequence[int]) -> int:
+    def _bytes_without_slots(self, layers: Sequence[int]) -> int:
         """Returns how many bytes a device with these layers holds in addition to its slots."""
         output = self._output_bytes if self._n_layer - 1 in layers else 0
         staged = self._staging_bytes if self._experts_of(layers) else 0
@@ -889,7 +889,7 @@ class _SlotsPlanner:
         """Returns the number of slots of each device, which computes these layers. If all devices share one budget,
         slots for which a device has no memory go to the others."""
         size, least, most = self._size, self._layout.n_expert_used, [self._experts_of(of) for of in layers]
-        left = [d.free_bytes - self._beside_bytes(of) for d, of in zip(self._devices, layers, strict=True)]
+        left = [d.free_bytes - self._bytes_without_slots(of) for d, of in zip(self._devices, layers, strict=True)]
         if not self._is_shared:
             rooms = [free - d.margin for d, free in zip(self._devices, left, strict=True)]
             own = (self._slots_bytes(d, max(0, room)) // size for d, room in enumerate(rooms))

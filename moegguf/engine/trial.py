@@ -40,7 +40,7 @@ OPTIONS = frozenset(
      "yarn_ext_factor", "yarn_orig_ctx"}
 )  # fmt: skip
 # tokens for which the context has room, most tokens of a batch, and tokens whose experts have slots at once
-N_CTX, N_BATCH, N_PASS_EXPERTS = (256, 8, 4)
+N_CTX, N_BATCH, N_SLOT_TOKENS = (256, 8, 4)
 N_IMAGE_TOKENS = 1024  # more room in the context for the trial's image; an image that does not fit is not evaluated
 MAX_IMAGE_THREADS = 4
 CPU_S, CPU_BYTES_PER_S = (20, 50 << 20)  # limit of computing time: CPU_S, and a second for each 50 MiB of dense weights
@@ -135,7 +135,7 @@ def _request(layout: ExpertLayout, options: dict[str, Any], projector: Projector
         n_image, n_ctx = projector.one_pass_tokens, N_CTX + N_IMAGE_TOKENS
         extra_s += projector.weight_bytes * min(projector.n_patches, MAX_PATCHES) // CPU_PATCH_BYTES_PER_S
         dense_bytes += projector.weight_bytes
-    n_slots = min(N_PASS_EXPERTS * layout.n_expert_used, max(layout.n_expert, layout.n_expert_used))
+    n_slots = min(N_SLOT_TOKENS * layout.n_expert_used, max(layout.n_expert, layout.n_expert_used))
     n_slots = max(n_slots, layer_slots(layout, n_image))
     pool_bytes = n_slots * slot_bytes(layout) if layout.is_moe else 0
     # Texts are computed with one thread: several threads would spend the limited computing time on waiting for each

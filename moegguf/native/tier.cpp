@@ -58,7 +58,7 @@ Tier::Tier(TierId id, const Layout & layout, const LayerSet & layers, int n_slot
       ram_(ram),
       source_(ram ? numbering.n_slots() : 0) {
     if (memory) { pool_ = std::make_unique<Pool>(layout, layers, numbering, *memory); }
-    if (!numbering.resident()) { spin_shortly(); }
+    if (!numbering.resident()) { spin_briefly(); }
     borrowers_.reserve(source_.size());
 }
 
@@ -198,7 +198,7 @@ void Tiers::check() const {
     for (const Tier * tier : all) { tier->residency.check(); }
 }
 
-void Tier::spin_shortly() {
+void Tier::spin_briefly() {
     if (id == TierId::compute && pool_ && pool_->host()) { short_spins_.emplace(); }
 }
 
@@ -206,7 +206,7 @@ void Tier::resize(int n_slots) {
     if (numbering.resident() && n_slots < residency.n_slots()) {
         numbering.share_all_slots();
         if (pool_) { pool_->share_all_slots(residency.n_slots()); }
-        spin_shortly();
+        spin_briefly();
     }
     residency.set_usable(n_slots);
     for (int s = n_slots; s < residency.n_slots(); s++) { evict(s); }

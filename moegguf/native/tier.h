@@ -146,7 +146,7 @@ class Tier {
     // Vacates a slot. Counts an eviction if the slot was not free.
     void evict(int s);
     void give_back(int s);
-    void spin_shortly();
+    void spin_briefly();
 
     Tier * const ram_;
     std::unique_ptr<Pool> pool_;

@@ -233,7 +233,7 @@ class _PullRequest(ModelBody):
     stream: bool | None = None
 
 
-def _told(body: _PullRequest | _CreateRequest, statuses: AsyncGenerator[Json]) -> Response:
+def _progress_response(body: _PullRequest | _CreateRequest, statuses: AsyncGenerator[Json]) -> Response:
     """Returns a response with one line of JSON for each status, or with the last status alone if `stream` is false."""
 
     async def lines() -> Lines:
@@ -250,7 +250,7 @@ def _told(body: _PullRequest | _CreateRequest, statuses: AsyncGenerator[Json]) -
 
 async def _pull(request: HttpRequest) -> Response:
     body = await read_body(request, _PullRequest)
-    return _told(body, _pulling(body.model, request.app.state.catalog))
+    return _progress_response(body, _pulling(body.model, request.app.state.catalog))
 
 
 async def _pulling(name: str, catalog: Catalog) -> AsyncGenerator[Json]:
@@ -329,7 +329,7 @@ async def _create(request: HttpRequest) -> Response:
         messages=tuple({"role": each.role, "content": each.content or ""} for each in body.messages or ()),
         license="\n".join(body.license) if isinstance(body.license, list) else body.license,
     )
-    return _told(body, _creating(body, recipe, request.app.state.catalog))
+    return _progress_response(body, _creating(body, recipe, request.app.state.catalog))
 
 
 async def _creating(body: _CreateRequest, recipe: Recipe, catalog: Catalog) -> AsyncGenerator[Json]:
