@@ -242,7 +242,7 @@ def _convert(name: str, value: Any) -> Any:
 
 
 def _wrong(name: str, value: Any) -> OptionError:
-    kinds = {int: "a whole number of 64 bits", float: "a finite number", bool: "true or false", list: "texts"}
+    kinds = {int: "a 64-bit integer", float: "a finite number", bool: "true or false", list: "texts"}
     kind = kinds.get(PARAMETERS[name]) or (f"one of {', '.join(DRAFTS)}" if name == "draft" else "a text")
     return OptionError(f"the parameter {name!r} must be {kind}, but is {shown(value)}; correct it, or leave it out.")
 

@@ -299,7 +299,7 @@ def shared(home: Path) -> Iterator[Terminal]:
     ("/set parameter nonsense 1", "Couldn't set parameter: unknown parameter 'nonsense'"),
     (
         "/set parameter top_k 1e3",
-        "Couldn't set parameter: the parameter 'top_k' must be a whole number of 64 bits, but is '1e3'",
+        "Couldn't set parameter: the parameter 'top_k' must be a 64-bit integer, but is '1e3'",
     ),
     ("/set parameter top_p 7", "Couldn't set parameter: top_p takes 0 to 1, but is 7"),
 ])  # fmt: skip

@@ -74,7 +74,7 @@ def test_parse_reads_every_instruction_in_any_case() -> None:
             "FROM a\nPARAMETER temperature hot",
             "line 2: the parameter 'temperature' must be a finite number, but is 'hot'",
         ),
-        ("FROM a\nPARAMETER num_ctx 1.5", "must be a whole number of 64 bits, but is '1.5'"),
+        ("FROM a\nPARAMETER num_ctx 1.5", "must be a 64-bit integer, but is '1.5'"),
         ("FROM a\nPARAMETER use_mmap 2", "must be true or false, but is '2'; correct it, or leave it out."),
         ('FROM a\nSYSTEM """never closed', "line 2: a quote of SYSTEM is not closed"),
         ('FROM a\nSYSTEM "never closed', "line 2: a quote of SYSTEM is not closed"),
