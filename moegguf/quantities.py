@@ -21,7 +21,8 @@ TIB = 1 << 40
 MAX_BYTES = 1 << 60
 
 ACCEPTED_BUDGETS = (
-    'accepted: "auto", a share of all experts such as "50%", or a size such as "4GiB", "512MiB" or "2.5 GB"'
+    'accepted: "auto", a share of all experts above 0% and up to 100%, such as "50%", or a size of 1 byte to'
+    ' 2^60 bytes, such as "4GiB", "512MiB" or "2.5 GB"'
 )
 
 _UNITS = {
@@ -33,6 +34,7 @@ _UNITS = {
 }  # fmt: skip
 _NAMES = ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
 _SIZE = re.compile(r"(\d{1,19}(?:\.\d{1,9})?)\s*([a-z]{0,3})", re.ASCII | re.IGNORECASE)
+_SIZE_RULE = 'a size must be from 1 byte to 2^60 bytes, as a whole number or with a unit, such as "4GiB"'
 _LONGEST_S = float(2**63 // 10**9)  # Go's longest duration, 292 years
 _UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _NUMBER = r"(?:\d{1,30}(?:\.\d{0,30})?|\.\d{1,30})"
@@ -42,9 +44,12 @@ _PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,9})?)\s*%", re.ASCII)
 _UP_TO_100 = re.compile(r"(?:[1-9]\d?(?:\.\d{1,9})?|100)", re.ASCII)
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """Returns the repr of a value for a message, cut to 60 characters."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to print an int with thousands of digits
+        text = "a number with thousands of digits"
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -62,7 +67,7 @@ def parse_size(value: str | int) -> int:
             whole, _, part = number.partition(".")
             n_bytes = (int(whole) * 10 ** len(part) + int(part or 0)) * _UNITS[unit] // 10 ** len(part)
     if not 0 < n_bytes <= MAX_BYTES:
-        raise ValueError(f'a size must be above zero, such as "4GiB" or "512MiB", but is {_shown(value)}')
+        raise ValueError(f"{_SIZE_RULE}, but is {shown(value)}")
     return n_bytes
 
 
@@ -70,7 +75,10 @@ def parse_store_size(value: str | int) -> int | None:
     """Returns 0 for "0", None for "auto", and otherwise the number of bytes from `parse_size`. Raises ValueError."""
     if isinstance(value, str) and value.strip().lower() == "auto":
         return None
-    return 0 if str(value).strip() == "0" else parse_size(value)
+    try:
+        return 0 if str(value).strip() == "0" else parse_size(value)
+    except ValueError:
+        raise ValueError(f'{_SIZE_RULE}, or "auto" or 0, but is {shown(value)}') from None
 
 
 def format_bytes(n_bytes: int) -> str:
@@ -131,7 +139,7 @@ def parse_expert_cache(value: str | int | float | ExpertCache, option: str = "ex
             return ExpertCache("bytes", n_bytes=parse_size(value))
         except ValueError:
             pass
-    raise BudgetError(f"{option} is {_shown(value)}, which is not a budget; {hint}{ACCEPTED_BUDGETS}.")
+    raise BudgetError(f"{option} is {shown(value)}, which is not a budget; {hint}{ACCEPTED_BUDGETS}.")
 
 
 @dataclass(frozen=True)
@@ -162,8 +170,8 @@ def parse_link(text: str) -> Link:
             raise ValueError
     except (ValueError, OptionError):
         raise OptionError(
-            f"{_shown(text)} is not a link; give its bandwidth and, if wanted, its latency, such as '24GB/s' or"
-            " '24GB/s,35us'."
+            f"{shown(text)} is not a link; give its bandwidth above 0 and, if wanted, its latency from 0, such as"
+            " '24GB/s' or '24GB/s,35us'."
         ) from None
     return link
 
@@ -180,7 +188,7 @@ def parse_duration(value: str | int | float) -> float:
         seconds = -seconds if match[1] == "-" else seconds
     if math.isnan(seconds):
         raise OptionError(
-            f"{_shown(value)} is not a duration; accepted: seconds, or a text such as '5m', '1h30m', '300ms';"
+            f"{shown(value)} is not a duration; accepted: seconds, or a text such as '5m', '1h30m', '300ms';"
             " negative is for ever."
         )
     return math.inf if seconds < 0 or seconds > _LONGEST_S else seconds

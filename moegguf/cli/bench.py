@@ -121,7 +121,8 @@ def parse_ints(values: Iterable[str], flag: str) -> list[int]:
         is_product = match[3] == "*"
         last = int(match[2]) if match[2] else at
         if at < last and ((is_product and (step < 2 or at < 1)) or step < 1):
-            raise OptionError(f"{flag} {word} never ends; give a larger step.")
+            least = "*2 or more, and a first number above 0" if is_product else "+1 or more"
+            raise OptionError(f"{flag} {word} never reaches its end; give a step of {least}.")
         numbers.append(at)
         while (at := at * step if is_product else at + step) <= last:
             numbers.append(at)

@@ -90,7 +90,7 @@ def show(model: Model, as_json: AsJson = False, *, given: Given, **chosen: Any) 
 
     wanted = [name for name in SHOWN if chosen[name]]
     if len(wanted) > 1:
-        raise typer.BadParameter(f"only one of {', '.join(f'--{name}' for name in SHOWN)} can be given")
+        raise typer.BadParameter(f"only one of {', '.join(f'--{name}' for name in wanted)} can be given; keep one")
     if not wanted:
         facts = model_facts(model, verbose=chosen["verbose"])
         print_json(facts) if as_json else print_model(facts)

@@ -165,7 +165,9 @@ def parse_shares(text: str, option: str = "--expert-cache", of_each: bool = Fals
         except ValueError:
             share = 0.0
         if not 0 < share <= 1:
-            raise OptionError(f"{option} takes shares such as 10%,25%,50%, each above 0%, but not {word!r}.")
+            raise OptionError(
+                f"{option} takes shares such as 10%,25%,50%, each above 0% and up to 100%, but not {word!r}."
+            )
         shares.append(share)
     return shares if of_each else list(dict.fromkeys(shares))
 

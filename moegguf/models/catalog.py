@@ -133,7 +133,8 @@ class Catalog:
         """
         target = self._free_name(name)
         if bool(recipe.from_) == bool(recipe.files):
-            raise OptionError("a model is made either from a name or from files; give one of `from` and `files`.")
+            found = "both are" if recipe.files else "neither is"
+            raise OptionError(f"a model is made from one of `from` (a name) and `files`, but {found} given; give one.")
         guesses = {"draft": recipe.draft} if recipe.draft in DRAFTS else {}
         parameters = check_parameters({**recipe.parameters, **guesses})
         check_ranges(parameters)
@@ -142,14 +143,17 @@ class Catalog:
         for sentence in left_out(recipe):
             warnings.warn(sentence, stacklevel=2)
         if recipe.adapter and not self.paths:
-            raise OptionError("an adapter is given as a blob (`adapters`): a path could be any file of the server.")
+            raise OptionError(
+                f"a request must give an adapter as a blob (`adapters`), but gives the path {recipe.adapter!r:.80};"
+                " send the file as a blob."
+            )
         base = self.find(recipe.from_) if recipe.from_ else None
         if mirrors := parameters.get("mirror"):
             parameters["mirror"] = [str(Path(path).expanduser().absolute()) for path in mirrors]
             if not self.paths and parameters["mirror"] != (base.parameters.get("mirror") if base else None):
                 raise OptionError(
-                    "a mirror is a path, and a request may not name any file of the server; start the server with"
-                    " --mirror, or create the name on the server's machine."
+                    f"a request may not change a model's mirrors, which are paths, but gives {mirrors[0]!r:.80}; start"
+                    " the server with --mirror, or create the name on the server's machine."
                 )
         if base is not None and is_other_kind(base.path):  # `entries` would not list such a file
             raise ModelFormatError(f"{base.path} is not a GGUF file; give a .gguf model file, or a model's name.")
@@ -245,7 +249,10 @@ class Catalog:
         with suppress(ModelNotFoundError):
             entry = Catalog(paths=False).find(name.canonical)
             if entry.source not in ("own", "ollama"):
-                raise OptionError(f"the name {entry.name!r} is already in use; choose another.")
+                raise OptionError(
+                    f"the name {entry.name!r} is already in use by a model that was not created here, and cannot be"
+                    " replaced; choose another."
+                )
         return name
 
     def _clean(self) -> None:

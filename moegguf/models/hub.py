@@ -292,7 +292,7 @@ def _fetch_header(file: HubFile, path: Path) -> None:
                 if n_bytes >= MOST_BYTES:
                     raise PullError(
                         f"{file.repo}/{file.path}: its header is not complete within {format_bytes(MOST_BYTES)}; it is"
-                        " damaged, or not a GGUF file."
+                        " damaged, or not a GGUF file; choose another file."
                     )
                 enough = min(2 * n_bytes, file.size_bytes)
         raise httpx2.ReadError("the connection was closed too early")

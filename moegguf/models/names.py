@@ -83,7 +83,7 @@ def parse_name(text: str) -> Name:
     reserved name.
     """
     if not isinstance(text, str) or not text:
-        raise ModelNameError(f"a model's name must be text, but is {text!r:.40}; {FORMS}.")
+        raise ModelNameError(f"a model's name must be text that is not empty, but is {text!r:.40}; {FORMS}.")
     if len(text) > MAX_NAME:
         raise ModelNameError(f"a model's name has at most {MAX_NAME} characters, but this one {len(text)}; {FORMS}.")
     if url := _URL.fullmatch(text):
@@ -124,13 +124,15 @@ def _name(host: str, path: str, text: str) -> Name:
     if name.is_hub and not (namespace and model):
         raise _bad(text, "names no repository: it needs a user and a repository")
     if host and not name.is_hub and (not _HOST.fullmatch(host) or ".." in host or len(host) > MAX_HOST):
-        raise _bad(text, "has three parts, but the first is not a host")
+        raise _bad(
+            text, f"has three parts, but the first, {host!r:.40}, is no host such as example.com or localhost:5000"
+        )
     parts = [(model, MAX_PART), (name.tag, MAX_TAG)]
     for part, most in [(namespace, MAX_PART), *parts] if host else parts:
         if fault := _fault(part, most):
             raise _bad(text, fault)
     if host and not name.is_hub and "." in namespace:
-        raise _bad(text, "has a namespace with a dot")
+        raise _bad(text, f"has a dot in {namespace!r}, which only a host or a name on Hugging Face may have")
     if name.is_hub and "--" in name.repo:
         raise _bad(text, "has '--', which no repository has")
     if not host and model.lower() in _RESERVED:
@@ -150,7 +152,10 @@ def _fault(part: str, most: int) -> str | None:
     if len(part) > most:
         return f"has a part of {len(part)} characters, at most {most} are allowed"
     if not _PART.fullmatch(part) or ".." in part or part.endswith("."):
-        return f"has {part!r:.40}, but a part starts with a letter or digit and has only those and . _ -"
+        return (
+            f"has {part!r:.40}, but a part has only letters, digits and . _ -, with no . or - first, no . last and no"
+            " '..' inside"
+        )
     return None
 
 

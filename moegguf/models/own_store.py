@@ -303,7 +303,10 @@ def _named(files: Mapping[str, str]) -> dict[str, str]:
     file name."""
     for name in files:
         if not _FILE_NAME.fullmatch(name) or ".." in name:
-            raise OptionError(f"{name!r:.60} is not the name of a file; give names such as 'model.gguf'.")
+            raise OptionError(
+                f"a file's name must have 1 to 200 letters, digits, spaces and ._+()-, with a letter, digit or _ first"
+                f" and no '..', but one is {name!r:.60}; give names such as 'model.gguf'."
+            )
     return {name if name.lower().endswith(".gguf") else f"{name}.gguf": blob for name, blob in files.items()}
 
 

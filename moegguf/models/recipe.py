@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from typing import Any
 from moegguf.errors import OptionError
 from moegguf.models.entry import ModelEntry, Overrides
 from moegguf.options import DRAFTS, LOAD_PARAMETERS, OPTIONS
-from moegguf.quantities import parse_expert_cache
+from moegguf.quantities import parse_expert_cache, shown
 from moegguf.text import without_surrogates
 
 MAX_TEXT = 1 << 20  # maximum number of characters in a system message, template, license or message
@@ -229,7 +230,7 @@ def _convert(name: str, value: Any) -> Any:
         raise _wrong(name, value)
     given = value
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value) if abs(value) < 1 << 53 else math.inf
+        value = float(value) if abs(value) <= sys.float_info.max else math.inf
     if kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)
     fits = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
@@ -241,9 +242,9 @@ def _convert(name: str, value: Any) -> Any:
 
 
 def _wrong(name: str, value: Any) -> OptionError:
-    kinds = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "texts"}
-    kind = kinds[PARAMETERS[name]]
-    return OptionError(f"the parameter {name!r} must be {kind}, but is {value!r:.60}; correct it, or leave it out.")
+    kinds = {int: "a 64-bit integer", float: "a finite number", bool: "true or false", list: "texts"}
+    kind = kinds.get(PARAMETERS[name]) or (f"one of {', '.join(DRAFTS)}" if name == "draft" else "a text")
+    return OptionError(f"the parameter {name!r} must be {kind}, but is {shown(value)}; correct it, or leave it out.")
 
 
 def parse(text: str) -> Recipe:
@@ -253,7 +254,9 @@ def parse(text: str) -> Recipe:
     the last case the message has the number of the line.
     """
     if len(text) > MAX_MODELFILE:
-        raise OptionError(f"a Modelfile may have at most {MAX_MODELFILE} characters, but this one has {len(text)}.")
+        raise OptionError(
+            f"a Modelfile may have at most {MAX_MODELFILE} characters, but this one has {len(text)}; shorten it."
+        )
     found: dict[str, Any] = {"parameters": {}, "messages": []}
     text = text.replace("\r\n", "\n")
     at = _after_blank(text, 0)
@@ -327,7 +330,9 @@ def _read_instruction(found: dict[str, Any], text: str, at: int) -> int:
         raise OptionError(f"{line!r:.60} must start with one of {', '.join(_INSTRUCTIONS)}.")
     first = _FIRST_WORD.match(text, start.end()) if instruction in ("PARAMETER", "MESSAGE") else start
     if first is None:
-        raise OptionError(f"{instruction} needs a word and a value.")
+        raise OptionError(
+            f"{instruction} needs a {'role' if instruction == 'MESSAGE' else 'name'} and a value; add them."
+        )
     matched = _VALUE.match(text, first.end())
     if matched is None:
         raise OptionError(f"a quote of {instruction} is not closed at the end of a line; close it.")

@@ -139,8 +139,13 @@ def _all_shards(first: str, models: Sequence[str], repo: str) -> tuple[str, ...]
     if count <= 1:
         return (first,)
     shards = {shard.number: path for path in models if (shard := _shard(path))[::2] == (prefix, count)}
-    missing = [number for number in range(1, min(count, MAX_SHARDS) + 1) if number not in shards]
-    if missing or count > MAX_SHARDS:
+    if count > MAX_SHARDS:
+        raise ModelNotFoundError(
+            f"{repo}: {_base(prefix)!r} may have at most {MAX_SHARDS} shards, but has {count}; choose another"
+            " quantisation."
+        )
+    missing = [number for number in range(1, count + 1) if number not in shards]
+    if missing:
         names = ", ".join(shard_path(_base(prefix), number, count) for number in missing[:3])
         raise ModelNotFoundError(
             f"{repo}: {len(missing)} of the {count} shards of {_base(prefix)!r} are missing"

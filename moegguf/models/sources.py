@@ -248,7 +248,9 @@ def delete_cached(entry: ModelEntry, keep: Collection[Path]) -> None:
                 if not any(other.resolve() == blob for other in snapshots.rglob("*")):
                     blob.unlink(missing_ok=True)
     except OSError as error:
-        raise PullError(f"{entry.name} cannot be removed from {str(hub_cache())!r} ({error}).") from error
+        raise PullError(
+            f"{entry.name} cannot be removed from {str(hub_cache())!r} ({error}); correct this and retry."
+        ) from error
 
 
 def ollama_folders() -> list[Path]:

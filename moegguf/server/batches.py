@@ -126,7 +126,7 @@ async def _create_file(request: Request) -> Response:
 async def _list_files(request: Request) -> Response:
     query = request.query_params
     if query.get("order", "desc") not in ("asc", "desc"):
-        raise HttpError(400, "order: must be 'asc' or 'desc'")
+        raise HttpError(400, f"order: must be 'asc' or 'desc', but is {query['order']!r:.40}")
     files = [file for file in _batches(request).files.all() if query.get("purpose", file.purpose) == file.purpose]
     if query.get("order") != "asc":
         files.reverse()

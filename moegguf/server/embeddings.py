@@ -208,7 +208,7 @@ async def _rerank(request: HttpRequest, body: _RerankBody) -> Any:
     if the body has `top_n`."""
     texts = body.texts if body.documents is None else body.documents
     if not texts:
-        raise HttpError(400, "documents: a list of texts is missing")
+        raise HttpError(400, "documents: a list of texts is missing or empty; send one with at least one text")
     model = selected_model(request.app.state, body.model)
     async with request.app.state.manager.lease(model, body.overrides(), body.keep_alive_s()) as lease:
         found, name = await lease.rank(body.query, texts), body.model or lease.entry.name

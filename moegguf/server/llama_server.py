@@ -140,14 +140,15 @@ async def _change_slot(request: HttpRequest) -> Response:
     if action not in SLOT_ACTIONS:
         raise HttpError(400, f"action: must be one of {', '.join(SLOT_ACTIONS)}, but is {action!r:.40}")
     if not (slot.isascii() and slot.isdigit() and len(slot) < 10):
-        raise HttpError(400, f"a slot must be a number, but is {slot!r:.40}")
+        raise HttpError(400, f"a slot must be a number of at most 9 digits, but is {slot!r:.40}")
     raw = await read_bytes(request)
     body = parse_body(raw, _SlotBody) if raw.strip() else _SlotBody()
     state = request.app.state
     files: dict[str, Any] = {}
     if action != "erase":
         if SLOT_FILE.fullmatch(body.filename) is None:
-            raise HttpError(400, "filename: must be letters, digits and ._- with no dot first")
+            rule = "must be 1 to 200 letters, digits and ._- with no dot first"
+            raise HttpError(400, f"filename: {rule}, but is {body.filename!r:.60}")
         folder = data_folder() / "slots"
         used_bytes = await asyncio.to_thread(_bytes_in, folder)
         files["path"] = str(folder / (current_owner.get() or "shared") / body.filename)

@@ -57,7 +57,7 @@ def listen(host: Host) -> socket.socket:
         )[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise StartError(f"{host.host!r} is not an address to listen on ({error.strerror}).") from None
+        raise StartError(f"{host.host!r} is not an address to listen on ({error.strerror}); give another.") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)

@@ -320,7 +320,7 @@ def expert_cache_within(cache: ExpertCache, n_experts: int, slot_bytes: int, res
     Raises BudgetError for a model without experts.
     """
     if not slot_bytes:
-        raise BudgetError("the model has no experts, so there is no budget for them.")
+        raise BudgetError("the model has no experts, so it takes no budget for them; leave the budget out.")
     asked = {"auto": reserved_bytes, "fraction": int(cache.fraction * n_experts * slot_bytes), "bytes": cache.n_bytes}
     n_bytes = min(asked[cache.mode], reserved_bytes)
     return n_bytes // slot_bytes * slot_bytes or max(1, n_bytes)

@@ -79,7 +79,7 @@ def encode(message: Mapping[str, Any]) -> bytes:
     except (TypeError, ValueError, RecursionError) as error:
         raise OptionError(f"a request has a value that JSON cannot hold ({error}); remove it.") from None
     if len(line) >= MAX_MESSAGE_BYTES:
-        raise OptionError(f"a request has {len(line)} bytes, but at most {MAX_MESSAGE_BYTES} are accepted; shorten it.")
+        raise OptionError(f"a request has {len(line)} bytes, but must have fewer than {MAX_MESSAGE_BYTES}; shorten it.")
     return line + b"\n"
 
 

@@ -105,7 +105,8 @@ class SupposedDevice:
             return None
         if memory is None or bandwidth is None or link is None:
             raise OptionError(
-                "a device is described by three figures: --device-memory 8GB --device-bandwidth 448GB/s --link 24GB/s."
+                "a device is described by all three of --device-memory 8GB --device-bandwidth 448GB/s --link 24GB/s,"
+                " but only some are given; add the others."
             )
         try:
             return cls(parse_size(memory), parse_link(bandwidth).bytes_per_s, parse_link(link))

@@ -104,8 +104,8 @@ def belady(lookups: Lookups, n_slots: int) -> ReplayCounts:
     experts, or if `n_slots` is below 1.
     """
     looked_up = np.diff(lookups.start)
-    widest = int(looked_up.max(initial=0))
-    if n_slots < max(1, widest):
+    widest = int(looked_up.max(initial=1))
+    if n_slots < widest:
         raise OptionError(
             f"a pass of this trace needs {widest} experts of a layer at once, but there are {n_slots} slots; give more."
         )

@@ -254,8 +254,10 @@ class TraceWriter:
         has_inputs = block.inputs is not None
         batches = block.token_sequence is not None
         spec = _spec(self.shape, block.n_pass, block.n_tokens, weights=self.weights, inputs=has_inputs, batches=batches)
-        if (has_inputs and not self.inputs) or len(self._blocks) == MAX_BLOCKS:
-            raise TraceError(f"{self.path.name}: block {len(self._blocks)} does not fit; open the writer for it.")
+        if has_inputs and not self.inputs:
+            raise TraceError(f"{self.path.name}: a block has inputs, but the writer takes none; open it with inputs.")
+        if len(self._blocks) == MAX_BLOCKS:
+            raise TraceError(f"{self.path.name}: a trace has at most {MAX_BLOCKS} blocks, now reached; begin another.")
         for name, (dtype, shape) in spec.items():
             array = getattr(block, name)
             if array is None or array.dtype != dtype or array.shape != shape:

@@ -116,7 +116,9 @@ class _Facts:
         known = {name: value for name, (value, _) in self._found.items()}
         layers = known.setdefault("layers", tuple(range(n_rows)))
         if layers[0] < 0 or any(b <= a for a, b in pairwise(layers)):
-            raise TraceError(f"layers must rise from 0 on, but are {_short(layers)}; number them as the model does.")
+            raise TraceError(
+                f"layers must rise and be at least 0, but are {_short(layers)}; number them as the model does."
+            )
         known.setdefault("n_layer", layers[-1] + 1)
         return MoeShape(**known | {name: self.get(name) for name in _NEEDED})
 

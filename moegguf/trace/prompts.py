@@ -56,7 +56,7 @@ def read_prompts(path: str | os.PathLike[str]) -> list[Prompt]:
         paragraphs = groupby(lines, key=lambda line: bool(line.strip()))
         found = [Prompt("\n".join(part), label) for filled, part in paragraphs if filled]
     if not found:
-        raise OptionError(f"prompts file {path.name!r} is empty; write at least one prompt into it.")
+        raise OptionError(f"prompts file {path.name!r} has no prompt; write at least one into it.")
     return found
 
 

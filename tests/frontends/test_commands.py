@@ -525,7 +525,7 @@ ERRORS = [
     ("trace simulate TRACE --policy lro", 1, "there is no policy 'lro'; known policies: lru,"),
     ("trace simulate TRACE --predictor skip", 1, "--model"),
     ("trace simulate TRACE --model MODEL", 1, "was recorded from another model (moegguf demo)"),
-    ("trace simulate TRACE --expert-cache 0%", 1, "each above 0%, but not '0%'"),
+    ("trace simulate TRACE --expert-cache 0%", 1, "each above 0% and up to 100%, but not '0%'"),
     ("trace simulate TRACE --strategy promo", 1, "there is no strategy 'promo'; known strategies: none, lru,"),
     (
         "trace simulate TRACE --strategy lru,moe-infinity",
@@ -551,7 +551,7 @@ ERRORS = [
     ("trace record demo --prompts PROMPTS -o no/folder/t.npz", 1, "there is no folder"),
     ("trace record demo --prompts PROMPTS -o PROMPTS", 1, "would overwrite"),
     ("trace record demo --prompts PROMPTS -o /dev/stdout", 1, "--out must name a file, but '/dev/stdout' is not"),
-    ("trace record demo --prompts TMP/empty -o TMP/t", 1, "is empty; write at least one prompt"),
+    ("trace record demo --prompts TMP/empty -o TMP/t", 1, "has no prompt; write at least one"),
 ]
 
 

@@ -121,7 +121,7 @@ def test_failed_write_raises_trace_error_and_leaves_no_file(tmp_path: Path) -> N
     with pytest.raises(TraceError, match="settings"):
         write(tmp_path / "t.npz", replace(small(), header=replace(small().header, settings={"x": float("nan")})))
     writer = TraceWriter(tmp_path / "u.npz", SMALL, weights=True, inputs=False)
-    with pytest.raises(TraceError, match="does not fit"):
+    with pytest.raises(TraceError, match="has inputs, but the writer takes none"):
         writer.add(small(with_inputs=True))
     writer.discard()
     assert list(tmp_path.iterdir()) == []
@@ -297,7 +297,7 @@ def test_read_prompts_accepts_bom_utf_16_and_crlf(tmp_path: Path, encoding: str)
 
 @pytest.mark.parametrize("name", ["p.txt", "p.jsonl"])
 def test_read_prompts_rejects_empty_missing_and_non_utf_8_files(tmp_path: Path, name: str) -> None:
-    with pytest.raises(OptionError, match="is empty"):
+    with pytest.raises(OptionError, match="has no prompt"):
         read_prompts(put_file(tmp_path, name, " \n\n"))
     with pytest.raises(OptionError, match="line 2: must be UTF-8, but has byte 0xff"):
         read_prompts(put_file(tmp_path, name, b"fine\nnot \xff fine"))

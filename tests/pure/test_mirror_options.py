@@ -54,9 +54,9 @@ def test_modelfile_with_mirrors_loads_the_model_with_them(catalog: Catalog) -> N
 def test_create_rejects_mirrors_of_clients_and_keeps_mirrors_of_the_base(catalog: Catalog) -> None:
     catalog.create("mine", parse(MODELFILE))
     served = Catalog(paths=False)
-    with pytest.raises(OptionError, match="may not name any file of the server"):
+    with pytest.raises(OptionError, match=r"may not change .* mirrors.* gives ./etc/passwd"):
         served.create("theirs", Recipe(from_="mine", parameters={"mirror": ["/etc/passwd"]}))
-    with pytest.raises(OptionError, match="may not name any file of the server"):
+    with pytest.raises(OptionError, match=r"may not change .* mirrors.* gives ./etc/passwd"):
         served.create("theirs", Recipe(from_="demo", parameters={"mirror": ["/etc/passwd"]}))
     mirrors = served.find("mine").parameters["mirror"]
     saved = served.create("saved", Recipe(from_="mine", parameters={"mirror": mirrors, "top_k": 1}))

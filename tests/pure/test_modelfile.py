@@ -70,8 +70,11 @@ def test_parse_reads_every_instruction_in_any_case() -> None:
         ("FROM a\nFROM b", "line 2: FROM is given twice"),
         ("FROM a\n\nPARAMETR x 1", "line 3: 'PARAMETR x 1' must start with one of"),
         ("FROM a\nPARAMETER temprature 1", "did you mean 'temperature'"),
-        ("FROM a\nPARAMETER temperature hot", "line 2: the parameter 'temperature' must be a number"),
-        ("FROM a\nPARAMETER num_ctx 1.5", "must be a whole number"),
+        (
+            "FROM a\nPARAMETER temperature hot",
+            "line 2: the parameter 'temperature' must be a finite number, but is 'hot'",
+        ),
+        ("FROM a\nPARAMETER num_ctx 1.5", "must be a 64-bit integer, but is '1.5'"),
         ("FROM a\nPARAMETER use_mmap 2", "must be true or false, but is '2'; correct it, or leave it out."),
         ('FROM a\nSYSTEM """never closed', "line 2: a quote of SYSTEM is not closed"),
         ('FROM a\nSYSTEM "never closed', "line 2: a quote of SYSTEM is not closed"),

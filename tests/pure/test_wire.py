@@ -124,7 +124,7 @@ def test_build_rejects_an_invalid_delta(data: Any) -> None:
 
 def test_encode_rejects_long_messages_and_values_outside_json(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_MESSAGE_BYTES", 1000)
-    with pytest.raises(OptionError, match=r"\d{4} bytes.*at most 1000"):
+    with pytest.raises(OptionError, match=r"\d{4} bytes.*fewer than 1000"):
         encode({"kind": "generate", "request": Request(prompt="x" * 2000)})
     deep: list[Any] = []
     for _ in range(100_000):

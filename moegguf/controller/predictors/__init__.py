@@ -76,7 +76,9 @@ def make_predictor(name: str, shape: MoeShape, artifacts: Artifacts) -> Predicto
         return PREDICTORS[name](shape, artifacts)
     own = make_own(name, "predictor", Predictor, shape)  # type: ignore[type-abstract]
     if not isinstance(getattr(own, "reach", None), int):
-        raise OptionError(f"the predictor {name!r:.200} has no reach; call super().__init__(shape, reach) in __init__.")
+        raise OptionError(
+            f"the predictor {name!r:.200} has no whole number as reach; call super().__init__(shape, reach)."
+        )
     return own
 
 

@@ -73,7 +73,7 @@ def _chat_messages(message: Any) -> list[Any]:
     if not isinstance(message, dict):
         return [message]
     if message.get("role") not in ROLES:
-        raise ValueError(f"a role must be one of {', '.join(ROLES)}")
+        raise ValueError(f"a role must be one of {', '.join(ROLES)}, but is {dumps(message.get('role')):.40}")
     results: list[Json] = []
     parts, thinking, calls = [], [], []
     for block in _blocks_of(message.get("content")):

@@ -26,6 +26,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moegguf.errors import MoeggufError
+from moegguf.quantities import MIB
 from moegguf.server.common import limits
 from moegguf.server.common.errors import BodyRefusedError, HttpError, http_error
 
@@ -172,7 +173,8 @@ async def chunks(request: HttpRequest) -> AsyncGenerator[bytes]:
 
 def too_large(limit: int) -> BodyRefusedError:
     """Returns the error for a body of more than `limit` bytes, with status 413."""
-    return BodyRefusedError(413, f"request body too large: at most {limit >> 20} MiB are taken")
+    most = f"{limit} bytes" if limit % MIB else f"{limit // MIB} MiB"
+    return BodyRefusedError(413, f"request body too large: at most {most} are taken; send less")
 
 
 # JSON
@@ -199,10 +201,10 @@ def parse_value(raw: bytes) -> Any:
     n_quotes = raw.count(b'"') - raw.count(b'\\"')  # two for each string, one for an unclosed string
     without_strings = STRING.sub(b"", raw) if n_quotes <= 4 * limits.JSON_VALUES else b"," * (limits.JSON_VALUES + 1)
     if len(without_strings.translate(None, NOT_STRUCTURE)) > limits.JSON_VALUES:
-        raise HttpError(400, f"invalid request body: more than {limits.JSON_VALUES} values")
+        raise HttpError(400, f"invalid request body: more than {limits.JSON_VALUES} values; send fewer")
     try:
         if any(number.isdigit() or math.isinf(float(number)) for number in LARGE_NUMBER.findall(without_strings)):
-            raise ValueError("a number does not fit 64 bits")
+            raise ValueError("a number does not fit 64 bits, or has more than 19 digits before its point")
         return parse_json(raw)
     except ValueError as error:
         raise HttpError(400, f"invalid request body: {error}") from None

@@ -33,7 +33,10 @@ def with_plain_target(app: ASGIApp) -> ASGIApp:
             if not scope["path"].startswith("/") and scope["path"] != "*":
                 found = URL.fullmatch(scope["raw_path"])
                 if found is None:
-                    error = HttpError(400, "the target of a request is a path or a whole URL, such as /api/version")
+                    given = scope["raw_path"][:80].decode("latin-1")
+                    error = HttpError(
+                        400, f"the target of a request is a path such as /api/version, or a whole URL, but is {given!r}"
+                    )
                     return await error_response(error, "")(scope, receive, send)
                 others = [header for header in scope["headers"] if header[0] != b"host"]
                 path = found[2] or b"/"

@@ -55,7 +55,7 @@ def token_ids(biases: Any) -> Any:
         return biases
     wrong = next((key for key in biases if not (key.isascii() and key.isdigit() and int(key[:11]) <= MAX_TOKEN)), None)
     if wrong is not None:
-        raise ValueError(f"a key must be a token id, but is {wrong[:40]!r}")
+        raise ValueError(f"a key must be a token id (0 to {MAX_TOKEN}), but is {wrong[:40]!r}")
     return {int(key): bias for key, bias in biases.items()}
 
 

@@ -49,7 +49,10 @@ class CompletionBody(GenerationBody):
         if self.suffix and self.scores_prompt:
             raise ValueError("logprobs of a prompt (echo) cannot be combined with a suffix; leave one of them out")
         if self.n_answers * len(self.prompt) > limits.INPUTS:
-            raise ValueError(f"prompts times n (or best_of) must be at most {limits.INPUTS}; send several requests")
+            n = self.n_answers * len(self.prompt)
+            raise ValueError(
+                f"prompts times n (or best_of) must be at most {limits.INPUTS}, but are {n}; send several requests"
+            )
         if self.n_answers < (self.n or 1):
             raise ValueError(f"best_of must be at least n ({self.n}), but is {self.best_of}")
         if self.stream and self.n_answers > (self.n or 1):

@@ -113,14 +113,14 @@ class Requests:
             parsed = _parse(raw)
             custom_id = _checked(_Named, parsed).custom_id
             if (first := seen.setdefault(custom_id, number)) != number:
-                said = f"The custom_id {custom_id!r:.80} is that of line {first} too."
+                said = f"The custom_id {custom_id!r:.80} is that of line {first} too; give each line another."
                 raise LineError("duplicate_custom_id", said, "custom_id")
             request = _checked(_Request, parsed)
             if request.url not in self._endpoints:
                 said = f"'url' must be one of {', '.join(self._endpoints)}, but is {request.url!r:.80}."
                 raise LineError("invalid_url", said, "url")
             if request.body.get("stream"):
-                said = "'stream' has no meaning in a batch; leave it out."
+                said = "'stream' must not be true in a batch; leave it out."
                 raise LineError("unsupported_parameter", said, "body.stream")
             body = self._with_defaults(request.body)
             model, options = body.get("model"), body.get("options")
@@ -179,7 +179,7 @@ def _lines(file: BinaryIO, update: Callable[[bytes], object]) -> Iterator[tuple[
 def _parse(raw: bytes | None) -> dict[str, Any]:
     """Parses a line as a JSON object. None stands for a line that is too long. Raises LineError."""
     if raw is None:
-        raise LineError("line_too_long", f"This line has more than {MAX_LINE_BYTES >> 20} MiB.")
+        raise LineError("line_too_long", f"This line has more than {MAX_LINE_BYTES >> 20} MiB; shorten it.")
     try:
         request = json.loads(raw)
     except (ValueError, RecursionError):  # ValueError: not UTF-8, invalid JSON, or an integer with thousands of digits

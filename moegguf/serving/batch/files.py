@@ -124,7 +124,8 @@ class FileStore:
         if (room := self.room()) < n_bytes:
             raise StorageError(
                 f"stored files may take {format_bytes(self._max_bytes)} together (MOEGGUF_STORAGE_LIMIT), and"
-                f" {format_bytes(self._max_bytes - room)} are taken; delete files that are not needed."
+                f" {format_bytes(self._max_bytes - room)} are taken, so that {format_bytes(n_bytes)} more do not fit;"
+                " delete files, or raise the limit."
             )
 
     def take_space(self, n_bytes: int) -> None:
