@@ -498,7 +498,7 @@ ERRORS = [
     ("help frobnicate", 2, "no such command 'frobnicate'"),
     ("MOEGGUF_PLACEMENT=guess run demo hi", 1, "MOEGGUF_PLACEMENT: 'guess' must be one of auto, layers, slots, cpu."),
     (f"show {__file__}", 1, ""),
-    ("estimate demo -c 99999999999", 1, "2147483392, but is 99999999999"),
+    ("estimate demo -c 99999999999", 1, "2147483392, or 0 for the model's own context length"),
     ("estimate MODEL --expert-cache 1KiB", 1, "give at least"),
     ("estimate MODEL --link 24GB/s", 1, "--device-memory 8GB"),
     ("estimate MODEL --device-memory 1GiB --device-bandwidth 448GB/s --link fast", 1, "24GB/s,35us"),
