@@ -96,7 +96,9 @@ class Requests:
                     return
                 sent = yield step
                 if self._owner is not request:
-                    raise GenerationCancelled("another request has begun on this model; this one cannot go on.")
+                    raise GenerationCancelled(
+                        "another request has begun on this model, so this one cannot go on; start it again."
+                    )
         finally:
             steps.close()
             with self._changed:

@@ -62,12 +62,15 @@ class ControllerOptions:
             parse_policies(self.policy) if "=" in self.policy else check_policy(self.policy)
         elif not isinstance(self.policy, Policy):
             raise OptionError(
-                f"policy={self.policy!r} is neither a name nor an object with a method scores(history, forecast)."
+                f"policy must be a name or an object with a method scores(history, forecast), but is"
+                f" {self.policy!r:.80}; give one of these."
             )
         if isinstance(self.predictor, str):
             check_predictor(self.predictor)
         elif not isinstance(self.predictor, Predictor | None):
-            raise OptionError(f"predictor={self.predictor!r} is neither a name nor a Predictor.")
+            raise OptionError(
+                f"predictor must be a name, a Predictor or None, but is {self.predictor!r:.80}; give one of these."
+            )
 
     @property
     def is_plain(self) -> bool:

@@ -62,7 +62,10 @@ class LoadPlan:
             adapter = self.spec.lora_path
             return ModelFormatError(f"{adapter} does not fit this model: {reason}; give one that was trained on it.")
         if "llama_context" in str(error):
-            return AllocationError(f"llama.cpp has no memory for a context of this size ({error}); lower n_ctx.")
+            return AllocationError(
+                f"llama.cpp cannot make a context of {self.plan.n_ctx} tokens, most likely for lack of memory"
+                f" ({reason}); lower n_ctx (--ctx)."
+            )
         if READ_ERROR in reason:
             return ExpertIOError(f"reading {self.path} failed: {reason}; check the disk that it is on.")
         return ModelFormatError(f"llama.cpp cannot load {self.path}: {reason}; verbose=True shows more.")

@@ -133,8 +133,9 @@ class LoadSpec:
             names = ", ".join(device.name for device in devices) or "the GPU"
             raise OptionError(
                 "placement 'layers' needs one GPU that computes every layer, and one budget, but these compute:"
-                f" {names} (n_gpu_layers {self.n_gpu_layers}, tensor_split {self.tensor_split}); use placement"
-                f" 'slots', or choose one GPU (split_mode {NO_SPLIT}, main_gpu) and leave these options out."
+                f" {names} (n_gpu_layers {self.n_gpu_layers}, tensor_split {self.tensor_split}, vram_cache with"
+                f" {len(self.vram_cache)} budgets); use placement 'slots', or choose one GPU (split_mode {NO_SPLIT},"
+                " main_gpu) with one budget, and leave n_gpu_layers and tensor_split out."
             )
         return True
 
@@ -195,7 +196,10 @@ def parse_mirrors(given: str | os.PathLike[str] | Sequence[str | os.PathLike[str
 def _cache_type(name: str, given: str | int) -> int:
     """Returns ggml's number of a type of the KV cache. Raises OptionError for a type with which llama.cpp
     would abort."""
-    number = ggml_type(given) if isinstance(given, str) else given
+    try:
+        number = ggml_type(given) if isinstance(given, str) else given
+    except OptionError:
+        number = -1  # no type has this number
     if GGML_TYPES.get(number, ("",))[0].lower() not in KV_CACHE_TYPES:
         accepted = ", ".join(f"{ggml_type(type)} ({type})" for type in KV_CACHE_TYPES)
         raise OptionError(f"{name} is {given!r}, which is not a type of KV cache; accepted: {accepted}.")

@@ -87,9 +87,13 @@ class Loader:
             return False
         try:
             if self._progress is not None and self._progress(share) is False:
-                self._ended_by = GenerationCancelled("loading was stopped by the progress callback.")
+                self._ended_by = GenerationCancelled(
+                    "loading was stopped, because the progress callback returned False; load the model again."
+                )
         except BaseException as error:  # must not propagate into llama.cpp
-            self._ended_by = CallbackError(f"the progress callback raised: {error}")
+            self._ended_by = CallbackError(
+                f"the progress callback raised {type(error).__name__}: {error}; correct it, and load the model again."
+            )
             self._ended_by.__cause__ = error
         return self._ended_by is None
 

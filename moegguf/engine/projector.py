@@ -218,7 +218,10 @@ class Projector:
         if has_end(image.data) and inflates_within(image.data, DECODED_BYTES // 2 + image.height):
             bitmap = mtmd.mtmd_helper_bitmap_init_from_buf(self._context, data, len(data), False)
         if not bitmap:
-            raise OptionError("an image is damaged and cannot be decoded; send it again.")
+            raise OptionError(
+                "an image cannot be decoded: its data are damaged, end early or inflate too far; save it"
+                " anew, and send that."
+            )
         return int(bitmap)
 
     def release(self) -> None:

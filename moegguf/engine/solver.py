@@ -307,10 +307,10 @@ class Pool:
             if n_slots >= layout.n_expert_used and n_ubatch <= self._allowed(n_slots):
                 found.append((n_slots, n_ubatch))
         if not found:
-            least = format_bytes_up(layout.n_expert_used * size)
+            least, others = format_bytes_up(layout.n_expert_used * size), sizes.needs(layout, sizes.one_pass_tokens)
             raise BudgetError(
                 f"{format_bytes(memory.available_bytes)} are free here (limited by {memory.limited_by}), but this model"
-                f" needs {format_bytes(sizes.needs(layout, 1).total_bytes(0))} for weights that every token uses, a"
+                f" needs {format_bytes(others.total_bytes(0))} for weights that every token uses, a"
                 f" context of {sizes.n_ctx} tokens and buffers, a margin of {format_bytes(memory.margin)}, and at least"
                 f" {least} for experts; free memory, lower n_ctx (--ctx), or give {self.option} a size."
             )
@@ -471,14 +471,15 @@ def _plan_cpu(task: Task) -> Plan:
     )  # fmt: skip
 
 
-def too_few(budget: str, n_slots: int, least: int, size: int, where: str = "") -> BudgetError:
+def too_few(budget: str, n_slots: int, least: int, size: int, where: str = "", n_devices: int = 1) -> BudgetError:
     """Returns the error for a budget that holds `n_slots` experts, fewer than the `least` that a token uses.
 
-    size: bytes of a slot. where: words such as " on GPU1".
+    size: bytes of a slot. where: words such as " on GPU1". n_devices: number of devices that share the budget.
     """
+    together = f" for {n_devices} devices together" if n_devices > 1 else ""
     return BudgetError(
         f"{budget} holds {n_slots} experts{where}, but a token needs {least} in a layer, which is"
-        f" {format_bytes(least * size)}; give at least {format_bytes_up(least * size)!r}."
+        f" {format_bytes(least * size)}; give at least {format_bytes_up(n_devices * least * size)!r}{together}."
     )
 
 
@@ -519,8 +520,8 @@ def ram_slots(layout: ExpertLayout, cache: ExpertCache, ram: Memory, slot_bytes:
     n_slots = budget_slots(cache, layout, slot_bytes, free_bytes)
     if n_slots < 1:
         raise BudgetError(
-            f"expert_cache={str(cache)!r} holds no expert in the {format_bytes(ram.available_bytes)} of RAM that are"
-            f" free; give at least {format_bytes_up(slot_bytes)!r}."
+            f"expert_cache={str(cache)!r} holds no expert ({format_bytes(ram.available_bytes)} of RAM are free); give"
+            f" at least {format_bytes_up(slot_bytes)!r}."
         )
     return min(n_slots, layout.n_expert_total)
 
@@ -676,7 +677,7 @@ def plan_slots(task: Task) -> Plan:
     """
     wanted = task.spec.store.staging
     if wanted is not None and not 0 <= wanted <= STAGING_TENSORS:
-        raise OptionError(f"staging is {wanted}, but prompts are staged in at most {STAGING_TENSORS} tensors.")
+        raise OptionError(f"staging must be a number of tensors from 0 to {STAGING_TENSORS}, but is {wanted}.")
     task = replace(task, layout=padded(task.layout, [device.name for device in task.machine.devices]))
     without: Plan | None = None
     refused: BudgetError | None = None
@@ -911,8 +912,12 @@ class _SlotsPlanner:
             if not n_experts:
                 continue
             if n_slots < least:
-                option, where = ("vram_cache", name) if name else ("expert_cache", "the CPU")
-                raise too_few(option, n_slots, least, self._size, f" on {where}")
+                if name is None:
+                    cache = f"expert_cache={str(self._task.spec.expert_cache)!r}"
+                    raise too_few(cache, n_slots, least, self._size, " on the CPU")
+                budgets = f"vram_cache={','.join(map(str, self._vram))!r}"
+                n_sharing = sum(n > 0 for n in counts[:-1]) if len(self._vram) == 1 else 1
+                raise too_few(budgets, n_slots, least, self._size, f" on {name}", n_sharing)
             if n_slots < n_experts:
                 cpu_streams = self._task.cpu_streams and slot_sizes(self._layout).streams
                 streams = cpu_streams if name is None else self._n_staging > 0

@@ -182,7 +182,7 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
         yielded then. Raises OptionError if there is no token to begin with."""
         tokens = arguments[0] if arguments else options.get("tokens", ())
         if not len(tokens) and (options.get("reset", True) or not self.n_tokens):
-            raise OptionError("there is nothing to continue: the prompt has no tokens of this model's vocabulary.")
+            raise OptionError("there is nothing to continue, because the prompt has no tokens; give at least one.")
         return super().generate(
             *arguments, stopping_criteria=self._with_grammar_end(stopping_criteria, options), **options
         )

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 KEEP_AGAIN_S = 0.05  # seconds between two tries to write computed tokens to disk while the model is idle
 LAST_KEEP_S = 2.0  # seconds for which the loop retries to write computed tokens to disk when it ends
 CLOSED = "the model is closed; load it again."
+CANCELLED = "the request was cancelled while it waited; send it again."
 MAX_READERS = 32  # most prompts that are read at once, so that a slow template does not delay other requests
 
 
@@ -256,7 +257,7 @@ class BatchLoop:
         if work in self._waiting:
             self._waiting.remove(work)
         if isinstance(work, Task):
-            reason = ClosedError(CLOSED) if self._closing else GenerationCancelled("it was cancelled while it waited.")
+            reason = ClosedError(CLOSED) if self._closing else GenerationCancelled(CANCELLED)
             work.fail(error or reason)
             return
         if work in self._running:

@@ -94,7 +94,7 @@ def constraint_for(
     if len(lark) > MAX_GRAMMAR_BYTES:
         raise SchemaError(
             f"the grammar that is made of a request's JSON schemas, tools or grammar may have {MAX_GRAMMAR_BYTES}"
-            f" bytes, but has {len(lark)}; send fewer or smaller ones."
+            f" characters, but has {len(lark)}; send fewer or smaller ones."
         )
     return Constraint(lark, begun)
 
@@ -177,7 +177,8 @@ class _Calls:
             )
         if not isinstance(parameters, Mapping):
             raise SchemaError(
-                f"the parameters of the tool {name!r} must be a JSON schema, but are {str(parameters)[:50]!r}."
+                f"the parameters of the tool {name!r} must be a JSON schema that is an object, but are"
+                f" {str(parameters)[:50]!r}."
             )
         return self.grammar.call(name, parameters, self._before)
 

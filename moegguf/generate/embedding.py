@@ -76,8 +76,8 @@ def rank(llm: Llama, query: str, documents: Sequence[str]) -> Embeddings:
     """
     if not ranks(llm):
         raise CapabilityError(
-            "this model cannot rank documents: its file has no pooling of type RANK; take a reranker, or compare"
-            " vectors of /v1/embeddings."
+            "this model cannot rank documents: it was not loaded with embedding=True and pooling of type RANK; take a"
+            " reranker, or compare vectors of /v1/embeddings."
         )
     limit = _limit(llm)
     token_lists = [_pair(llm, query, document, limit) for document in documents]

@@ -239,7 +239,8 @@ class Engine:
             sampling = [sampling or self._sampling] * len(prompts)
         if len(sampling) != len(prompts):
             raise OptionError(
-                f"sampling has {len(sampling)} elements for {len(prompts)} prompts; give 1, or 1 for each."
+                f"a list of samplings must have one for each of {len(prompts)} prompts, but has {len(sampling)}; give"
+                " that many, or one Sampling without a list."
             )
         requests = [_request(prompt, each, fields) for prompt, each in zip(prompts, sampling, strict=True)]
         queues = [SimpleQueue[Delta]() for _ in requests]

@@ -47,8 +47,12 @@ def image_part(text: str) -> dict[str, str]:
 def decode_base64(text: str) -> bytes:
     """Returns the bytes of an image file that was sent as base64. White space in `text` is ignored. Raises OptionError
     for text that is not base64 or is too long."""
-    if len(text) > MAX_IMAGE_BYTES * 4 // 3 + 1024:
-        raise _too_large(len(text) * 3 // 4)
+    most = MAX_IMAGE_BYTES * 4 // 3 + 1024
+    if len(text) > most:
+        raise OptionError(
+            f"an image that is sent as base64 may have at most {most} characters, but this one has {len(text)}; shrink"
+            " the image."
+        )
     try:
         return base64.b64decode("".join(text.split()), validate=True)
     except (ValueError, binascii.Error):
@@ -64,7 +68,9 @@ def read_image(data: bytes) -> Image:
     large or too narrow.
     """
     if len(data) > MAX_IMAGE_BYTES:
-        raise _too_large(len(data))
+        raise OptionError(
+            f"an image file may have at most {MAX_IMAGE_BYTES} bytes, but this one has {len(data)} or more; shrink it."
+        )
     found = _dimensions(data)
     if found is None:
         raise OptionError(
@@ -74,7 +80,7 @@ def read_image(data: bytes) -> Image:
     if not 0 < width * height <= DECODED_BYTES // pixel_bytes:
         raise OptionError(
             f"an image of this kind must have 1 to {DECODED_BYTES // pixel_bytes} pixels, but this one is {width} x"
-            f" {height}; send a smaller one."
+            f" {height}; send another one."
         )
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise OptionError(
@@ -82,13 +88,6 @@ def read_image(data: bytes) -> Image:
             f" {width} x {height}; cut it."
         )
     return Image(data, width, height)
-
-
-def _too_large(n_bytes: int) -> OptionError:
-    return OptionError(
-        f"an image file may have at most {MAX_IMAGE_BYTES >> 20} MiB, but this one has {n_bytes / (1 << 20):.1f};"
-        " shrink it."
-    )
 
 
 def _dimensions(data: bytes) -> tuple[int, int, int] | None:

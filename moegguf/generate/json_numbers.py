@@ -126,8 +126,8 @@ class Numbers:
         """Yields the ranges between excluded numbers that have multiples of `step`. Each range has two bounds."""
         if any(abs(bound) > MAX_EXACT for bound in self._bounds()):
             raise SchemaError(
-                f"multiples of {float(step):g} between bounds above 2^53 cannot be followed exactly;"
-                " leave out multipleOf or choose smaller bounds."
+                f"multiples of {Decimal(step.numerator) / step.denominator:.6g} can be followed only between bounds"
+                " from -2^53 to 2^53; leave out multipleOf or choose such bounds."
             )
         limit = Decimal(10**MAX_DIGITS // 10)
         least, most = -limit if self.least is None else self.least, limit if self.most is None else self.most

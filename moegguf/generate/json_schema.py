@@ -106,14 +106,17 @@ class Schemas:
         self._n_parts += 1
         if self._n_parts > MAX_SUBSCHEMAS:
             raise SchemaError(
-                f"the JSON schemas of a request may have up to {MAX_SUBSCHEMAS} parts, and repetitions count;"
-                " simplify them."
+                f"the JSON schemas of a request may have up to {MAX_SUBSCHEMAS} parts, and repetitions count, but these"
+                " have more; simplify them."
             )
 
     def _count_steps(self, n: int) -> None:
         self._n_steps += n
         if self._n_steps > MAX_STEPS:
-            raise SchemaError("the JSON schemas of a request or their combinations are too large; simplify them.")
+            raise SchemaError(
+                f"the JSON schemas of a request or their combinations may take up to {MAX_STEPS} steps to read, but"
+                " these take more; simplify them."
+            )
 
 
 @dataclass

@@ -75,7 +75,7 @@ def read_prompt(llm: Llama, request: Request) -> Prompt:
     elif request.prompt is not None:
         prompt = _completion(llm, request, request.prompt, context)
     else:
-        raise OptionError("a request has messages or a prompt; give one of them.")
+        raise OptionError("a request must have messages or a prompt, but this one has neither; give one of them.")
     prompt = replace(prompt, tokens=prompt.tokens or vocabulary.bos_tokens)
     if not prompt.tokens:
         rendered = " once its template has rendered it" if request.messages is not None else ""
@@ -240,7 +240,9 @@ class _Renderer:
         self.template = request.template or template_of(llm.layout, with_tools=bool(self._tools))
         able = capabilities_of(self.template)
         if self._tools and "tools" not in able:
-            raise CapabilityError("this model does not support tools: its chat template has no place for them.")
+            raise CapabilityError(
+                "this model does not support tools: its chat template has no place for them; ask without tools."
+            )
         if request.think and "thinking" not in able:
             raise CapabilityError("this model does not support thinking; ask without it.")
         self._first = [] if request.context else self.vocabulary.bos_tokens

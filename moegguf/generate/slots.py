@@ -44,7 +44,7 @@ def run_action(llm: Llama, places: KvSequences, action: str, slot: int, owner: s
         return {"n_erased": n_erased}
     if llm.prefix_cache is None:
         raise CapabilityError(
-            "only a model that keeps contexts on disk can save slots; load it without context_store=0."
+            "only a model that keeps contexts on disk can save and restore slots; load it without context_store=0."
         )
     path, name = Path(fields["path"]), llm.prefix_cache.name
     if action == "save":
@@ -102,7 +102,7 @@ def _read(path: Path) -> tuple[Mapping[str, Any], bytes]:
         with open_regular(path, own=True) as file:
             content = file.read()
     except OSError:
-        raise UnknownIdError(f"there is no saved slot {path.name!r:.80}.") from None
+        raise UnknownIdError(f"there is no saved slot {path.name!r:.80}; save one under this name first.") from None
     if len(content) < _HEADER.size:
         raise OptionError(f"{path.name} {_NOT_WHOLE}")
     magic, digest, n_about = _HEADER.unpack_from(content)

@@ -73,11 +73,16 @@ def render(
             ) from error
         reason = str(error).rstrip(".")
         messages_of = {
-            "refused": f"the chat template rejects this conversation: {error}",
-            "syntax": f"the chat template cannot be read (line {error.line}): {error}",
+            "refused": f"the chat template rejects this conversation: {reason}; change the conversation.",
+            "syntax": f"the chat template cannot be read (line {error.line}): {reason}; give the model another one.",
             "stopped": f"the chat template was stopped: {reason}; the model needs another one.",
         }
-        raise TemplateError(messages_of.get(error.kind, f"the chat template fails: {reason}.")) from error
+        raise TemplateError(
+            messages_of.get(
+                error.kind,
+                f"the chat template fails: {reason}; change the conversation, or give the model another template.",
+            )
+        ) from error
 
 
 def _reasoning(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -321,7 +321,9 @@ def _expert_matrix(
     """Returns a layer's stacked matrices of one kind. Raises ModelFormatError if the layer's number or the shape
     contradicts the metadata."""
     if il >= hparams.n_layer_all:
-        raise file.tensor_error(tensor, f"layer {il} is beyond the {hparams.n_layer_all} layers of the model")
+        raise file.tensor_error(
+            tensor, f"layer {il} is beyond the model's layers, which are 0 to {hparams.n_layer_all - 1}"
+        )
     if len(tensor.shape) != 3:
         raise file.tensor_error(tensor, f"experts are stacked in 3 dimensions, but the shape is {tensor.shape}")
     ne0, ne1, n_expert = tensor.shape

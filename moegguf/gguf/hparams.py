@@ -77,7 +77,7 @@ class Keys:
         value = self.metadata.get(f"{self.arch}.{name}", 0)
         values = value if isinstance(value, tuple) else (value,) * n_layer
         if len(values) != n_layer:
-            raise self.fail(name, f"has {len(values)} numbers for {n_layer} layers")
+            raise self.fail(name, f"must have a number for each of {n_layer} layers, but has {len(values)}")
         return tuple(self._in_range(name, item, 0, high) for item in values)
 
 
@@ -90,8 +90,8 @@ def read_hparams(file: GgufFile) -> Hparams:
     metadata = file.metadata
     if not isinstance(arch, str) or not 0 < len(arch) <= 64 or not arch.isprintable():
         raise ModelFormatError(
-            f"{file.name}: key 'general.architecture' must name the architecture, but is {str(arch)[:40]!r};"
-            " give a language model in GGUF form."
+            f"{file.name}: key 'general.architecture' must be a name of 1 to 64 printable characters, but"
+            f" {'is missing' if arch is None else f'is {arch!r:.70}'}; give a language model in GGUF form."
         )
     keys = Keys(arch, file)
     n_layer = keys.number("block_count", None, 1, MAX_LAYERS)
@@ -137,7 +137,10 @@ def _read_expert_counts(keys: Keys, n_layer: int) -> tuple[int, tuple[int, ...]]
         raise keys.fail("expert_used_count", f"must be above zero in a model with {n_expert} experts")
     groups = keys.number("expert_group_count", high=MAX_EXPERTS)
     if groups >= max(n_expert, 1):
-        raise keys.fail("expert_group_count", f"{groups} groups are too many for {n_expert} experts")
+        raise keys.fail(
+            "expert_group_count",
+            f"must be below {max(n_expert, 1)} in a model with {n_expert} experts, but is {groups}",
+        )
     if groups > 1:
         if n_expert % groups:
             raise keys.fail("expert_group_count", f"{n_expert} experts do not divide into {groups} groups")

@@ -68,14 +68,20 @@ def read_projector(path: str | os.PathLike[str]) -> ProjectorHeader:
     arch = file.metadata.get("general.architecture")
     if arch != "clip":
         raise ModelFormatError(
-            f"{file.name} is not a projector for images: its architecture is {arch!r} instead of 'clip';"
+            f"{file.name} is not a projector for images: its architecture is {arch!r:.40} instead of 'clip';"
             " give the mmproj file that belongs to the model."
         )
     if file.metadata.get("clip.has_vision_encoder") is not True:
-        raise ModelFormatError(f"{file.name} is a projector, but not for images; give another mmproj file.")
+        raise ModelFormatError(
+            f"{file.name} is not a projector for images: key 'clip.has_vision_encoder' is not true; give the mmproj"
+            " file of a vision model."
+        )
     kind = file.metadata.get("clip.projector_type") or file.metadata.get("clip.vision.projector_type")
     if not isinstance(kind, str):
-        raise ModelFormatError(f"{file.name} does not say which kind of projector it is; fetch it again.")
+        raise ModelFormatError(
+            f"{file.name}: key 'clip.projector_type' or 'clip.vision.projector_type' must be a text, but neither is"
+            " one; fetch the file again."
+        )
     keys = Keys("clip.vision", file)
     side, patch = (keys.number(name, None, 1, MAX_SIDE_PIXELS) for name in ("image_size", "patch_size"))
     n_patches = (side // patch) ** 2

@@ -46,21 +46,22 @@ class Cursor:
         """The current offset in the file, in bytes."""
         return self.file.tell()
 
-    def fail(self, rule: str, at: int | None = None) -> NoReturn:
-        """Raises ModelFormatError with the current key or tensor and the offset `at` (default: the current one)."""
+    def fail(self, rule: str, at: int | None = None, step: str = FETCH_AGAIN) -> NoReturn:
+        """Raises ModelFormatError with the current key or tensor, the offset `at` (default: the current one) and the
+        next step."""
         offset = self.pos if at is None else at
-        raise ModelFormatError(f"{self.label}: {self.what}, at offset {offset}: {rule}.")
+        raise ModelFormatError(f"{self.label}: {self.what}, at offset {offset}: {rule}; {step}.")
 
     def _check_end(self, n: int) -> None:
         if self.pos + n > self.size:
-            self.fail(f"needs {n} bytes but the file ends at {self.size}; {FETCH_AGAIN}")
+            self.fail(f"needs {n} bytes but the file ends at {self.size}")
 
     def take(self, n: int) -> bytes:
         """Reads the next `n` bytes. `n` must not be larger than a chunk."""
         self._check_end(n)
         data = self.file.read(n)
         if len(data) < n:
-            self.fail(f"the file got shorter while it was read; {FETCH_AGAIN}")
+            self.fail("the file got shorter while it was read")
         return data
 
     def u32(self) -> int:
@@ -88,16 +89,18 @@ class Cursor:
         KEPT_TOTAL_BYTES."""
         self.kept_bytes += n
         if self.kept_bytes > KEPT_TOTAL_BYTES:
-            self.fail(f"the key-values hold more than {KEPT_TOTAL_BYTES} bytes of text and numbers; {FETCH_AGAIN}")
+            self.fail(f"the key-values may take {KEPT_TOTAL_BYTES} bytes of memory, but take {self.kept_bytes} so far")
 
     def skip_strings(self, count: int) -> None:
         """Moves past `count` strings of an array. Raises ModelFormatError if there are too many strings, or if the file
         ends before the last one."""
         self.n_strings += count
-        if count > MAX_STRINGS or self.n_strings > MAX_ALL_STRINGS:
+        if count > MAX_STRINGS:
             self.fail(f"an array of {count} strings is too long, at most {MAX_STRINGS} are allowed")
+        if self.n_strings > MAX_ALL_STRINGS:
+            self.fail(f"the arrays have {self.n_strings} strings so far, at most {MAX_ALL_STRINGS} are allowed")
         if count * 8 > self.size - self.pos:
-            self.fail(f"{count} strings do not fit before the end of the file at {self.size}; {FETCH_AGAIN}")
+            self.fail(f"{count} strings do not fit before the end of the file at {self.size}")
         read = self.file.read
         seek = self.file.seek
         unpack = struct.Struct("<Q").unpack
@@ -311,19 +314,20 @@ def _read_header(cur: Cursor) -> tuple[int, int]:
     that cannot be read, and for a count that is too large."""
     magic = cur.take(4)
     if magic != MAGIC:
-        cur.fail(f"a GGUF file starts with 'GGUF', but this one with {str(magic)[1:]}; give a .gguf model file", 0)
+        cur.fail(f"a GGUF file starts with 'GGUF', but this one with {str(magic)[1:]}", 0, "give a .gguf model file")
     version = cur.u32()
     if version & 0xFFFF == 0 and version:
-        cur.fail(f"version {version:#x} looks like a big-endian file; only little-endian files can be run", 4)
+        rule = f"version {version:#x} looks like a big-endian file, but only little-endian files can be run"
+        cur.fail(rule, 4, "convert the model to a little-endian file")
     if version not in (2, 3):
-        cur.fail(f"the GGUF version must be 2 or 3, but is {version}; convert the model again", 4)
+        cur.fail(f"the GGUF version must be 2 or 3, but is {version}", 4, "convert the model again")
     n_tensors = cur.u64()
     n_kv = cur.u64()
-    for n, cap, least, what in ((n_tensors, MAX_TENSORS, 33, "tensors"), (n_kv, MAX_KV, 14, "key-values")):
+    for n, cap, least, what, at in ((n_tensors, MAX_TENSORS, 33, "tensors", 8), (n_kv, MAX_KV, 14, "key-values", 16)):
         if n > cap:
-            cur.fail(f"{n} {what} are too many, at most {cap} are allowed", 8)
+            cur.fail(f"{n} {what} are too many, at most {cap} are allowed", at)
         if n * least > cur.size:
-            cur.fail(f"{n} {what} do not fit in a file of {cur.size} bytes; {FETCH_AGAIN}", 8)
+            cur.fail(f"{n} {what} do not fit in a file of {cur.size} bytes", at)
     return n_tensors, n_kv
 
 
@@ -349,7 +353,8 @@ def _read_tensor(cur: Cursor, start: int) -> TensorInfo:
     shape = tuple(cur.u64() for _ in range(n_dims))
     ggml_type = cur.u32()
     if ggml_type not in GGML_TYPES:
-        cur.fail(f"tensor type {ggml_type} is unknown here; a newer moegguf may be needed", cur.pos - 4)
+        rule = f"tensor type {ggml_type} is unknown here"
+        cur.fail(rule, cur.pos - 4, "install a newer moegguf, which may know it, or fetch the file again")
     type_name, block, block_bytes = GGML_TYPES[ggml_type]
     if shape[0] % block:
         cur.fail(f"rows of {type_name} must be a multiple of {block} long, but are {shape[0]}", start)
@@ -378,7 +383,7 @@ def _read_tensors(cur: Cursor, n_tensors: int, alignment: int) -> tuple[int, tup
         offset = data_offset + t.offset
         if offset + t.n_bytes > cur.size:
             rule = f"its data ({t.n_bytes} bytes from {offset}) goes past the end of the file at {cur.size}"
-            cur.fail(f"{rule}; {FETCH_AGAIN}", start)
+            cur.fail(rule, start)
         if offset != end:
             rule = f"its data offset must be {end - data_offset}, next to the tensor before it, but is {t.offset}"
             cur.fail(rule, start)

@@ -114,7 +114,8 @@ def _read_router(layout: ExpertLayout, layer: MoeLayer, tensors: dict[str, tuple
     if matrix is None:
         raise ModelFormatError(
             f"{layout.shards[0].path.name}: layer {layer.il} has experts, but no tensor"
-            f" 'blk.{layer.il}.ffn_gate_inp.weight'; its routing cannot be predicted with routers."
+            f" 'blk.{layer.il}.ffn_gate_inp.weight'; its routing cannot be predicted with routers, so choose"
+            " another predictor."
         )
     return Router(
         layer.n_expert_used, matrix, read("ffn_gate_inp.bias", layer.n_expert), read("exp_probs_b.bias", layer.n_expert)

@@ -97,15 +97,16 @@ def read_shards(path: str | os.PathLike[str]) -> tuple[GgufFile, ...]:
     count = Keys("split", first).number("count", 1, 0, MAX_SHARDS) or 1
     if count != named:
         raise ModelFormatError(
-            f"{first.name}: key 'split.count' is {count}, but the name is that of a file of {named}; restore the"
-            " shards' original names, or join them with llama-gguf-split --merge."
+            f"{first.name}: its model has {count} files by the key 'split.count' (1 without this key), but {named} by"
+            " its name; restore the shards' original names, or join them with llama-gguf-split --merge."
         )
     shards = first, *(_read_member(first, other) for other in _others(path, prefix, count))
     for n, shard in enumerate(shards):
         if count > 1 and (found := Keys("split", shard).number("no", -1, -1, MAX_SHARDS)) != n:
             raise ModelFormatError(
-                f"shard {shard.name}: key 'split.no' must be {n}, but is {found}; shards were swapped or renamed, so"
-                " restore their original names."
+                f"shard {shard.name}: key 'split.no' must be {n}, but is"
+                f" {found if 'split.no' in shard.metadata else 'missing'}; shards were swapped or renamed, so restore"
+                " their original names."
             )
     return shards
 
@@ -123,6 +124,6 @@ def _read_member(first: GgufFile, path: Path) -> GgufFile:
         if shared and value != expected:
             raise ModelFormatError(
                 f"shard {path.name}: key '{key}' is {value!s:.40}, but the first shard has {expected!s:.40};"
-                " it comes from another model or quantisation."
+                " it comes from another model or quantisation, so fetch all shards of one model."
             )
     return shard

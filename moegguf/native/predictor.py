@@ -55,8 +55,9 @@ def predictor_struct(predictor: NativePredictor, forecast: NativeForecast) -> An
     for name, values in predictor.arrays.items():
         if values.dtype not in TYPE_OF or not values.flags.c_contiguous:
             raise OptionError(
-                f"the array {name!r} of a predictor must be contiguous and of a type that the store reads, but is"
-                f" {values.dtype}."
+                f"the array {name!r} of a predictor must be contiguous and of one of the types"
+                f" {', '.join(map(str, TYPE_OF))}, but is {'' if values.flags.c_contiguous else 'not contiguous and '}"
+                f"{values.dtype}; convert it with numpy.ascontiguousarray."
             )
     rows = (abi.Array * len(predictor.arrays))(
         *(

@@ -306,7 +306,8 @@ class Store:
         """Returns the number of the tier of devices[index]. Raises OptionError if there is no such device."""
         if not 0 <= index < len(self.devices):
             raise OptionError(
-                f"this store has no such slots: device {index}; give an index from 0 to {len(self.devices) - 1}."
+                f"this store has no such slots: device {index} of {len(self.devices)}, which are numbered from 0; give"
+                " the number of one of them."
             )
         return abi.DEVICE_TIER + index
 
@@ -587,7 +588,8 @@ class StoreContext:
         n_events = columns[0].size
         if any(column.size != n_events for column in (*columns[:3], *columns[4:])):
             raise OptionError(
-                "a replay must have one layer, number of tokens, experts per token and time for each event."
+                "a replay must have one layer, number of tokens, number of experts per token and time (if given) for"
+                f" each event, but their numbers are {[column.size for column in (*columns[:3], *columns[4:])]}."
             )
         routing, n_done = abi.Routing(n_events, columns[3].size), c.c_int64()
         for (name, type_), column in zip(routing._fields_[2:], columns, strict=False):

@@ -84,7 +84,7 @@ def test_an_error_of_one_prompt_is_in_its_own_answer(engine: Engine) -> None:
     bad = Sampling(logit_bias={1 << 20: 1.0})
     answers = engine.generate(["a", "b", "c"], [GREEDY, bad, GREEDY])
     assert [type(answer.error) for answer in answers] == [type(None), OptionError, type(None)]
-    with pytest.raises(OptionError, match="2 elements for 1 prompts"):
+    with pytest.raises(OptionError, match="one for each of 1 prompts, but has 2"):
         engine.generate("a", [GREEDY, GREEDY])
     with pytest.raises(OptionError, match="thinks"):
         engine.chat(messages("a"), GREEDY, thinks=True)

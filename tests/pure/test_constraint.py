@@ -95,16 +95,16 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "nowhere": ({"$ref": "#/$defs/none"}, "is not in the schema"),
     "itself": ({"$ref": "#"}, "nothing matches"),
     "too deep to be read": (deep(4000), "too deep"),
-    "too large": ({"enum": ["a" * (1 << 20)]}, "bytes"),
+    "too large": ({"enum": ["a" * (1 << 20)]}, "characters"),
     "anyOf that multiplies": (
-        {"allOf": [{"anyOf": [{"maxLength": 20 * i + j} for j in range(20)]} for i in range(20)]}, "too large",
+        {"allOf": [{"anyOf": [{"maxLength": 20 * i + j} for j in range(20)]} for i in range(20)]}, "up to 100000 steps",
     ),
     "allOf of many in many places": (
         {
             "properties": {f"p{i}": {"allOf": [{"$ref": "#/$defs/many"}, {"maxLength": i}]} for i in range(5000)},
             "$defs": {"many": {"allOf": [{"minLength": i} for i in range(1000)]}},
         },
-        "too large",
+        "up to 100000 steps",
     ),
     "patterns that multiply": ({"allOf": [{"pattern": f"{c}.{{9}}"} for c in ascii_letters]}, "cannot be followed"),
     "patterns of a property that multiply": (

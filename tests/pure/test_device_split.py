@@ -20,7 +20,7 @@ from moegguf.engine.solver import ON_CPU, device_of_layers, divide_ram_slots, ho
 from moegguf.errors import BudgetError, OptionError
 from moegguf.gguf.experts import ExpertLayout, read_layout
 from moegguf.native.store import StoreOptions
-from moegguf.quantities import GIB, Link, parse_expert_cache
+from moegguf.quantities import GIB, Link, format_bytes_up, parse_expert_cache
 
 RAM = Memory(64 * GIB, 60 * GIB, "the machine")
 
@@ -180,9 +180,16 @@ def test_layers_on_the_cpu_share_ram_slots_with_layers_of_devices(layout: Expert
 
 
 def test_plan_rejects_too_small_a_budget_and_warns_about_too_large_a_one(layout: ExpertLayout) -> None:
-    for n, vram in ((1, f"25%,{slot_bytes(layout)}"), (3, str(7 * slot_bytes(layout)))):
-        with pytest.raises(BudgetError, match=f"vram_cache holds {n} experts on GPU1, but a token needs 4"):
+    of_one = format_bytes_up(4 * slot_bytes(layout))
+    of_both = format_bytes_up(8 * slot_bytes(layout))
+    for n, vram, least in (
+        (1, f"25%,{slot_bytes(layout)}", f"'{of_one}'."),
+        (3, str(7 * slot_bytes(layout)), f"'{of_both}' for 2 devices together."),
+    ):
+        with pytest.raises(BudgetError, match=f"vram_cache='.*' holds {n} experts on GPU1, but a token needs 4") as few:
             plan(layout, vram, tensor_split=[1, 1])
+        assert str(few.value).endswith(f"give at least {least}")
+    plan(layout, of_both, tensor_split=[1, 1])
     with pytest.raises(BudgetError, match="3 budgets for 2 devices"):
         plan(layout, "25%,25%,25%")
     with pytest.raises(OptionError, match="1 proportions for 2 devices"):

@@ -95,7 +95,7 @@ def test_expert_used_count_may_differ_per_layer(tmp_path: Path) -> None:
     assert [layer.n_expert_used for layer in layout.layers] == [1, 3] and layout.n_expert_used == 3
     assert layout.token_cycle_slots == 4
     g = moe(skip_kv=("expert_used_count",)).add_array("qwen2moe.expert_used_count", U32, [1, 3, 1])
-    refuse(write(g, tmp_path), "expert_used_count.*3 numbers for 2 layers")
+    refuse(write(g, tmp_path), "expert_used_count.*a number for each of 2 layers, but has 3")
     g = moe(skip_kv=("expert_used_count",)).add_array("qwen2moe.expert_used_count", U32, [2, 0])
     refuse(write(g, tmp_path), "layer 1 has experts, but a token uses 0")
 
@@ -134,7 +134,10 @@ BAD_LAYOUTS: dict[str, tuple[Gguf, str]] = {
         "gate_up experts of 64x32",
     ),
     "fused and separate": (moe(fused=True).tensor(UP, 64, 32, 4, ggml_type=2), "both ffn_gate_up_exps and"),
-    "layer beyond": (moe().tensor("blk.7.ffn_up_exps.weight", 64, 32, 4), "layer 7 is beyond the 2"),
+    "layer beyond": (
+        moe().tensor("blk.7.ffn_up_exps.weight", 64, 32, 4),
+        "layer 7 is beyond the model's layers, which are 0 to 1",
+    ),
     "no layers": (moe(n_layer=0), "block_count.*from 1"),
     "too many layers": (moe(n_layer=513, il_range=range(1)), "block_count.*512"),
     "no block_count": (moe(skip_kv=("block_count",)), "block_count.*missing"),
@@ -144,7 +147,7 @@ BAD_LAYOUTS: dict[str, tuple[Gguf, str]] = {
     ),
     "width text": (moe(skip_kv=("embedding_length",)).add("qwen2moe.embedding_length", STR, "x"), "whole number"),
     "all prediction": (moe().add("qwen2moe.nextn_predict_layers", U32, 2), "nextn_predict_layers"),
-    "groups": (moe().add("qwen2moe.expert_group_count", U32, 4), "expert_group_count.*4 groups"),
+    "groups": (moe().add("qwen2moe.expert_group_count", U32, 4), "expert_group_count.*must be below 4 .*, but is 4"),
     "group split": (moe().add("qwen2moe.expert_group_count", U32, 3), "do not divide into 3 groups"),
     "group used": (moe().add("qwen2moe.expert_group_count", U32, 2), "expert_group_used_count"),
     "no architecture": (Gguf().tensor("t", 4), "general.architecture"),
@@ -234,7 +237,7 @@ def foreign(**kwargs: Any) -> Gguf:
         (foreign(split=(1, 4, 14)), "m-00002-of-00003.gguf.*split.count.*is 4, but .* 3"),
         (foreign(split=(1, 3, 99)), "m-00002-of-00003.gguf.*split.tensors.count.*99"),
         (foreign(split=(1, 3, 14)).add("general.name", STR, "other"), "m-00002-of-00003.gguf.*general.name.*other"),
-        (moe(n_layer=3, il_range=range(1, 2)), "m-00002-of-00003.gguf.*split.no.*must be 1, but is -1"),
+        (moe(n_layer=3, il_range=range(1, 2)), "m-00002-of-00003.gguf.*split.no.*must be 1, but is missing"),
     ],
 )
 def test_read_layout_rejects_a_shard_of_another_model(tmp_path: Path, second: Gguf, pattern: str) -> None:
@@ -245,10 +248,12 @@ def test_read_layout_rejects_a_shard_of_another_model(tmp_path: Path, second: Gg
 
 def test_read_layout_rejects_a_split_count_that_differs_from_the_name(tmp_path: Path) -> None:
     first, *_ = shards(tmp_path)
-    refuse(first.rename(tmp_path / "renamed.gguf"), "split.count' is 3, but the name is that of a file of 1")
-    refuse(write(moe(), tmp_path, "m-00001-of-00005.gguf"), "split.count' is 1, but .* of 5")
+    refuse(first.rename(tmp_path / "renamed.gguf"), "has 3 files by the key 'split.count' .*, but 1 by its name")
+    refuse(
+        write(moe(), tmp_path, "m-00001-of-00005.gguf"), "has 1 files by the key 'split.count' .*, but 5 by its name"
+    )
     g = moe(split=(0, 2, 10))
-    refuse(write(g, tmp_path, "n-00001-of-00004.gguf"), "split.count' is 2, but .* of 4")
+    refuse(write(g, tmp_path, "n-00001-of-00004.gguf"), "has 2 files by the key 'split.count' .*, but 4 by its name")
     g = moe(split=(0, 1, 10))
     assert len(read_layout(write(g, tmp_path, "one-00001-of-00001.gguf")).shards) == 1
     g = moe().add("split.count", build.I32, -5)

@@ -85,7 +85,7 @@ def test_plan_stages_prompts_if_staging_takes_little_of_the_budget(layout: Exper
     assert (small.n_slots, small.n_staging, small.staging_bytes, small.n_ubatch) == (8, 0, 0, 1)
     asked = plan(layout, "9%", "auto", staging=2)
     assert (asked.n_slots, asked.n_staging, asked.n_ubatch) == (8, 2, 512)
-    with pytest.raises(OptionError, match="staging is 3, but prompts are staged in at most 2 tensors"):
+    with pytest.raises(OptionError, match="staging must be a number of tensors from 0 to 2, but is 3"):
         plan(layout, "90%", "auto", staging=3)
 
 
