@@ -336,7 +336,8 @@ def memory_of(processes: Sequence[psutil.Process]) -> dict[str, int]:
 
 
 async def watch_memory(run: Run, port: int, every_s: float) -> None:
-    """Records the memory of server and workers every `every_s` seconds, until cancelled or no process listens."""
+    """Records the memory of the server and its workers every `every_s` seconds, until the task is cancelled or no
+    process listens on `port`."""
     while processes := processes_of(port):
         run.outcome.memory_bytes.append(memory_of(processes))
         await asyncio.sleep(every_s)

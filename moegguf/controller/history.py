@@ -48,7 +48,8 @@ class History:
         self.uses: Counts = np.zeros(shape.table, np.float32)  # number of routing events that used the expert
         self.iteration: Counts = np.zeros(shape.table, np.float32)  # the iEAM: counts of the current pass so far
         self._reams: Counts = np.zeros((len(Phase), *shape.table), np.float32)
-        self.prefill, self.decode = self._reams  # sums of the rEAMs of all requests in this pass
+        # The sum of the rEAMs of the current pass's requests, for each phase, with their counts from earlier passes
+        self.prefill, self.decode = self._reams
         self.il = -1  # number of the layer of the last event
         self.pass_ = -1
         self.sequence = -1  # number of the last event's request; of several requests, the first one

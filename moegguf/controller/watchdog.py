@@ -38,7 +38,7 @@ class WatchdogOptions:
 
 
 class Watchdog:
-    """Switches prefetching on or off, by the time of every decoded token.
+    """Switches prefetching on or off, according to the time that each decoded token takes.
 
     The criterion is time, which includes both the stall and the cost of moving bytes. On a machine with few cores,
     prefetching can cost more compute time than it saves in stall. The controller observes, counts and predicts in all
@@ -49,7 +49,8 @@ class Watchdog:
 
     A trial ends early if the difference is clear. For this test, token times with prefetching are first divided by 1 -
     `gain`. A rank test must then find them shorter or longer than the times without prefetching by at least `certainty`
-    standard errors, and the medians of the periods must agree. Ranks are used so that a few slow tokens do not decide.
+    standard errors, and the medians of the periods must agree. Ranks are used so that a few slow tokens do
+    not decide the result.
     At the end of a trial the medians of the periods decide whether prefetching stays on until the next trial.
 
     If several sequences are decoded together, one token of each sequence counts as one token. A trial compares passes
@@ -58,7 +59,9 @@ class Watchdog:
 
     Prefetching can save at most the time in which the link copies. `link_ns` returns the link's busy time so far in ns.
     With a `link_ns`, a trial begins only if the link was busy for a median share of at least `busy` of the tokens'
-    times. Until then prefetching is off. The first `warm_tokens` tokens fill slots and are not counted.
+    times. Prefetching is off until
+    the first trial, and while this share is measured before a later trial. If the share is too small, prefetching stays
+    off, and the share is measured again after a pause. The first `warm_tokens` tokens fill slots and are not counted.
     """
 
     def __init__(self, options: WatchdogOptions | None = None, link_ns: Callable[[], int] | None = None) -> None:

@@ -547,7 +547,7 @@ class Context:
     def copy(self, source: int, target: int, n_tokens: int) -> bool:
         """Copies the first `n_tokens` of `source` into `target`, and drops the earlier tokens of `target`. Returns
         False, and changes nothing, if some of the tokens to copy have left a sliding window. With a recurrent state,
-        returns False instead if `source` does not end after these tokens, or was rolled back and not evaluated since.
+        returns False instead if `source` does not end after these tokens, or has not been evaluated since a rollback.
         """
         memory, first, last = self._llm._ctx.memory, 0, n_tokens
         if self._llm._is_stateful:

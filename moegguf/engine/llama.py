@@ -491,7 +491,7 @@ class Llama(UpstreamLlama):
         """
         if self._closed:
             return
-        if context := self.__dict__.get("context"):  # absent if the load has failed before the context was made
+        if context := self.__dict__.get("context"):  # absent if the load failed before the context was made
             context.check_caller()
         forked = self.session is not None and self.session.forked
         if not forked:

@@ -13,7 +13,8 @@ LEAST_PASSES = 32  # fewest passes of an answer whose hit rate counts
 
 
 class RunHits:
-    """Counts the hits of one load's answers, for each share of experts that had a slot. `save` writes the hit rates."""
+    """Sums up the statistics of one load's answers, separately for each share of experts that had a slot. `save` writes
+    the hit rate of each share."""
 
     def __init__(self, layout: ExpertLayout) -> None:
         self._layout = layout

@@ -131,7 +131,9 @@ class Request:
     # used up, the first of the ending texts is forced. (): the marks of the model's template.
     think_marks: tuple[str, ...] = ()
     return_tokens: bool = False  # True: deltas contain their tokens
-    repeat_limit: int = 0  # more repetitions of one token end the answer, or many more of a short cycle; 0: no limit
+    # If one token is repeated more often than this, the answer ends. A cycle of a few tokens may be repeated
+    # CYCLE_PATIENCE times as often (`moegguf.generate.sequence`). 0: no limit.
+    repeat_limit: int = 0
     owner: str = ""  # only requests with equal `owner` may reuse each other's computed tokens
     lora_scale: float | None = None  # scale of the LoRA adapter; None: the scale that the model was loaded with
     client_key: str = ""  # key of the client that may see which experts the request uses

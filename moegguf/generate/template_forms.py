@@ -154,7 +154,7 @@ class _Probe:
     tools: Tools = ()
 
     def n_lost(self, template: str, forms: Forms) -> int:
-        """Returns the number of markers that are missing in the prompt. If the template rejects the conversation or
+        """Returns the number of markers that are missing from the prompt. If the template rejects the conversation or
         fails, all markers count as missing. Merging system messages counts as one more, so that other forms that lose
         no marker are preferred. Raises LimitedError for a syntax error, or if the template exceeds a limit."""
         marks = {word for word in json.dumps(self.messages).split('"') if word.startswith(_MARK)}

@@ -194,7 +194,7 @@ const uint8_t * Shard::read(uint64_t offset, size_t n, const ReadBuffer & buffer
         }
         count(retries, attempt == 0);
     }
-    check_unchanged(); // throws its own error if the file was written to, for example became shorter
+    check_unchanged(); // throws its own error if the file was written to, for example if it became shorter
     throw cannot_read(offset, n, error);
 }
 

@@ -191,8 +191,10 @@ struct moegguf_counters {
 // Counters of a tier, or of several tiers together, since the store was opened. The fields from slots_used on describe
 // the present state.
 //
-// Each expert that a pass uses in a layer is looked up once: lookups = hits_ready + hits_late + misses. An expert that
-// is missing on a device is then looked up in RAM, unless other slots on the device have it.
+// Each expert that a pass uses in a layer is looked up once: lookups = hits_ready + hits_late + misses. If every expert
+// of a layer has its own slot, the store may not know which experts are used. Each choice of the router then counts as
+// a different expert, up to the layer's number of experts. An expert that is missing on a device is also looked up in
+// RAM, unless other slots on the device have it.
 struct moegguf_tier_info {
     uint64_t lookups;
     uint64_t hits_ready; // look-ups of experts whose matrices were all there

@@ -506,8 +506,8 @@ class Store:
         first, and the tier may get fewer slots.
 
         device: index of the one device that is resized. Without it, several devices share the slots: each gets the
-        slots that a pass needs, and a share of the rest in proportion to its remaining capacity. If GPUs compute
-        layers, too, the CPU's slots keep their number.
+        slots that a pass needs, and a share of the rest in proportion to its remaining capacity. If GPUs also compute
+        layers, the number of the CPU's slots does not change.
 
         Raises AllocationError if the device refuses a larger pool (the slots are then as before), or refuses every pool
         after the slots were emptied (no slot is then left). Raises OptionError for a number of slots that the tier

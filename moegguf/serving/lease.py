@@ -175,7 +175,8 @@ class ManagedModel:
         if not request.will_answer:  # the request takes no turn, because other requests do not wait for it
             return
         self._served[request.client] = next(_tickets)
-        clients = {other.client for other in self.waiting}  # other clients need no entry: their next tickets are higher
+        # Only waiting clients need an entry: a later request gets a ticket that is higher than all of these.
+        clients = {other.client for other in self.waiting}
         self._served = {client: ticket for client, ticket in self._served.items() if client in clients}
 
     def expires_s(self, name: str) -> float:

@@ -1,10 +1,11 @@
 // link_device.cpp: a simulated ggml device for machines without a GPU. Copies to and from the device take as long as
 // over a given link, in real time.
 //
-// The device's memory lies in RAM, but only the device may touch it, because ggml treats it as a device's memory. The
-// device computes with the CPU backend. It uses as many threads as the CPU, or another number, which makes it faster or
-// slower. A copy between the device and the host takes the link's latency, and then the time of its bytes at the link's
-// bandwidth. Copies in one direction follow one another. A copy within the device takes the time of a memory copy.
+// The device's memory is ordinary RAM, but ggml treats it as a device's memory, so other code should not touch it.
+// Nothing prevents such accesses. The device computes with the CPU backend. It uses as many threads as the CPU, or
+// another number, which makes it faster or slower. A copy between the device and the host takes the link's latency, and
+// then the time of its bytes at the link's bandwidth. Copies in one direction follow one another. A copy within the
+// device takes the time of a memory copy.
 //
 // The device behaves like CUDA in these points:
 // - Each backend instance has its own stream on its own thread. Events let one stream wait for another.
@@ -18,15 +19,13 @@
 // - Launches and asynchronous copies run later, in the order of their stream. The stream does nothing before somebody
 //   waits for it, or before a launch that was chosen at random to begin at once is queued.
 // - A copy to the device from host memory that is not pinned reads this memory at once, and the caller does not wait.
-// - Binding a quantised weight zeroes the padding after it. Kernels read the last row up to the end of this padding,
-// and
-//   return NaN if the padding has wrong bytes.
+// - Binding a quantised weight zeroes the padding after it. Kernels read the last row up to the end of this padding.
+//   They return NaN if the padding has wrong bytes.
 // - Fresh memory is full of NaN, and so is memory that a copy under way writes. Freed memory can no longer be accessed.
 // - A copy is done in two halves, the second half first, except for synchronous copies within the device.
-// - Some errors are faults, such as a launch with ids that do not exist, a launch or copy that touches freed memory,
-// and
-//   a copy whose pinned source has changed before the copy ran. The device keeps the first fault, and refuses launches
-//   from then on.
+// - Some errors are faults: for example a launch with ids that do not exist, a launch or copy that touches freed
+//   memory, or a copy whose pinned source has changed before the copy ran. The device keeps the first fault, and
+//   refuses launches from then on.
 //
 // The device touches only its own memory and the memory that it copies. It knows nothing about the store.
 #include "api.h"

@@ -1,4 +1,4 @@
-"""Tests that logits can be read only after the pass that computed them, and that empty prompts are refused.
+"""Tests that logits can be read only after the pass that computed them. Tests empty prompts: BOS, or an error.
 
 Also tests logprobs of prompts, and grammars for the methods that `Llama` inherits from llama_cpp.
 """

@@ -1,4 +1,4 @@
-"""Tests a model with a mirror (a copy of its file): equal logits, reads from both files, and one that fails."""
+"""Tests a model with a mirror, a copy of its file: both files are read, and a failed one changes no logits."""
 
 import shutil
 import warnings

@@ -116,7 +116,8 @@ class ReferenceStore:
     def prefetch(self, expert: Expert, *, reads_fail: bool = False) -> None:
         """Reads an expert that has no slot.
 
-        If scores or the policy's averages decide about victims, evicts only an expert with a lower score.
+        If scores or the policy's averages determine the victim,
+        evicts it only if its score is lower than this expert's.
         """
         s = -1
         if self.find(expert) < 0:
@@ -207,7 +208,7 @@ class ReferenceStore:
         return share
 
     def _ordered(self) -> bool:
-        """Returns True if scores or the policy's averages decide about victims, False if only the last use does."""
+        """Returns True if scores or the policy's averages determine the victim, False if only the last use does."""
         return self.scores is not None or (self.policy in VALUES and self.moment[2])
 
     def _score(self, expert: Expert) -> np.float32:

@@ -1,4 +1,4 @@
-"""Tests tools/gpu/short_run.py: time limits of steps, outcomes that are written at once, and the table of results."""
+"""Tests tools/gpu/short_run.py: time limits of steps, writing each outcome when its part ends, the results table."""
 
 import json
 import time

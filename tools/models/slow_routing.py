@@ -231,7 +231,8 @@ class SlowRouting:
 
     @property
     def _n_slow(self) -> int:
-        """Returns the number of used dimensions of `slow`: the values of one head, limited by `width`."""
+        """Returns the number of used dimensions of `slow`: the values that one head can store, limited by `width`. A
+        delta net stores each value with both signs, so its head can store half as many values as it has dimensions."""
         shape = self.shape
         n_values = shape.ssm_d_state // 2 if self._has_delta_net else shape.n_embd_head_v or shape.n_embd_head
         return min(self.width, n_values)

@@ -23,7 +23,8 @@ struct RowSum {
 struct RowPlain {
     int8_t qs[256];
     int16_t sums[16]; // sum of each group of 16 values: first the even groups, then the odd groups
-    // Sum of each 16 values (for scales of 32: at even places, of 32) times -T::offset, as in Isa::minus_16.
+    // Sum of each group of 16 values, times -T::offset, in the form of Isa::minus_16 (AVX2: two numbers of 16 bits). If
+    // a scale covers 32 values, each even element is for a group of 32 values, and the odd elements are not used.
     int32_t minus[16];
     float d;
 };

@@ -122,7 +122,7 @@ class _CompletionReply(ChoicesReply):
         self.logprobs = self.body.logprobs is not None
         self._n_sent = self.body.n or 1  # answers to each prompt that are sent
         self._prompts = [""] * len(self.body.prompt)  # texts of the prompts if `echo` is true, else ""
-        self._scores: list[float] = []  # mean logprob of the tokens of each complete choice that is not streamed
+        self._scores: list[float] = []  # mean logprob of each complete choice that is not streamed; 0: no logprobs
         self._offset = 0
 
     async def prepare(self, lease: Lease) -> None:

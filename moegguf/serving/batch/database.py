@@ -23,7 +23,8 @@ SCHEMA = (
     " expires_at INTEGER, owner TEXT)",
     # needs: id of the file of requests; NULL if the batch has ended. about: all fields of the batch, as JSON.
     "CREATE TABLE batch (id TEXT PRIMARY KEY, created_ns INTEGER, needs TEXT, about TEXT)",
-    # number: line number of the request. requests: fingerprint of the file of requests. line: the output line.
+    # number: line number of the request. requests: fingerprint of the requests' file and of the defaults for their
+    # bodies. line: the output line.
     "CREATE TABLE answer (batch TEXT, number INTEGER, requests TEXT, line BLOB, PRIMARY KEY (batch, number))",
     f"PRAGMA user_version = {VERSION}",
 )
