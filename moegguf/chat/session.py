@@ -97,9 +97,9 @@ FALLBACK_SIZE = (80, 24)
 
 
 class Printer:
-    """Prints deltas on stdout, as UTF-8 in any locale. On a terminal, replaces control characters of the model, and
-    breaks lines between words unless `wrap` is False or TERM is "dumb". Other outputs get no added line breaks and no
-    colours."""
+    """Prints deltas on stdout, as UTF-8 in any locale. On a terminal, replaces control characters in the model's
+    output, and breaks lines between words unless `wrap` is False or TERM is "dumb". Other outputs get no added line
+    breaks and no colours."""
 
     def __init__(self, *, wrap: bool, hide_thinking: bool) -> None:
         self._terminal = sys.stdout.isatty()

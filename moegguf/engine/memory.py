@@ -244,8 +244,8 @@ class Sizes:
         return max(self.one_pass_tokens, self.n_ubatch or usual)
 
     def most_ubatch(self, layout: ExpertLayout) -> int:
-        """Returns the largest number of tokens that a plan may choose for a pass. This is `usual_ubatch` if the number
-        is given, or if attention may not be fused, because scores then grow with the pass."""
+        """Returns the largest number of tokens that a plan may choose for a pass. This is `usual_ubatch` if
+        the user gave `n_ubatch`, or if attention may not be fused, because scores then grow with the pass."""
         if self.n_ubatch or not self.is_fused(layout):
             return self.usual_ubatch
         most = min(MOST_UBATCH_TOKENS, self.n_batch or MOST_UBATCH_TOKENS, self.n_ctx or MOST_UBATCH_TOKENS)

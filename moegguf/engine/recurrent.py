@@ -119,7 +119,7 @@ def state_bytes(layout: ExpertLayout) -> int:
 
 
 def _ngram_floats(layout: ExpertLayout) -> int:
-    """Returns how many numbers of the recurrent state the layers with an n-gram table keep about the last tokens."""
+    """Returns how many numbers layers with an n-gram table store in the recurrent state for the latest tokens."""
     layers = layout.metadata.get(f"{layout.arch}.ple.layers", ())
     n_layers = len(layers) if isinstance(layers, tuple) else 0
     n_before = max(0, number(layout, "ple.conv_kernel") - 1) * number(layout, "ple.ngram_size")

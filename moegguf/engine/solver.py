@@ -143,8 +143,8 @@ class Task:
 
 
 def _plan_each(task: Task) -> tuple[dict[Kind, Plan], dict[Kind, BudgetError]]:
-    """Returns the plan of each kind that fits, and the errors of the kinds that do not fit. Leaves out kinds that are
-    impossible or would bring nothing beside the others."""
+    """Returns the plan of each kind that fits, and the errors of the kinds that do not fit. Leaves out kinds that
+    are impossible or that could not be better than the others."""
     plans, refused = dict[Kind, Plan](), dict[Kind, BudgetError]()
     for kind, plan in _WAYS.items():
         # Whole layers need one undivided device. They bring nothing if the device has a slot for every expert.
@@ -527,10 +527,12 @@ def ram_slots(layout: ExpertLayout, cache: ExpertCache, ram: Memory, slot_bytes:
 
 
 def divide_ram_slots(total: int, n_on_cpu: int, n_below: int, least_on_cpu: int) -> tuple[int, int]:
-    """Divides `total` slots in RAM. Returns (slots of layers that the CPU computes, slots that fill slots of devices).
+    """Divides `total` slots in RAM. Returns (slots for layers that the CPU computes, slots from which devices fill
+    their own slots).
 
     Both numbers are in proportion to `n_on_cpu` and `n_below`, and never larger than these. The CPU has at least
-    `least_on_cpu` slots. At least one slot fills slots of devices unless `n_below` is 0.
+    `least_on_cpu` slots. Devices get at least one of
+    the slots unless `n_below` is 0.
     """
     n_cpu = max(least_on_cpu, round(total * n_on_cpu / (n_on_cpu + n_below)))
     n_cpu = min(n_on_cpu, n_cpu, total - min(1, n_below))

@@ -272,7 +272,8 @@ class Drafter:
         not used.
 
         A recurrent state can be rolled back only by a limited number of tokens. For a model with such a state, all
-        used drafts get one length, which is chosen so that most tokens are used in total. Shorter drafts are not used.
+        used drafts get one length, which is chosen so that as many tokens as possible are used in
+        total. Shorter drafts are not used.
         """
         wanted = [len(draft.tokens) for draft in drafts]
         n_left = min(self._llm.n_batch, self._llm.context.n_logits) - len(drafts)

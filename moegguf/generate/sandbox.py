@@ -10,11 +10,11 @@ is compiled here first. If this compilation ends in time, the compilation in the
 
 The process reads one request per line of standard input, and exits at the end of the input. A request has a template,
 variables, and the maximum number of characters of the output; or it has a grammar and its limits. Each request has a
-limit of computing time in seconds. The process writes one line for each request, with the text, or with an error and
+limit on computing time in seconds. The process writes one line for each request, with the text, or with an error and
 its message. The error is "refused", "syntax", "long", "stopped" or "failed". A "syntax" error also has its line.
 
 If a template writes an object or list of a tool call without a filter, the output is JSON, as in OpenAI's API, and not
-Python's text of the object.
+Python's repr of the object.
 """
 
 from __future__ import annotations

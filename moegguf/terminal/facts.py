@@ -198,7 +198,7 @@ def _cpu_placements(
 
 
 def _placement(plan: PlacementPlan | None) -> Facts | None:
-    """Returns the placements of experts that the plan compared, their predicted speeds, and the reason of the choice.
+    """Returns the placements of experts that the plan compared, their predicted speeds, and the reason for the choice.
     Returns None if the plan compared none."""
     if plan is None:
         return None

@@ -94,7 +94,8 @@ def record_role(model: Path, requests: Sequence[Request], path: Path, inputs: bo
     they had been decoded one by one. inputs: True: the routers' inputs are recorded, too."""
     prompts = [Prompt(request.text, request.kind, n_predict=None) for request in requests]
     options = RecordOptions(n_predict=0, inputs=inputs)
-    with TemporaryDirectory(dir=path.parent) as folder:  # `main` keeps `path` as finished if it exists
+    # `main` takes an existing `path` as finished, so the trace is made in a temporary folder.
+    with TemporaryDirectory(dir=path.parent) as folder:
         whole = Path(folder) / path.name
         record(model, prompts, whole, options, n_ctx=N_CTX, logits_all=True, verbose=False, expert_cache="100%")
         trace = read(whole)

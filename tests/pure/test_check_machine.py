@@ -12,7 +12,7 @@ from tools import check_machine
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Replaces apt-get and root's rights on a machine without a browser.
+    """Replaces apt-get and the check for root privileges on a machine without a browser.
 
     Returns the last word of each command that is run.
     """

@@ -1,6 +1,6 @@
 """Tests free memory and CPUs in folders that imitate machines with cgroups v1 and v2, nested, mixed, absent and broken.
 
-A library that was compiled for another processor is refused. Other tests check speeds of reading, and the number of
+A library that was compiled for another processor is refused. Other tests check read speeds, and the number of
 compute threads for invented times and loads.
 """
 

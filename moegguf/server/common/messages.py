@@ -133,7 +133,7 @@ class ToolCall(Body):
 
 
 class ChatMessage(Body):
-    """A message in the format of OpenAI's chat."""
+    """A message in OpenAI's chat format."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[Part] | None = None

@@ -342,7 +342,7 @@ def statistics(summary: AnswerSummary) -> Json:
 
 
 def prompt_progress(progress: PromptProgress) -> Json:
-    """Returns llama-server's object `prompt_progress`: numbers of prompt tokens, and the time in milliseconds."""
+    """Returns llama-server's `prompt_progress` object: counts of prompt tokens, and the time in milliseconds."""
     return {
         "total": progress.n_tokens,
         "cache": progress.n_cached,

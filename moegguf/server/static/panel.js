@@ -93,7 +93,7 @@ export class Panel {
     this.last = snapshot;
   }
 
-  /** Returns a text with the number of experts in each tier, such as "5 of 8 in VRAM, 2 in RAM only". `first`: the
+  /** Returns a string with the number of experts in each tier, such as "5 of 8 in VRAM, 2 in RAM only". `first`: the
    *  first tier of the statistics. */
   where([first]) {
     const [all, inRam, inVram] = [undefined, IN_RAM, IN_VRAM].map((state) => count(this.map.count(state)));
