@@ -233,7 +233,11 @@ def count(quantiser: Quantiser, file: File) -> Counter[str]:
 
 
 def listed(shape: Shape, header: Header) -> Iterator[str]:
-    """Yields the name of each tensor's type from a published header, in the order of `shape.tensors`."""
+    """Yields the name of a type for each tensor, in the order of `shape.tensors`.
+
+    A published header only counts the types of the experts' matrices, so the layers that get them are arbitrary. All
+    other tensors get the header's last type.
+    """
     *of_experts, rest = header
     left = {
         matrix: Counter(counts).elements() for matrix, counts in zip(("gate", "up", "down"), of_experts, strict=True)

@@ -54,8 +54,8 @@ class Held:
 class LeastBytes:
     """The smallest numbers of bytes with which the tokens of a repetition can be computed."""
 
-    read: int  # bytes read from the file
-    copied: int = 0  # bytes copied from RAM to a device; 0 if the speed of copies is unknown
+    read: int  # fewest bytes that must be read from the file
+    copied: int = 0  # fewest bytes that must be copied from RAM to a device; 0 if the speed of copies is unknown
     # Bytes of weights that computing reads from memory: in each pass the used experts and all other weights, once each
     weights: int = 0
 

@@ -52,7 +52,8 @@ from moegguf.text import decode_text
 
 def describe_build(bindings: ModuleType, patched: str = f"moegguf-{__version__}+") -> dict[str, Any]:
     """Returns llama-bench's fields build_commit, build_number, cpu_info, gpu_info and backends. build_commit is
-    `patched` followed by the version of `bindings`. `patched` is "" for a library without patches."""
+    `patched` followed by "llama-cpp-python-" and the version of `bindings`. `patched` is "" for a library without
+    patches."""
     devices = all_devices()
     backends = dict.fromkeys(device.backend for device in devices)
 
@@ -77,8 +78,8 @@ def _simulation() -> ModuleType:
         from moegguf.testing import link_device
     except ImportError as error:
         raise LibraryError(
-            "--simulate-link needs moegguf's test equipment, which an installed wheel does not have; clone the source"
-            " folder, run `make` there, and use its .venv/bin/moegguf."
+            "--simulate-link needs moegguf's test equipment, which an installed wheel does not have; clone moegguf's"
+            " repository, run `make` in it, and use its .venv/bin/moegguf."
         ) from error
     return link_device
 

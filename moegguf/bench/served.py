@@ -182,7 +182,7 @@ def resume(model: str, *, tokens: int, folder: str) -> Iterator[Row]:
     In the first case the prompt is computed. Then its context is reused from memory, after the model was unloaded, and
     after server and worker were killed. The last case is another question with the same beginning. If `folder` has the
     contexts of an earlier call, the prompt is not computed in the first case either. Raises MoeggufError if another
-    answer to this prompt has other logprobs than the first answer.
+    answer to this prompt has logprobs that differ from the first answer's.
     """
     n_vocab = read_layout(model).n_vocab
     prompt = np.random.default_rng(0).integers(1000, n_vocab - 1000, tokens).tolist()
@@ -201,7 +201,7 @@ def resume(model: str, *, tokens: int, folder: str) -> Iterator[Row]:
         def step(way: str, server: Server) -> Row:
             figures, logprobs = complete(server, prompt)
             if expected is not None and logprobs != expected:
-                raise MoeggufError(f"{way}: the answer has other logprobs than the one that was computed first.")
+                raise MoeggufError(f"{way}: the logprobs of the answer differ from those of the first answer.")
             known.write_text(json.dumps(logprobs))
             return {"way": way, **figures}
 

@@ -47,7 +47,10 @@ def _read_prompt(words: Sequence[str]) -> str | None:
         return ""
     if terminal and sys.stdout.isatty():
         return None
-    raise typer.BadParameter('there is no prompt: write one, as in `moegguf run demo "hello"`, or pipe one in')
+    raise typer.BadParameter(
+        "there is no prompt, and a chat needs a terminal for input and output: write a prompt, as in"
+        ' `moegguf run demo "hello"`, or pipe one in'
+    )
 
 
 def _answer_once(model: ChatModel, conversation: Conversation, prompt: str) -> int:

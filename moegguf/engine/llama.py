@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class Llama(UpstreamLlama):
-    """A GGUF model. The experts of a Mixture of Experts take no more memory than a budget.
+    """A GGUF model. The experts of a Mixture of Experts take no more memory than a given budget.
 
     Example:
         >>> import moegguf

@@ -147,7 +147,7 @@ def _plan_each(task: Task) -> tuple[dict[Kind, Plan], dict[Kind, BudgetError]]:
     are impossible or that could not be better than the others."""
     plans, refused = dict[Kind, Plan](), dict[Kind, BudgetError]()
     for kind, plan in _WAYS.items():
-        # Whole layers need one undivided device. They bring nothing if the device has a slot for every expert.
+        # Whole layers need one undivided device. They are no use if the device has a slot for every expert.
         if kind == "layers" and (task.is_divided or "resident" in plans):
             continue
         if kind == "cpu" and task.is_divided and plans:

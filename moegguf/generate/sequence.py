@@ -63,7 +63,7 @@ class KvSequence:
 
     seq_id: int
     tokens: list[int] = field(default_factory=list)
-    owner: str = ""  # owner of these tokens
+    owner: str = ""  # owner of these tokens, as `Sequence.owner` returns it
     sequence: Sequence | None = None  # the sequence that uses the place, None: free
     n_used: int = 0  # number of the step that used it last
     # number of leading tokens whose values do not depend on tokens that a shift has dropped; None: all tokens

@@ -62,8 +62,8 @@ class Copies final : public Link {
     ggml_backend_ptr backend_;
     ggml_backend_event_ptr event_; // event recorded after the last submitted batch; nullptr: the device has no events
     std::mutex event_mutex_;       // guards event_ and n_in_flight_
-    int n_in_flight_ = 0;          // number of batches that are submitted and not finished
-    std::mutex submit_mutex_;      // held while copies are put into the backend's stream
+    int n_in_flight_ = 0; // number of batches that are submitted and not finished; always 0 if the device has no events
+    std::mutex submit_mutex_; // held while copies are put into the backend's stream
     // [n_slots] bits of matrices whose copies are submitted and not finished.
     std::vector<std::atomic<uint8_t>> submitted_;
     Batch batch_; // batch that the copy thread submits

@@ -12,8 +12,9 @@ namespace moegguf {
 class Drives {
   public:
     // Opens the model's own files and its mirrors (copies on other drives). A mirror that cannot be read is dropped.
-    // Throws Error(INVALID) if a mirror differs from the model's own files or is one of them, and Error(IO) if the
-    // model's own files cannot be opened.
+    // Throws Error(INVALID) if a file of a mirror is the model's own file, or has another size or other bytes in the
+    // middle of an expert matrix. Other bytes are not compared. Throws Error(IO) if the model's own files cannot be
+    // opened.
     Drives(const Layout & layout, bool direct);
 
     // Reads n bytes at an offset of a shard, and returns their address in `buffer`. If one copy fails, reads from

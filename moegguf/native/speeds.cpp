@@ -16,7 +16,8 @@ constexpr int n_small_ops = 64; // number of nodes in the graph that measures th
 // The number of nodes in a graph that runs until a stop. A layer has about this number of nodes.
 constexpr int n_part_ops = 25;
 constexpr int least_runs = 3;
-// The runs end after longest * `seconds`, even if there are fewer than least_runs.
+// The runs end after longest * `seconds` at the latest, even if there are
+// fewer than least_runs.
 constexpr int longest = 10;
 
 // Repeats run() for about `seconds`, and at least a few times. Returns the time of an undisturbed run in ns: the lower

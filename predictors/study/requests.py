@@ -94,7 +94,7 @@ def record_role(model: Path, requests: Sequence[Request], path: Path, inputs: bo
     they had been decoded one by one. inputs: True: the routers' inputs are recorded, too."""
     prompts = [Prompt(request.text, request.kind, n_predict=None) for request in requests]
     options = RecordOptions(n_predict=0, inputs=inputs)
-    # `main` takes an existing `path` as finished, so the trace is made in a temporary folder.
+    # `main` takes an existing `path` as finished, so the recording is made in a temporary folder.
     with TemporaryDirectory(dir=path.parent) as folder:
         whole = Path(folder) / path.name
         record(model, prompts, whole, options, n_ctx=N_CTX, logits_all=True, verbose=False, expert_cache="100%")

@@ -184,7 +184,7 @@ struct PlainMxfp4 : Scaled<Unsigned<12, 4>> {
 // codes).
 template <class Codes, int scale_values_ = 16>
 struct Superblock : Codes {
-    struct Prepared {}; // empty in this base; types in grids.h find indices first, and then codes
+    struct Prepared {}; // empty in this base; types derived from Grid (grids.h) find indices first, and then codes
     static constexpr int n_values = 256, n_interleaved = 1, scale_values = scale_values_;
     static constexpr int n_codes = 32 / scale_values, n_pairs = 8, n_minus = Codes::has_sign || Codes::zero != 0;
     static constexpr bool has_mins = false;

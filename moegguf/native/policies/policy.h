@@ -22,7 +22,7 @@ struct LayerStep {
     bool sweep = false;
     bool token = false;   // true: the pass has one token
     uint64_t number = 0;  // position of this layer among the layers of all passes: pass * n_layer + il
-    bool decodes = false; // true: the pass has one token, or one token of each of several sequences
+    bool decodes = false; // true: the pass has one token, or decodes one token of each of its sequences
 };
 
 // The worth of an expert that is about to be loaded. Only an expert that is worth less may be evicted for it.
