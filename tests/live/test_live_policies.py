@@ -171,9 +171,9 @@ def test_a_policy_calling_its_engine_fails_and_answers_continue(own: Own) -> Non
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
-        ({"policy": 7}, "neither a name nor an object with a method scores"),
+        ({"policy": 7}, "must be a name or an object with a method scores"),
         ({"policy": "lfru"}, f"no policy 'lfru'; known policies: auto, {', '.join(policy_names())}"),
-        ({"predictor": 7}, "neither a name nor a Predictor"),
+        ({"predictor": 7}, "must be a name, a Predictor or None"),
         ({"predictor": "crystal-ball"}, f"no predictor 'crystal-ball'; known predictors: {', '.join(PREDICTORS)}"),
         ({"predictor": "mlp"}, "has to be trained for this model first"),
     ],

@@ -80,7 +80,7 @@ def test_eviction_has_a_row_for_each_policy() -> None:
     rows = rows_of("eviction", "slots=20", "layers=2", "experts=32", "used=4", "events=20")
     assert [row["policy"] for row in rows][-2:] == ["scores", "scores, all"]
     assert all(row["miss, eviction us"] > 0 for row in rows)
-    with pytest.raises(OptionError, match="slots is 64, but at most 32 fill up"):
+    with pytest.raises(OptionError, match="slots is 64, but at most 32 slots can be filled"):
         rows_of("eviction", "slots=64", "layers=2", "experts=32")
 
 
