@@ -13,7 +13,7 @@ from moegguf.generate.call_format import HARMONY_CALL, AnswerFormat, answer_form
 from moegguf.generate.call_grammar import CallGrammar, quoted, until
 from moegguf.generate.continuation import Continuation
 from moegguf.generate.gbnf import lark_rules
-from moegguf.generate.json_schema import MAX_GRAMMAR_BYTES, SHARED_RULES, Schemas
+from moegguf.generate.json_schema import MAX_GRAMMAR_CHARS, SHARED_RULES, Schemas
 from moegguf.generate.request import Request
 
 MAX_TOOLS = 128
@@ -91,9 +91,9 @@ def constraint_for(
     start = ["start: answer"] if begun or form is None else _start(form, request.think, prompt_end, continuation)
     rules += [*SHARED_RULES, *schemas.rules] if schemas.rules else []
     lark = "\n".join([*start, *rules]) + "\n"
-    if len(lark) > MAX_GRAMMAR_BYTES:
+    if len(lark) > MAX_GRAMMAR_CHARS:
         raise SchemaError(
-            f"the grammar that is made of a request's JSON schemas, tools or grammar may have {MAX_GRAMMAR_BYTES}"
+            f"the grammar that is made of a request's JSON schemas, tools or grammar may have {MAX_GRAMMAR_CHARS}"
             f" characters, but has {len(lark)}; send fewer or smaller ones."
         )
     return Constraint(lark, begun)

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from moegguf.errors import SchemaError
 from moegguf.generate.json_document import STRING_KEYWORDS, Document, Facts, Goal, Json
 
-MAX_GRAMMAR_BYTES = 1 << 20  # maximum length of a request's grammar, including the schemas of tools
+MAX_GRAMMAR_CHARS = 1 << 20  # maximum length of a request's grammar, including the schemas of tools
 MAX_SUBSCHEMAS = 10_000  # limit of subschemas in a request; a subschema that is used several times counts each time
 MAX_STEPS = 100_000  # maximum steps of work to split all schemas of a request into alternatives
 MAX_STATES = 5_000  # maximum number of grammar states that count the properties of an object or the items of an array

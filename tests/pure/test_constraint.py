@@ -234,12 +234,12 @@ def test_multiple_of_takes_less_than_a_second_per_token(multiple: float) -> None
     assert longest_step_s({"type": "number", "multipleOf": multiple}, b"1234567890123456789012345") < 1
 
 
-def test_schemas_of_all_tools_are_limited_in_bytes_and_parts() -> None:
+def test_schemas_of_all_tools_are_limited_in_characters_and_parts() -> None:
     def tools(n: int, schema: dict[str, Any]) -> tuple[Any, ...]:
         return tuple({"function": {"name": f"f{i}", "parameters": schema}} for i in range(n))
 
     long = {"properties": {"p": {"enum": ["x" * 60_000]}}}
-    with pytest.raises(SchemaError, match="1048576 bytes"):
+    with pytest.raises(SchemaError, match="1048576 characters"):
         constraint(tools=tools(20, long), tool_choice="required")
     many = {"properties": {f"p{i}": {} for i in range(1000)}}
     with pytest.raises(SchemaError, match="10000 parts"):

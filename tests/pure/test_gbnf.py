@@ -91,7 +91,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "a token beyond the last": ("root ::= <[1000]>", "cannot be followed"),
     "only itself": ('root ::= root "x"', "nothing matches"),
     "parentheses within parentheses": ("root ::= " + "(" * 2000 + '"a"' + ")" * 2000, "nested 2000 deep"),
-    "too long a text": ('root ::= "' + "a" * 300_000 + '"', "1048576 bytes"),
+    "too long a text": ('root ::= "' + "a" * 300_000 + '"', "1048576 characters"),
 }  # fmt: skip
 
 
