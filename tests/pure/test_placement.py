@@ -183,7 +183,7 @@ def test_best_of_takes_the_best_value_of_each_figure() -> None:
 
 @pytest.mark.parametrize("speeds", [(0, 1, 1), (1, 0, 1), (1, 1, -1)])
 def test_speeds_reject_zero_and_load_spec_rejects_unknown_placements(speeds: tuple[float, float, float]) -> None:
-    with pytest.raises(OptionError, match="above zero"):
+    with pytest.raises(OptionError, match="speeds must be above 0"):
         Speeds.supposed(speeds[0], Link(speeds[1]), speeds[2])
     with pytest.raises(OptionError, match="auto, layers, slots, cpu"):
         LoadSpec.of({"placement": "gpu"})
