@@ -514,7 +514,7 @@ def test_a_key_that_is_given_again_restarts_the_map(manager: FakeManager, look: 
         page.wait_for_selector("#map-note:has-text('API key')")
         page.fill("#api-key", "sesame")
         page.keyboard.press("Enter")
-        page.wait_for_function("!document.querySelector('#map-note').textContent.includes('API key')")
+        page.wait_for_selector("#map-note:not(:has-text('API key'))", state="attached")
 
 
 def test_shift_enter_begins_a_line_and_an_empty_message_is_not_sent(manager: FakeManager, url: str, look: Look) -> None:
