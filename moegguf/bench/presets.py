@@ -64,8 +64,8 @@ def read_settings(name: str, changes: Sequence[str]) -> dict[str, Any]:
         try:
             changed[key] = kind(text)
         except ValueError:
-            whole = "whole " * (kind is int)
-            raise OptionError(f"--set {change}: {key} must be a {whole}number such as {defaults[key]}.") from None
+            number = "whole number" if kind is int else "number"
+            raise OptionError(f"--set {change}: {key} must be a {number} such as {defaults[key]}.") from None
         if kind is not str and (changed[key] < 0 or (defaults[key] and not changed[key])):
             least = "above 0" if defaults[key] else "at least 0"
             raise OptionError(f"--set {change}: {key} must be {least}.")

@@ -201,7 +201,9 @@ def resume(model: str, *, tokens: int, folder: str) -> Iterator[Row]:
         def step(way: str, server: Server) -> Row:
             figures, logprobs = complete(server, prompt)
             if expected is not None and logprobs != expected:
-                raise MoeggufError(f"{way}: the logprobs of the answer differ from those of the first answer.")
+                raise MoeggufError(
+                    f"{way}: this answer and the first one have different logprobs; report this as a bug."
+                )
             known.write_text(json.dumps(logprobs))
             return {"way": way, **figures}
 

@@ -290,8 +290,8 @@ class BatchLoop:
             self._kv.shift(sequence)
         running = tuple(self._running)
         start_s = time.perf_counter()
-        chosen = list((self._schedule and self._schedule.choose(running)) or ()) or list(running)
-        step = self._kv.select_sequences(chosen, self._n_steps)
+        chosen = (self._schedule and self._schedule.choose(running)) or ()
+        step = self._kv.select_sequences(list(chosen) or list(running), self._n_steps)
         drafter = self._drafter
         if drafter is not None and drafter.gate.is_due() and all(each.decodes for each in step):
             drafter.propose(step)

@@ -109,7 +109,7 @@ def check_fits(n_tokens: int, n_ctx: int) -> None:
     """Raises ContextError if a prompt of `n_tokens` tokens leaves no token of the context for the answer."""
     if n_tokens >= n_ctx:
         raise ContextError(
-            f"Requested tokens ({n_tokens}) exceed context window of {n_ctx}, of which the answer needs at least one;"
+            f"Requested tokens ({n_tokens}) exceed context window of {n_ctx}, and the answer needs at least one token;"
             " give a larger context (num_ctx, --ctx) or a shorter prompt."
         )
 

@@ -68,13 +68,13 @@ def test_cancel_stops_an_answer_within_one_token(demo: Llama) -> None:
 
 
 def test_the_error_for_a_too_long_prompt_states_its_length(demo: Llama) -> None:
-    of_which = "exceed context window of 512, of which the answer needs at least one; "
+    exceeded = "exceed context window of 512, and the answer needs at least one token; "
     n_tokens = len(demo.tokenize(b"word " * 40_000))
-    with pytest.raises(ContextError, match=rf"Requested tokens \({n_tokens}\) {of_which}"):
+    with pytest.raises(ContextError, match=rf"Requested tokens \({n_tokens}\) {exceeded}"):
         Answer(demo, ask(prompt="word " * 40_000, truncate=False))
     n_tokens = len(Answer(demo, ask("word")).prompt.tokens) - len(demo.tokenize(b"word")) + n_tokens
     for form in ({"truncate": False}, {"shift": False}):
-        with pytest.raises(ContextError, match=rf"Requested tokens \({n_tokens}\) {of_which}"):
+        with pytest.raises(ContextError, match=rf"Requested tokens \({n_tokens}\) {exceeded}"):
             Answer(demo, ask("word " * 40_000, **form))
     # The number of tokens of such a long text is only estimated.
     with pytest.raises(ContextError, match=r"\((249|250)\d{5}\) exceed context window"):

@@ -242,7 +242,7 @@ async def test_create_rejects_unknown_files_wrong_purposes_and_too_many_batches(
         with pytest.raises(BatchFileError, match="batch_output"):
             found.create(CHAT, stored(found, [request("a")], "batch_output"))
         found.create(CHAT, stored(found, [request("a", "hold")]))
-        with pytest.raises(BusyError, match="may be unfinished, and so many are"):
+        with pytest.raises(BusyError, match="may be unfinished, and this limit is reached"):
             found.create(CHAT, stored(found, [request("a")]))
 
 

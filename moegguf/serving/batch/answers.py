@@ -113,7 +113,7 @@ class Requests:
             parsed = _parse(raw)
             custom_id = _checked(_Named, parsed).custom_id
             if (first := seen.setdefault(custom_id, number)) != number:
-                said = f"The custom_id {custom_id!r:.80} is that of line {first} too; give each line another."
+                said = f"The custom_id {custom_id!r:.80} is already used in line {first}; give each line its own."
                 raise LineError("duplicate_custom_id", said, "custom_id")
             request = _checked(_Request, parsed)
             if request.url not in self._endpoints:

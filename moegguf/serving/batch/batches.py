@@ -190,7 +190,9 @@ class Batches:
                 " the file again with that purpose."
             )
         if len(self._tasks) >= MAX_UNFINISHED:
-            raise BusyError(f"at most {MAX_UNFINISHED} batches may be unfinished, and so many are; try again later.")
+            raise BusyError(
+                f"at most {MAX_UNFINISHED} batches may be unfinished, and this limit is reached; try again later."
+            )
         now_s = self.now()
         expires_at = None if self.window_s == float("inf") else int(now_s + self.window_s)
         batch = Batch(
