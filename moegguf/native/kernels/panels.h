@@ -86,7 +86,7 @@ template <class Isa, class T>
 using Panel = std::conditional_t<T::n_values == 32, ScaledPanel<Isa, T>, SuperblockPanel<Isa, T>>;
 
 template <class Isa, class T>
-constexpr Kernel panel_kernel = {T::n_values,      sizeof(typename T::Row),          Tile<Isa, Panel<Isa, T>>::max_rows,
+constexpr Kernel panel_kernel = {T::n_values,      sizeof(typename T::Row),          Isa::max_rows,
                                  quantize<Isa, T>, Tile<Isa, Panel<Isa, T>>::gather, Tile<Isa, Panel<Isa, T>>::multiply,
                                  nullptr};
 
@@ -158,7 +158,7 @@ constexpr const Panels * find_panels() {
 }
 
 template <class Isa, class T>
-constexpr Kernel kernel = {T::n_values,          sizeof(typename T::Row), Tile<Isa, T>::max_rows, quantize<Isa, T>,
+constexpr Kernel kernel = {T::n_values,          sizeof(typename T::Row), Isa::max_rows,        quantize<Isa, T>,
                            Tile<Isa, T>::gather, Tile<Isa, T>::multiply,  find_panels<Isa, T>()};
 
 template <class Isa>

@@ -242,6 +242,7 @@ struct OneRow {
     }
 };
 
+// Plain weights of two or more rows are unpacked, because OneRow multiplies a single row.
 template <class Isa, class T>
 constexpr Panels panels = {&panel_kernel<Isa, T>, Panel<Isa, T>::bytes / Isa::n_cols, unpack_columns<Isa, T>, 2};
 

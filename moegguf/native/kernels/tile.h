@@ -140,7 +140,6 @@ struct Tile {
     using OneRow = std::conditional_t<T::is_streamed, typename Isa::OneRow, Isa>;
 
     static constexpr int32_t no_minus = 0;
-    static constexpr int max_rows = Isa::max_rows;
 
     // Adds the products of the weights with one block of n_rows rows to `sums`, for weights with a scale for each 32
     // values.
@@ -269,9 +268,9 @@ struct Tile {
             case 4:
                 return all_columns<4>(w, row_bytes, n_cols, rows, n, out, next);
             case 8:
-                return all_columns<(max_rows < 8 ? 1 : 8)>(w, row_bytes, n_cols, rows, n, out, next);
+                return all_columns<(Isa::max_rows < 8 ? 1 : 8)>(w, row_bytes, n_cols, rows, n, out, next);
             case 16:
-                return all_columns<(max_rows < 16 ? 1 : 16)>(w, row_bytes, n_cols, rows, n, out, next);
+                return all_columns<(Isa::max_rows < 16 ? 1 : 16)>(w, row_bytes, n_cols, rows, n, out, next);
         }
     }
 
