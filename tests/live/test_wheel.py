@@ -90,7 +90,7 @@ def run_installed(wheel: Path, folder: Path, script: str, *arguments: str) -> su
 def test_a_simulated_link_in_a_wheel_names_the_source_build(wheel: Path, tmp_path: Path) -> None:
     done = run_installed(wheel, tmp_path, "from moegguf.bench import measure; measure._simulation()")
     assert "LibraryError: --simulate-link needs moegguf's test equipment" in done.stderr
-    assert "run `make` there" in done.stderr
+    assert "run `make` in it" in done.stderr
 
 
 def test_the_wheel_runs_a_model_without_the_source_tree(wheel: Path, tmp_path: Path, tiny: TinyModel) -> None:
