@@ -1,4 +1,7 @@
-"""Fixtures for tests of models and downloads. Only the fixtures import huggingface_hub, which takes long to import."""
+"""Fixtures for tests of models and downloads.
+
+huggingface_hub is slow to import, so only the fixtures import it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests the split of layers over devices: llama.cpp's with a tensor_split, and a split by memory without one."""
+"""Tests how layers are divided among devices: as llama.cpp does with a tensor_split, and by memory without one."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,6 +1,6 @@
-"""Tests request bodies of every API with null fields, and whole numbers that are written as 8.0.
+"""Tests request bodies of every API with null fields, and with whole numbers written as 8.0.
 
-A null has the effect of an absent field, for each field that may be left out. This holds for the fields of every body
+For each field that may be left out, null has the effect of an absent field. This holds for the fields of every body
 class, and for the objects inside a body that only validators read.
 """
 
@@ -17,7 +17,7 @@ import pytest
 from pydantic import ValidationError
 from recorded_texts import recorded_lines
 
-import moegguf.server.app  # noqa: F401  # which knows every body
+import moegguf.server.app  # noqa: F401  # its import defines every body class
 from moegguf.server import embeddings, llama_server
 from moegguf.server.anthropic import messages
 from moegguf.server.common.body import Body, integral
@@ -54,13 +54,13 @@ KINDS: dict[str, type[Body]] = {
     "/v1/responses": responses.ResponsesBody,
     "/v1/responses/input_tokens": responses.ResponsesBody,
 }
-DATA = (  # names of objects whose keys a client chooses, so they are not fields of the API
+DATA = (  # names of objects whose keys the client chooses, so the keys are not fields of the API
     "action", "arguments", "chat_template_kwargs", "input", "input_schema", "logit_bias", "metadata", "parameters",
     "schema",
 )  # fmt: skip
 
 
-# Bodies of these paths may have a JSON schema itself as `format`.
+# A body of these paths may have a JSON schema in `format`.
 SCHEMAS = ("/api/chat", "/api/generate", "/completion", "/infill")
 
 
@@ -127,9 +127,9 @@ def read(kind: type[Body], given: Any) -> Any:
 
 
 def objects(value: Any, data: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yields the objects in a body whose keys are fields of the API.
+    """Yields each object in a body if its keys are fields of the API.
 
-    Leaves out objects that are values of the names in `data`, and everything in `output`.
+    Skips objects that are values of the names in `data`, and everything in `output`.
     """
     if isinstance(value, list):
         for each in value:
@@ -200,7 +200,7 @@ def test_null_in_any_object_of_a_body_is_read_as_absent(source: list[tuple[str, 
         given = {**least(kind), **copy.deepcopy(body)}
         if source is RAW:
             assert read(kind, given) is not None, path
-        # A field of llama-server that holds a schema, in which null may be a value, so it is taken out.
+        # llama-server's `json_schema` holds a schema, in which null may be a value, so it is not tested with null.
         schema = given.pop("json_schema", None)
         if schema is not None:
             assert read(kind, {**given, "json_schema": schema}) is not None

@@ -176,7 +176,7 @@ def test_best_of_takes_the_best_value_of_each_figure() -> None:
     second = abi.Speeds(cpu_bytes_per_ns=3, cpu_op_ns=6, device_bytes_per_ns=8, copy_bytes_per_ns=2, copy_ns=70)
     few, many = (best_of([first, second], n_bytes) for n_bytes in (50, 200))
     assert (few.cpu_bytes_per_ns, few.cpu_op_ns, few.device_bytes_per_ns) == (3, 5, 9)
-    # Both figures of copies are from the measurement with the shortest time to copy `n_bytes`.
+    # Both copy figures come from the measurement with the shortest time to copy `n_bytes`.
     assert (few.copy_bytes_per_ns, few.copy_ns) == (1, 10)
     assert (many.copy_bytes_per_ns, many.copy_ns) == (2, 70)
 

@@ -87,7 +87,8 @@ def test_plan_without_streaming_limits_n_ubatch_to_the_slots(layout: ExpertLayou
 
 
 def long_context(layout: ExpertLayout, budget: str = "25%", **options: Any) -> Plan:
-    """Returns a plan for a context of 8,192 tokens, with attention that may be fused. `options` replace both."""
+    """Returns a plan for a context of 8,192 tokens, with attention that may be fused. `options` override these
+    settings."""
     return plan(layout, budget, **{"n_ctx": 8192, "n_batch": None, "flash_attn": None, **options})
 
 

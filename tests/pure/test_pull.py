@@ -176,7 +176,7 @@ def start_pull(hub: FakeHub, home: Path, **extra: str) -> subprocess.Popen[str]:
 
 @pytest.fixture
 def gated_pull(repo: FakeHub, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Gate]]:
-    """Starts a pull in another process, and waits until that process reports 1 MiB. Yields the process and the gate.
+    """Starts a pull in another process, and waits until that process reports 1 MiB. Yields the process and a gate.
 
     The hub sends 2 MiB and then waits until the gate opens.
     """

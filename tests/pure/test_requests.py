@@ -24,7 +24,7 @@ class Context:
         self.n_past += n_tokens
 
     def generate(self, n_prompt: int, *, keep: int = 0) -> Generator[int, None, None]:
-        """Evaluates `n_prompt` tokens after `keep` tokens that the context holds, then one token after another."""
+        """Evaluates `n_prompt` tokens after the `keep` tokens in the context, then single tokens."""
 
         def steps() -> Generator[int, None, None]:
             self.n_past = keep

@@ -120,7 +120,7 @@ def matrix(*rows: str) -> np.ndarray:
 @pytest.mark.parametrize(
     ("true", "predicted", "expected"),
     [
-        # Three experts right, one missed, one predicted and not used.
+        # Three experts are right, one is missed, and one is predicted but not used.
         (matrix("xx..", "..xx"), matrix("x.x.", "..xx"), 3 / 5),
         (matrix("x...", ".x.."), matrix("....", "...."), 0),
         (matrix("x...", ".x.."), matrix("xxxx", "xxxx"), 2 / 8),

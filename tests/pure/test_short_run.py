@@ -1,4 +1,5 @@
-"""Tests tools/gpu/short_run.py: time limits of steps, writing each outcome when its part ends, the results table."""
+"""Tests tools/gpu/short_run.py: time limits of steps, outcomes written as soon as a part ends, and the results
+table."""
 
 import json
 import time
@@ -32,7 +33,7 @@ def answered(tokens_per_s: float, **more: Any) -> dict[str, Any]:
 class Scripted(Runner):
     """A runner that starts no process.
 
-    A part takes its scripted seconds (1 without any), but no longer than the time left.
+    A part takes its scripted seconds (by default 1), but no longer than the time left.
     """
 
     def __init__(self, seconds: dict[str, float], fail: str = "", switches: int = 0) -> None:

@@ -30,8 +30,8 @@ from moegguf.trace.trace import Trace, TraceHeader
 from predictors.study.arrange import separated, shuffled
 
 TINY = MoeShape(n_layer=4, n_expert=4, n_expert_used=2, layers=(1, 3), n_embd=2, n_vocab=100)
-# A token uses two experts of layer 1 and one of layer 3. Layer 3 is computed only for the last of the first three
-# tokens, which are a prompt in two passes.
+# A token uses two experts of layer 1 and one of layer 3. The first three tokens are a prompt in two passes, and layer 3
+# is computed only for the last of them.
 LAYER_1 = [[0, 1], [1, 2], [2, 3], [3, 0], [1, 0], [2, 1]]
 LAYER_3 = [[-1, -1], [-1, -1], [3, -1], [0, -1], [1, -1], [2, -1]]
 

@@ -1,7 +1,7 @@
 """Tests the pinned source distribution and the patches.
 
-The distribution comes from any index that pip can read, is not built, and has the pinned digest. Patches are listed,
-explained, and can be applied twice.
+The distribution is fetched from any index that pip can read, is not built, and has the pinned digest. Patches are
+listed, explained, and can be applied twice.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """Tests the watchdog of prefetching.
 
 A trial compares stalls with and without prefetching. If prefetching saves too little, the watchdog stops it, and tries
-again after pauses that become longer.
+again after increasingly long pauses.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ DEFAULT = WatchdogOptions()
 
 
 class Run:
-    """Feeds tokens to a watchdog. A token stalls `off` ns without prefetching, and `on` ns with prefetching.
+    """Feeds tokens to a watchdog. A token stalls for `off` ns without prefetching, and for `on` ns with prefetching.
 
     `noise` makes the stalls random.
     """
