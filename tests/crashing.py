@@ -1,9 +1,10 @@
 """Kills a process at every change that it makes to the file system, in one run for each change.
 
-Run as a program: `crashing.py ACTION FOLDER`. For N = 1, 2, ... a child starts from a fresh copy of FOLDER, does the
-action and kills itself with SIGKILL just before its N-th change. The parent then checks the folder. The program ends
-when a child completes the action, and prints the number of points at which children were killed. Python's audit hooks
-report changes before they happen: calls such as renaming, and opening a file for writing.
+Run as a program: `crashing.py ACTION FOLDER`. For N = 1, 2, ... a child starts from a fresh copy of FOLDER, performs
+the action and kills itself with SIGKILL just before its N-th change. The parent then checks the folder. The program
+ends when a child completes the action, and prints the number of points at which children were killed.
+
+Python's audit hooks report changes before they happen: calls such as renaming, and opening a file for writing.
 """
 
 import itertools

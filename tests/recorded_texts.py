@@ -1,6 +1,6 @@
 """Compares texts with files in `recorded/`. `MOEGGUF_RECORD=1 pytest ...` writes these files anew.
 
-Review the changes of the files afterwards.
+Review how the files have changed afterwards.
 """
 
 import os

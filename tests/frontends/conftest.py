@@ -76,9 +76,9 @@ def moegguf() -> Command:
 
 @pytest.fixture(scope="session")
 def here() -> Command:
-    """Returns a function like the fixture `moegguf`, but it runs the command in this process.
+    """Returns a function like the fixture `moegguf` that runs the command in this process, which is faster.
 
-    A call is faster than a new process. Tests of a process, or of its end, use the fixture `moegguf`.
+    Tests of a process, or of how it ends, use the fixture `moegguf`.
     """
 
     def call(*arguments: object, stdin: str = "", **extra: str) -> subprocess.CompletedProcess[str]:

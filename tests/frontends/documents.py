@@ -1,4 +1,4 @@
-"""Makes PDF files that tests attach."""
+"""Creates PDF files for tests to attach."""
 
 from collections.abc import Sequence
 

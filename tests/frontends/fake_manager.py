@@ -74,8 +74,10 @@ class FakeCatalog:
 
 @dataclass
 class FakeLease:
-    """A lease whose `answer` yields the items of the manager's `script`. Exceptions in the script are raised, and
-    asyncio events are awaited."""
+    """A lease whose `answer` yields the items of the manager's `script`.
+
+    Exceptions in the script are raised instead, and asyncio events are awaited.
+    """
 
     manager: FakeManager
     entry: ModelEntry
@@ -127,7 +129,8 @@ class FakeLease:
 
 
 class FakeManager:
-    """A scripted manager, as the module describes. If `enter_error` is set, it is raised when a lease is entered."""
+    """A scripted manager. The module docstring describes it. If `enter_error` is set, it is raised when a lease is
+    entered."""
 
     def __init__(self, catalog: FakeCatalog, script: Sequence[Any] = ()) -> None:
         self.catalog = catalog
@@ -273,7 +276,7 @@ def running(app: ASGIApp) -> Iterator[str]:
             app.state.ending.set()
 
     server = QuietServer(config, listener, started.set, on_end)
-    server.capture_signals = nullcontext  # type: ignore[method-assign]  # it does not run on the main thread
+    server.capture_signals = nullcontext  # type: ignore[method-assign]  # the server does not run on the main thread
     thread = threading.Thread(target=server.run, name="test-server")
     thread.start()
     try:

@@ -23,8 +23,8 @@ TinyModel = Callable[..., Path]
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """Returns the environment of a command: a few of the caller's variables, `extra`, and a MOEGGUF_HOST without a
-    server.
+    """Returns the environment of a command: a few of the caller's variables, `extra`, and a MOEGGUF_HOST at which no
+    server listens.
 
     The checkout is importable in this environment.
     """
@@ -109,8 +109,10 @@ class Server:
     def call(
         self, path: str, body: Any = None, *, method: str | None = None, timeout: float = 60, **headers: str
     ) -> Reply:
-        """Sends a request, and returns the reply. `body` is sent as JSON under the content type of a form, as `curl -d`
-        does. Bytes are sent unchanged."""
+        """Sends a request, and returns the reply.
+
+        `body` is sent as JSON with the content type of a form, as `curl -d` does. Bytes are sent unchanged.
+        """
         return call(f"{self.url}{path}", body, method=method, timeout=timeout, **headers)
 
 
@@ -132,8 +134,8 @@ def serving(
 ) -> Iterator[Server]:
     """Yields a running server, and ends it afterwards.
 
-    The server's files are in `folder`. models: {name: GGUF file}. For each, the server's folder of models gets a link.
-    `n_files` limits the server's open files.
+    The server's files are in `folder`. models: {name: GGUF file}. Each of these files gets a link in the server's
+    folder of models. `n_files` limits the server's open files.
     """
     home, store = folder / "home", folder / "models"
     for path in (home, store):
@@ -151,7 +153,7 @@ def serving(
         start_new_session=True,
     )
     stderr_lines: list[str] = []
-    # Reads all the time, so that a full pipe never blocks the server.
+    # Reads continuously, so that a full pipe never blocks the server.
     reader = threading.Thread(
         target=lambda: stderr_lines.extend(process.stderr or ()), name="server-stderr", daemon=True
     )
@@ -166,7 +168,7 @@ def serving(
 
 
 def _address(process: subprocess.Popen[str]) -> str:
-    """Returns the URL that the server prints when it listens."""
+    """Returns the URL that the server prints once it listens."""
     assert process.stderr is not None
     seen = []
     for line in process.stderr:

@@ -1,4 +1,4 @@
-"""Tests /v1/files and /v1/batches with OpenAI's client, and with bytes that this client does not send."""
+"""Tests /v1/files and /v1/batches with OpenAI's client, and with requests that this client would not send."""
 
 import asyncio
 import functools
@@ -281,7 +281,7 @@ def test_a_damaged_batch_database_gives_a_507_and_leaves_chat_working(manager: F
 
 def test_files_and_batches_are_visible_to_their_own_api_key_only(manager: FakeManager) -> None:
     """A client sees the files and batches of its own key, even after a restart, and files stored without a key. It sees
-    none of other keys."""
+    nothing of other keys."""
     with server_of(manager) as url, client_of(url) as nobody:
         old = nobody.files.create(file=b"old", purpose="batch").id
     keys = ("of-ann", "of-bob")

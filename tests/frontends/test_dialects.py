@@ -4,9 +4,9 @@ Each answer must equal a file in `recorded/` byte for byte, after ids and times 
 official clients. Each request body in `recorded/bodies.txt` must lead to the recorded request to the model, or to the
 recorded error.
 
-A line of bodies.txt has a path and the fields of a body that are added to BASE. "... N times" repeats the item of a
-list before it, or the text that it ends. "every field" stands for all fields of a chat body. With MOEGGUF_RECORD=1, the
-files are written anew, with the outcome of each line.
+A line of bodies.txt has a path and the fields of a body that are added to BASE. "... N times" repeats the list item
+before it, or the text that it ends. "every field" stands for all fields of a chat body. With MOEGGUF_RECORD=1, the
+files are rewritten with the outcome of each line.
 """
 
 import asyncio
@@ -212,8 +212,10 @@ OWN_STATUSES = {("anthropic", 503): 529, ("ollama", 429): 503}
 
 
 def check_error(dialect: Dialect, body: Json, status: int, code: str | None = None) -> None:
-    """Fails unless the body is an error in the form of the API, with the error type for this status. code: the expected
-    code in OpenAI's APIs."""
+    """Fails unless the body is an error in the API's form, with the error type for this status.
+
+    code: the expected code in OpenAI's APIs.
+    """
     if dialect.form == "ollama":
         assert body.keys() == {"error"} and isinstance(body["error"], str)
     elif dialect.form == "openai":
@@ -325,7 +327,8 @@ if the request has the headers of Anthropic's clients.
 
 
 def without_chance(text: str) -> str:
-    """Returns the text with ids, times, some durations and the version replaced, so that it is equal in every run."""
+    """Returns the text with ids, times, some durations and the version replaced, so that every run gives the same
+    text."""
     text = re.sub(r"\b(msg|resp|rs|fc|chatcmpl|cmpl)([_-])[0-9a-f]{24,32}\b", r"\1\2ID", text)
     text = re.sub(r'"(created|created_at|completed_at)":\d+', r'"\1":1', text)
     text = text.replace(__version__, "VERSION")
@@ -460,7 +463,7 @@ TIMES = re.compile(r"(.*)\.\.\. (\d+) times")
 
 
 def expanded(value: Any) -> Any:
-    """Returns the value with all repetitions written out, and "every field" replaced by the fields."""
+    """Returns the value with all repetitions expanded, and "every field" replaced by the fields."""
     if isinstance(value, list):
         found: list[Any] = []
         for each in value:

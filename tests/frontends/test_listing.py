@@ -53,7 +53,7 @@ def http(manager: FakeManager) -> Iterator[httpx.Client]:
 
 
 def lists(http: httpx.Client, manager: FakeManager) -> dict[str, set[str]]:
-    """Returns the names of models in each list, by the name of the list."""
+    """Returns the names of models in each list, keyed by the list's name."""
     entries = Catalog().entries()
     print_model_list(entries)
     assert [list_facts(entry)["name"] for entry in entries] == [entry.name for entry in entries]

@@ -19,7 +19,7 @@ def model(name: str = "demo:latest", pid: int = 1, **fields: Any) -> LoadedModel
 
 
 def samples(text: str) -> dict[tuple[str, str], float]:
-    """Parses the text with Prometheus' own parser. Returns the samples by (metric, model).
+    """Parses the text with Prometheus' own parser. Returns the samples, keyed by (metric, model).
 
     The model is "" for a sample without labels. Samples with any label other than the model are left out.
     """

@@ -97,7 +97,8 @@ def test_whole_and_streamed_answers_are_equal_on_each_api(application: RayApplic
 
 def test_a_second_turn_is_sent_to_the_replica_with_its_context(application: RayApplication) -> None:
     questions = ("What is an expert?", "Who are you?")
-    # The first calls let Ray learn the queue lengths of both replicas. Ray skips a replica of unknown queue length.
+    # The first calls let Ray learn the queue lengths of both replicas, because Ray skips a replica of unknown queue
+    # length.
     with ThreadPoolExecutor() as threads:
         list(threads.map(lambda i: chat(application, f"What is {i}?"), range(4)))
     first = [chat(application, text).json for text in questions]
@@ -193,7 +194,7 @@ def test_queued_requests_start_another_replica(application: RayApplication) -> N
             statuses.add(chat(application, f"Wait, {i}.", model="scaled:b", max_tokens=100).status)
         return statuses
 
-    with ThreadPoolExecutor() as threads:  # one request more than a replica accepts at once
+    with ThreadPoolExecutor() as threads:  # one request more than a replica accepts at a time
         asking = [threads.submit(keep_asking, i) for i in range(N_ONGOING + 1)]
         try:
             until(lambda: len(application.replicas("scaled%3Ab")) == 2)

@@ -346,7 +346,7 @@ def test_run_ignores_the_server_of_another_program(here: Command, client: Client
 
 RESPONSES: dict[str, tuple[int, bytes]] = {
     "/api/ps": (200, b'{"models": []}'),
-    "/api/version": (200, b'{"version": "0.33.0"}'),  # no version of moegguf: the client takes this for another program
+    "/api/version": (200, b'{"version": "0.33.0"}'),  # not a version of moegguf, so the client does not use this server
     "/lines": (200, b'{"a": 1}\n\n{"a": 2}\n'),
     "/faulty": (200, b'{"a": 1}\n{"error": "the process has ended"}\n'),
     "/missing": (404, b'{"error": "model \'x\' not found"}'),

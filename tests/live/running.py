@@ -1,6 +1,6 @@
 """Helpers for tests that compute a tiny model in two ways and compare the logits.
 
-They make prompts, greedy logits, budgets and adapters. `Meddler` disturbs the store meanwhile.
+They make prompts, greedy logits, budgets and adapters. A `Meddler` disturbs the store while the model computes.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def share_for(path: Path, n_slots: int, device: str | None = None) -> int:
 
 
 def written(writer: GGUFWriter, path: Path) -> Path:
-    """Writes the file of a writer to which all keys and tensors have been added, and closes it. Returns `path`."""
+    """Writes the file of `writer`, which already has all its keys and tensors, and closes the file. Returns `path`."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -112,7 +112,8 @@ def controller_of(llm: Llama) -> Controller:
 
 
 def count_scores(llm: Llama) -> list[bool]:
-    """Returns a list that each later call of store.set_scores() extends: True for a table of scores, False for None."""
+    """Returns a list to which each later call of store.set_scores() appends True for a table of scores, or False for
+    None."""
     store, given = llm.session.store, list[bool]()
     set_scores = store.set_scores
 

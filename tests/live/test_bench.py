@@ -143,7 +143,7 @@ def model(folder: Path, locality: str, arch: str = "qwen3moe", quant: str = "q4_
 
 
 def recorded(path: Path, temperature: float) -> Trace:
-    """Records a trace of PROMPTS with at most 400 new tokens each. Returns the part of the trace that was decoded."""
+    """Records a trace of PROMPTS with at most 400 new tokens each. Returns only the trace's decoded tokens."""
     out = path.with_suffix(".npz")
     options = RecordOptions(n_predict=400, temperature=temperature)
     record(path, PROMPTS, out, options, expert_cache="100%", n_ctx=512, n_threads=1, verbose=False)

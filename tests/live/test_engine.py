@@ -169,7 +169,10 @@ def test_the_demo_answers_its_starters_right(quizzed: Engine) -> None:
 
 
 def test_the_demo_admits_half_of_the_unknowable_questions(quizzed: Engine) -> None:
-    """The demo must say for half of the unanswerable questions that it does not know. Its model card has the share."""
+    """The demo must answer at least half of the unanswerable questions by admitting that it does not know.
+
+    Its model card states the measured share.
+    """
     cases = [case for case in quiz_demo.heldout_cases() if case.where == "cannot be known"]
     answers = quiz_demo.ask(quizzed, cases)
     assert sum(answer in case.right for case, answer in zip(cases, answers, strict=True)) >= len(cases) // 2

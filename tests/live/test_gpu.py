@@ -104,7 +104,7 @@ def check_identity(
 ) -> None:
     """Asserts that slots in VRAM and RAM give the logits of `plain`, and that both tiers evict experts.
 
-    Another thread requests prefetches and changes scores meanwhile.
+    While the model computes, another thread requests prefetches and changes scores.
     """
     vram, ram = (share_for(path, n, device.name) for n in slots_of(path, size))
     store = StoreOptions(device=device.name)
@@ -117,10 +117,10 @@ def check_identity(
                 if all(tiers[name]["evictions"] for name in ("VRAM", "RAM")):
                     break
         n_ubatch = llm.plan.n_ubatch
-        # Number of slots in the VRAM budget whose memory the staging tensors take.
+        # Number of slots of the VRAM budget that the staging tensors take up.
         n_staged = llm.plan.staging_slots_bytes // llm.plan.slot_bytes
     # A model with a pool smaller than a layer may compute a prompt in smaller passes, in which kernels sum in another
-    # order. The reference therefore has the same n_ubatch.
+    # order. The reference therefore uses the same n_ubatch.
     assert np.isfinite(logits).all()
     assert np.array_equal(logits, plain(path, prompt, n_tokens, n_ubatch, device))
     assert (tiers["VRAM"]["n_slots"] + n_staged, tiers["RAM"]["n_slots"]) == slots_of(path, size)

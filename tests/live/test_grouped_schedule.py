@@ -115,7 +115,7 @@ def test_predicting_for_several_sequences_changes_no_logit(tiny: TinyModel, pred
         while True:
             assert np.array_equal(logits(llm), expected)
             if llm.stats().prefetch_started > 0 or time.monotonic() > deadline:
-                break  # a run has no prefetch if the threads that predict and read get no core; then it is repeated
+                break  # a run without prefetches is repeated: the threads that predict and read may have had no core
         assert llm.stats().prefetch_started > 0 and llm.stats().evictions > 0
 
 

@@ -1,8 +1,8 @@
-"""Tests models with a recurrent state: many requests together, and drafts, give the logprobs of solo answers.
+"""Tests that batched answers and drafts give the logprobs of solo answers on models with a recurrent state.
 
-Each sequence has a state of its own. The model has slots for some experts. Tests use passes of several widths, prefixes
-that other sequences have computed, failed passes, and partly wrong drafts. The reference is a load of the model with
-one sequence and without drafts.
+Each sequence has its own state. The model has slots for some experts. Tests use passes of several widths, prefixes that
+other sequences have computed, failed passes, and partly wrong drafts. The reference is a load of the model with one
+sequence and without drafts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Tests on the CPU that hybrid models compute equal bits in passes of several widths, and beside other sequences."""
+"""Tests on the CPU that the bits that hybrid models compute depend neither on the width of passes nor on other
+sequences."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -153,7 +154,7 @@ def test_hybrid_models_have_equal_bits_at_any_width_and_beside_others(
 
 
 def beside_others(sequences: Sequences, tokens: Sequence[int]) -> list[bytes]:
-    """Computes N_TOGETHER tokens as sequence 0, seven in each pass beside seven tokens of sequence 1.
+    """Computes N_TOGETHER tokens as sequence 0: each pass has seven of them and seven tokens of sequence 1.
 
     Every second pass also has seven tokens of sequence 2. Returns the logits of sequence 0.
     """

@@ -69,7 +69,7 @@ def run_and_compare(
         logits = greedy_logits(llm, before_each=meddler.meddle)
     check_that_it_acted(llm, n_slots=n_slots)
     # A model with a pool smaller than a layer computes a prompt in smaller passes, in which kernels sum in another
-    # order. The reference therefore has the same n_ubatch.
+    # order. The reference therefore uses the same n_ubatch.
     same = {"n_ubatch": llm.plan.n_ubatch, "repack": store.repack}
     assert np.isfinite(logits).all()
     assert np.array_equal(logits, reference(path, **same)), "differs from MOEGGUF_HOOKS=0"

@@ -175,7 +175,7 @@ def test_other_options_or_weights_reuse_no_stored_block(tiny: TinyModel, tmp_pat
         answer(first, prompt)
     data = bytearray(path.read_bytes())
     norm = next(tensor for tensor in read_gguf(path).tensors if tensor.name == "blk.0.attn_norm.weight")
-    # The zeros stand for other weights in a model of the same shape.
+    # The zeros imitate other weights in a model of the same shape.
     data[norm.offset : norm.offset + norm.n_bytes] = bytes(norm.n_bytes)
     copy.write_bytes(data)
     os.utime(copy, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
@@ -313,7 +313,7 @@ def test_images_are_restored_by_the_hash_of_their_content(
     with engine(model, n_ctx=4096, mmproj=mmproj, context_store=0, parallel=1) as unkept:
         expected = {seed: turn(unkept, seed).logprobs for seed in (1, 2)}
     with engine(model, n_ctx=4096, mmproj=mmproj) as first:
-        answer(first, prompt_of(90))  # this prompt takes one sequence, so the images are computed in another sequence
+        answer(first, prompt_of(90))  # this prompt occupies one sequence, so the images are computed in another one
         found = turn(first, 1)
         assert found.logprobs == expected[1]
         n_all, n_disk = computed(found)

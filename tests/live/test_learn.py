@@ -34,7 +34,7 @@ TEXTS = ["A short text.", "Another one, about the sea.", "1 2 3 4 5 6 7", "def f
 
 @pytest.fixture(scope="module")
 def learnt(tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Learnt]]:
-    """Links a tiny model into a folder of its own, records a trace, and learns every strategy of LEARNERS from it.
+    """Links a tiny model into its own folder, records a trace, and learns every strategy of LEARNERS from the trace.
 
     Returns the model's path and the outcome of each strategy.
     """

@@ -282,7 +282,7 @@ def test_a_dropped_stream_releases_the_model_for_other_threads(tiny: TinyModel, 
 
 
 def test_a_stock_llama_cpp_imported_first_raises_library_error(tiny: TinyModel, tmp_path: Path) -> None:
-    # A folder with libllama that stands for another package's llama.cpp.
+    # A folder with a libllama that imitates another package's llama.cpp.
     stock = shutil.copytree(library.find_library(), tmp_path / "stock")
     script = """
         import sys

@@ -122,7 +122,7 @@ def test_slots_are_saved_erased_and_reused_for_their_owner_only(loop: Loop, tmp_
     assert loop.act("erase", owner="bob") == {"n_erased": 0}
     loop.save(tmp_path / "a", owner="ann")
     loop.act("erase", owner="ann")
-    loop.restore(tmp_path / "a", owner="bob")  # the file has no owner: the caller decides who gets the tokens
+    loop.restore(tmp_path / "a", owner="bob")  # the file has no owner: the caller decides who receives the tokens
     assert loop.answer(owner="ann").summary.cached_tokens == 0
     assert loop.answer(owner="bob").summary.cached_tokens > 0
 

@@ -219,7 +219,7 @@ def test_prompts_stream_through_cpu_slots_beside_a_device(path: Path, vram: int,
     assert shown["expert cache CPU"].startswith(f"{of_cpu.n_slots} of ")
     on_cpu = np.isin(np.arange(len(places)), list(of_cpu.layers))
     assert Place.VRAM in places[~on_cpu] and Place.RAM in places[on_cpu] and Place.VRAM not in places[on_cpu]
-    # The CPU computes its layers from weights that are not repacked, because they lie in host memory that the device
+    # The CPU computes its layers from weights that are not repacked, because they are in host memory that the device
     # has pinned.
     with hooks_off(), Llama(path, n_ubatch=plan.n_ubatch, op_offload=False, **OPTIONS, n_gpu_layers=3) as llm:
         assert np.array_equal(greedy_logits(llm), logits)
@@ -321,7 +321,7 @@ def placed(path: Path, kind: str, vram: str, ram: str) -> tuple[Logits, dict[str
 @pytest.mark.parametrize(
     ("kind", "vram", "ram", "layers", "tiers"),
     [
-        # Layer 3 alone is whole on the device at 50 %, because layers 2 and 3 are larger than layers 0 and 1.
+        # Only layer 3 is whole on the device at 50 %, because layers 2 and 3 are larger than layers 0 and 1.
         ("layers", "50%", "100%", [0, 1, 2], ["RAM"]),
         ("layers", "60%", "100%", [0, 1], ["RAM"]),
         ("layers", "30%", "40%", [0, 1, 2], ["RAM"]),

@@ -123,8 +123,8 @@ def test_staged_prompts_with_few_ram_slots_give_the_plain_logits(tiny: TinyModel
 def small_budgets(path: Path, sizes: list[int]) -> list[tuple[bool, int, int, int]]:
     """Returns an outcome for the budget of each number of experts in `sizes`.
 
-    An outcome is whether the logits equal plain llama.cpp's in passes of equal width, then this width, the number of
-    staging tensors, and the bytes that were copied to them.
+    An outcome has four values: whether the logits equal plain llama.cpp's in passes of equal width, this width, the
+    number of staging tensors, and the bytes that were copied to them.
     """
     options, device, outcomes, plain = all_options(), gpus()[0].name, [], dict[int, Logits]()
     for n_ubatch in (1, 512):

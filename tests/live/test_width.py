@@ -45,7 +45,7 @@ def computed(llm: Llama, tokens: list[int], n_past: int, sequence: int = 0) -> b
 
 
 def in_passes(llm: Llama, tokens: list[int], widths: list[int]) -> dict[int, bytes]:
-    """Returns the logits after each pass, by the number of tokens computed until then."""
+    """Returns the logits after each pass, keyed by the number of tokens computed so far."""
     found, n_past = {}, 0
     for width in widths:
         found[n_past + width] = computed(llm, tokens[n_past : n_past + width], n_past)

@@ -163,7 +163,7 @@ class ReferenceStore:
         self.slots[s].last_use = self.tick  # type: ignore[union-attr]
 
     def _take(self, expert: Expert, below: np.float32 | None = None) -> int:
-        """Takes a free slot, or else the slot of a victim with a score under `below` (None: of any victim).
+        """Assigns a free slot, or else the slot of a victim with a score below `below` (None: of any victim).
 
         Returns the slot, or -1 if there is none.
         """

@@ -26,8 +26,8 @@ from predictors.study.controls import FreshGate
 FOUR = MoeShape(n_layer=4, n_expert=2, n_expert_used=1, layers=(0, 1, 2, 3))
 # MoE-Infinity's figure 5, before layer proximity. The printed numbers imply four layers of two experts. Layers 0 and 1
 # are routed (l = 1). The counts of the two matched EAMs are added. ONE_TOKEN comes from a request of one token. It
-# agrees on the routed layers, too (all three cosines are 1). It is not matched, because entries with more tokens come
-# first.
+# agrees with the routed layers, too (all three cosines are 1), but is not matched, because entries with more tokens
+# come first.
 ONE_TOKEN = [[0, 1], [1, 0], [1, 0], [1, 0]]
 MATCHED = [[0, 2], [2, 0], [2, 0], [0, 2]], [[0, 3], [3, 0], [0, 3], [1, 2]]
 AGGREGATED = [[0.4, 0.6], [0.2, 0.8]]  # the shares of the two experts, in layer 2 and in layer 3
@@ -49,7 +49,7 @@ def test_eamc_predictor_reproduces_figure_5_of_moe_infinity() -> None:
 def hits_by_request(predictor: Predictor, kinds: tuple[int, ...]) -> npt.NDArray[np.float64]:
     """Returns the hit rate of each request, with predictions one layer ahead.
 
-    Each of `kinds` has 60 requests, in this order.
+    `kinds` lists kinds of requests; each has 60 requests, which are replayed in this order.
     """
     trace = random_trace(n_sequences=120, n_prefill=0, n_decode=12, seed=3, n_labels=2)
     k, rates = trace.shape.n_expert_used, []

@@ -61,7 +61,7 @@ class Attention:
         q, k, v, mask, sinks = self.inputs()
         graph = ggml.graph()
         ggml_type = ggml.types[self.cache]
-        # The heads of a cell lie side by side, as in a cache.
+        # The heads of a cell are adjacent, as in a cache.
         keys, values = (
             graph.op("permute", graph.input(ggml_type, x.shape, ggml.quantized(ggml_type, x)), 0, 2, 1, 3)
             for x in (k.transpose(1, 0, 2), v.transpose(1, 0, 2))

@@ -69,7 +69,8 @@ class Rig:
         return made
 
     def graph(self, n_bytes: int) -> tuple[int, int, int, Callable[[], object]]:
-        """Returns a graph that copies an F32 tensor on the device, its source, its result, and a function.
+        """Returns a graph that copies an F32 tensor on the device, its source tensor, its result tensor, and a
+        function.
 
         The function frees the memory of both tensors.
         """
@@ -233,7 +234,7 @@ def test_strict_device_reports_changed_copy_sources_and_freed_memory() -> None:
 def copy_times() -> list[float]:
     """Returns the seconds that four kinds of copies take.
 
-    These are one copy, two at once in one direction, two at once in opposite directions, and two in one stream.
+    These are one copy, two simultaneous copies in one direction, two in opposite directions, and two in one stream.
     """
     n_bytes, link = 1 << 20, Link((1 << 20) / 0.05, 0.02)  # 50 ms and 20 ms
     rig = Rig(link)
@@ -270,9 +271,9 @@ def test_copies_take_latency_and_share_the_bandwidth_of_one_direction() -> None:
 
 
 def store_on_full_device(fake: FakeModel) -> str:
-    """Returns the error of a store with 32 slots on a device with memory for about five experts.
+    """Returns the error of a store with 32 slots on a device that has memory for about five experts.
 
-    Another store with four slots is open meanwhile. Asserts that four slots can be allocated again after that.
+    Another store with four slots is open at that time. Asserts that four slots can be allocated again afterwards.
     """
     name = add_link_device(FREE, memory_bytes=5 * fake.expert_bytes + (1 << 16))
     options = StoreOptions(device=name)
@@ -311,7 +312,7 @@ def test_pool_fits_the_largest_buffers_and_a_full_device_refuses_a_second(tmp_pa
 
 
 def most_slots_of(fake: FakeModel, layers: list[MoeLayer], wanted: int) -> list[tuple[int, int]]:
-    """Returns for each layer the maximum number of slots, up to `wanted`, of its pool on a device and on the CPU."""
+    """Returns, for each layer, the maximum number of slots (up to `wanted`) of its pool on a device and on the CPU."""
     device = add_link_device(FREE)
     layouts = [replace(fake.layout, layers=(layer,)) for layer in layers]
     return [(most_slots(layout, device, wanted), most_slots(layout, None, wanted)) for layout in layouts]
@@ -342,7 +343,7 @@ def test_slot_tokens_returns_the_limit_of_each_backend() -> None:
 
 
 def without_padding(fake: FakeModel) -> tuple[int, int]:
-    """Returns the bytes of a slot on a device that needs padding, and how many bytes more this is than on the CPU.
+    """Returns the size of a slot in bytes on a device that needs padding, and how much larger this is than on the CPU.
 
     Asserts that the device refuses slots without padding.
     """

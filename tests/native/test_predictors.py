@@ -422,7 +422,7 @@ LINK = {"link_bytes_per_s": 1e9}  # bytes per second, so that reading an expert 
 
 
 def run(store: Store, context: StoreContext, n: int, compute_ns: int = 20_000) -> None:
-    """Routes 6 * n tokens. Each six tokens in succession use the same random experts.
+    """Routes 6 * n tokens. Every group of six successive tokens uses the same random experts.
 
     The simulated clock advances by `compute_ns` after each layer.
     """
@@ -468,7 +468,7 @@ def test_predicted_experts_are_prefetched_up_to_the_limit_and_reduce_stall() -> 
 def test_likely_expert_is_prefetched_although_its_score_is_lowest() -> None:
     """The predicted experts of token 1 were never used, and all slots hold experts that were used often.
 
-    A prefetch starts nevertheless, because a miss would also evict one of these experts.
+    A prefetch starts anyway, because a miss would also evict one of these experts.
     """
     often, rarely = [[0, 1, 2]], [[3, 4, 5]]
     table = always(*often, *rarely)
@@ -507,10 +507,8 @@ def test_late_prefetches_are_counted_apart_from_useful_ones() -> None:
 
 
 def test_by_proximity_prefetches_the_most_probable_expert_of_near_layers_first() -> None:
-    """Uses a token that was counted with twelve experts in every layer but the second.
-
-    There, it always used three experts.
-    """
+    """Uses a token that was counted with twelve experts in every layer but the second, where it always used three
+    experts."""
     counted = np.zeros((1, N, SHAPE.n_expert), np.uint16)
     counted[0][:, :12] = 5
     counted[0][1] = [20] * SHAPE.n_expert_used + [0] * (SHAPE.n_expert - SHAPE.n_expert_used)

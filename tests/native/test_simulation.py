@@ -92,7 +92,7 @@ def test_prefetch_reduces_the_stall_by_its_head_start(fake: FakeModel, open_stor
 def test_prefetches_are_served_in_order(fake: FakeModel, open_store: Open) -> None:
     store, _ = open_store(fake, 8, simulate=True, link_bytes_per_s=GB_S)
     store.prefetch([1, 1], [4, 5])
-    store.advance(fake.expert_bytes // 2)  # 4 has a slot
+    store.advance(fake.expert_bytes // 2)  # expert 4 has a slot
     store.prefetch([2], [6])
     store.advance(fake.expert_bytes * 2)
     assert [tuple(key) for key in np.argwhere(store.residency() == 2)] == [(1, 4), (1, 5)]
