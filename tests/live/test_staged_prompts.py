@@ -124,7 +124,7 @@ def small_budgets(path: Path, sizes: list[int]) -> list[tuple[bool, int, int, in
     """Returns an outcome for the budget of each number of experts in `sizes`.
 
     An outcome has four values: whether the logits equal plain llama.cpp's in passes of equal width, this width, the
-    number of staging tensors, and the bytes that were copied to them.
+    number of staging tensors, and the bytes copied to them.
     """
     options, device, outcomes, plain = all_options(), gpus()[0].name, [], dict[int, Logits]()
     for n_ubatch in (1, 512):
