@@ -207,8 +207,10 @@ class Handler(BaseHTTPRequestHandler):
         self.say(302, headers)
 
     def send_bytes(self, data: bytes) -> None:
-        """Sends all of `data`, or the range that the request names. Sends status 416 if the range begins after the end
-        of `data`."""
+        """Sends all of `data`, or the range that the request names.
+
+        Sends status 416 if the range begins after the end of `data`.
+        """
         span = self.headers.get("Range", "")
         if not span:
             return self.say(200, {"Accept-Ranges": "bytes"}, data)
@@ -256,7 +258,7 @@ def other_bytes(data: bytes) -> Fault:
 
 
 def without_ranges(handler: Handler, data: bytes) -> None:
-    """Sends all of the file, and ignores the range of the request."""
+    """Sends the whole file, and ignores the range of the request."""
     handler.say(200, {}, data)
 
 

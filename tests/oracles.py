@@ -43,7 +43,8 @@ def hand_made(shape: MoeShape, routing: list[list[list[list[int]]]], *, prefill:
 
 
 class Oracle(Predictor):
-    """Predicts the experts of each pass's first token from the trace, but the last `n_wrong` experts are wrong.
+    """Predicts the experts of each pass's first token from the trace, but replaces the last `n_wrong` of them by wrong
+    ones.
 
     Predicts nothing beyond `reach`, and nothing for the first layer if `first_layer` is False.
     """

@@ -39,10 +39,10 @@ QUICK = ("-t", "1", "-n", "8")
 
 @pytest.fixture
 def manager() -> FakeManager:
-    """A scripted manager of four models.
+    """A scripted manager of four models: `demo`, `able`, `mine`, and a model that is named like one on the Hugging Face
+    hub.
 
-    The models are `demo`, `able` (tools and thinking), `mine` (default options and a system message of its own) and a
-    model named as on the Hugging Face hub.
+    `able` has tools and thinking. `mine` has default options and its own system message.
     """
     path = demo_path()
     assert path is not None

@@ -1,8 +1,8 @@
 """A `ModelManager` without processes: scripted answers, and a real HTTP server over it in this process.
 
 `FakeManager` has the methods of `ModelManager` that the server calls. A test sets its answers, errors and waits, and
-reads the recorded requests. `server_of(manager)` serves it, and `running(app)` any ASGI application, on a free port of
-loopback.
+reads the recorded requests. On a free port of loopback, `server_of(manager)` serves a manager, and `running(app)`
+serves any ASGI application.
 """
 
 from __future__ import annotations
@@ -242,8 +242,8 @@ class FedManager(FakeManager):
 
 
 class BusyManager(FakeManager):
-    """A manager with one model that never stops computing. Each snapshot has one more token than the one before, and a
-    hit rate of 0.9."""
+    """A manager with one model that never stops computing. Each snapshot has one more token than the previous one, and
+    a hit rate of 0.9."""
 
     def __init__(self) -> None:
         super().__init__(FakeCatalog(entry_of(demo_path())))

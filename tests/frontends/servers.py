@@ -44,8 +44,10 @@ def completed(command: Sequence[str], stdin: str = "", **extra: str) -> subproce
 
 @contextmanager
 def started(*arguments: object, **extra: str) -> Iterator[subprocess.Popen[str]]:
-    """Yields a process of `moegguf` with these arguments, in a process group of its own. Kills the group afterwards if
-    the process still runs."""
+    """Yields a `moegguf` process with these arguments, in its own process group.
+
+    Kills the group afterwards if the process is still running.
+    """
     with subprocess.Popen(
         moegguf_command(*arguments),
         stdin=subprocess.DEVNULL,
@@ -67,7 +69,7 @@ LISTENING = re.compile(r"listening on (http://\S+:(\d+))")
 
 @dataclass(frozen=True)
 class Reply:
-    """A reply of a server. `text` is the whole body."""
+    """A server's reply. `text` is the whole body."""
 
     status: int
     headers: Mapping[str, str]
@@ -102,7 +104,7 @@ class Server:
         return {model["name"]: model for model in self.call("/api/ps").json["models"]}
 
     def log(self) -> str:
-        """Returns the lines that the server wrote to stderr after its address. They are complete when the server has
+        """Returns the lines that the server wrote to stderr after its address. They are complete once the server has
         ended."""
         return "".join(self.stderr_lines)
 

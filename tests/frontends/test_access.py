@@ -166,7 +166,7 @@ def status_of(
     added: tuple[bytes, bytes] | None = None,
     **options: Any,
 ) -> int:
-    """Returns the status of the reply to a request from the IP address `client`. `added` is one more header."""
+    """Returns the status of the reply to a request from the IP address `client`. `added` is an additional header."""
     statuses: list[int] = []
 
     async def application(scope: Scope, receive: Receive, send: Send) -> None:

@@ -37,7 +37,8 @@ def texts(found: list[Any]) -> list[str]:
 
 
 def wait_for(process: subprocess.Popen[str], database: Path, n_answers: int) -> None:
-    """Waits until the database's write-ahead log has more than `n_answers` answers. Fails if the process has ended."""
+    """Waits until the database's write-ahead log has more than `n_answers` answers. Fails if the process ends before
+    that."""
     log = Path(f"{database}-wal")
 
     def has_more() -> bool:

@@ -75,7 +75,7 @@ CALLS = (ToolCall("c1", "weather", {"city": "Ås"}), ToolCall("c2", "clock", {})
 
 @dataclass(frozen=True)
 class Dialect:
-    """An API: its path, the fields of request bodies, and the client's types of answers."""
+    """An API: its path, the fields of request bodies, and the client's types for answers."""
 
     # The name of the API's file in recorded/.
     name: str
@@ -88,16 +88,16 @@ class Dialect:
     one_call: Json = field(default_factory=dict)
     # {name of a case in CASES: additional fields for this case}.
     cases: dict[str, Json] = field(default_factory=dict)
-    # The client's type of an answer that is not streamed; None: not checked.
+    # The client's type for an answer that is not streamed; None: not checked.
     whole: Any = None
-    # The client's type of a part of a stream; None: not checked, or `kinds` has the types.
+    # The client's type for one part of a stream. None: parts are not checked, or `kinds` has their types.
     parts: Any = None
-    # {value of a part's field `type`: the client's type of this part}, if an API has several types of parts.
+    # {value of a part's field `type`: the client's type for this part}, if an API has several types of parts.
     kinds: Json = field(default_factory=dict)
 
     @property
     def form(self) -> str:
-        """Returns the name of the API's family, such as "openai". All APIs of a family report errors in the same
+        """Returns the name of the API's family, such as "openai". All APIs in a family report errors in the same
         form."""
         return self.name.split("-")[0]
 

@@ -95,7 +95,7 @@ def bind(path: Path) -> None:
 
 
 def without_embedding(path: Path, *shape: int) -> None:
-    """Writes a model without token embeddings, or, with `shape`, with token embeddings of this shape."""
+    """Writes a model whose token embeddings are missing, or have the shape `shape` if one is given."""
     model = moe()
     model.tensors = model.tensors[1:]
     if shape:

@@ -39,7 +39,7 @@ def texts(*parts: str) -> Sequence[Delta]:
 
 
 def said(manager: FakeManager) -> list[str]:
-    """Returns the content of each message of the last request."""
+    """Returns the content of each message in the last request."""
     return [str(message["content"]) for message in manager.requests[-1].messages or ()]
 
 

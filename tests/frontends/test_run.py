@@ -220,7 +220,7 @@ def test_progress_is_shown_unless_the_answer_goes_into_a_pipe(after: str, is_sho
 
 @contextmanager
 def begun_answer() -> Iterator[tuple[subprocess.Popen[str], psutil.Process]]:
-    """Yields a process of `moegguf run` that has begun a very long answer, and its worker's process."""
+    """Yields a `moegguf run` process that has begun a very long answer, and its worker's process."""
     endless = '{"type": "string", "minLength": 100000}'
     with started("run", "demo", QUESTION, "--format", endless, *QUICK) as process:
         assert process.stdout

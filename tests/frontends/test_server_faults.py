@@ -253,5 +253,5 @@ def test_stalled_headers_of_a_second_request_close_the_connection(url: str, monk
         connection.sendall(request)
         while not received.endswith(b"Ollama is running"):
             received += connection.recv(1000)
-        connection.sendall(request[:20])  # the rest of the headers never comes
+        connection.sendall(request[:20])  # the rest of the headers never arrives
         assert rest(connection) == b""

@@ -167,7 +167,7 @@ def running(llm: Llama, schedule: Schedule | None = None, step_tokens: int | Non
 
 @contextmanager
 def started(loop: BatchLoop) -> Iterator[BatchLoop]:
-    """Runs `loop` on a thread of its own and yields the loop. Closes the loop at the end of the `with` block."""
+    """Runs `loop` on its own thread and yields the loop. Closes the loop at the end of the `with` block."""
     thread = threading.Thread(target=loop.run, name="loop")
     thread.start()
     try:

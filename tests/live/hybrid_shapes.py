@@ -32,7 +32,7 @@ Keys = dict[str, Any]
 class Shape:
     """An architecture's own keys and tensors. `write_hybrid` adds the keys and tensors that all SHAPES have.
 
-    Names of layers' tensors have no prefix `blk.N.`. `outer` has the tensors outside layers.
+    The names of layers' tensors lack the prefix `blk.N.`. `outer` has the tensors outside layers.
     """
 
     keys: Keys
@@ -81,7 +81,8 @@ def latent_attention(n_rot: int) -> Dims:
 
 
 def delta_attention(gates: Dims) -> Dims:
-    """Returns the tensors of Kimi's delta attention, and `gates`, the tensors that differ between architectures."""
+    """Returns the tensors of Kimi's delta attention, including `gates`, the tensors that differ between
+    architectures."""
     dims = {f"attn_{name}.weight": (WIDTH, N_EMBD) for name in "qkv"}
     dims |= {f"ssm_conv1d_{name}.weight": (WIDTH, 1, D_CONV) for name in "qkv"}
     dims |= {"ssm_beta.weight": (N_HEAD, N_EMBD), "ssm_dt.bias": (WIDTH,), "ssm_norm.weight": (HEAD_DIM,)}
@@ -89,7 +90,7 @@ def delta_attention(gates: Dims) -> Dims:
 
 
 def delta_keys(n_rot: int, **keys: Any) -> Keys:
-    """Returns the keys that all SHAPES with delta attention and latent attention have, and `keys`."""
+    """Returns the keys that all SHAPES with delta attention and latent attention have, extended by `keys`."""
     return {
         "attention.head_count_kv": [int(kind == "a") for kind in LAYERS],
         "attention.key_length": KV_RANK + n_rot,

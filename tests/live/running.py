@@ -41,7 +41,7 @@ class WithoutRepacking(Llama):
 
 
 def random_prompt(llm: Llama, n_tokens: int = N_PROMPT, seed: int = 0) -> list[int]:
-    """Returns random tokens of the model's vocabulary, fixed by `seed`."""
+    """Returns random tokens from the model's vocabulary, determined by `seed`."""
     return np.random.default_rng(seed).integers(0, llm.n_vocab(), n_tokens).tolist()
 
 
@@ -67,7 +67,7 @@ def greedy_logits(
 def share_for(path: Path, n_slots: int, device: str | None = None) -> int:
     """Returns a budget in bytes that holds exactly `n_slots` slots.
 
-    The slots have the padding that `device` needs. None stands for the CPU.
+    The slots have the padding that `device` needs. None means the CPU.
     """
     from moegguf.engine.plan import slot_bytes
     from moegguf.native.slot_sizes import padded
@@ -156,7 +156,8 @@ class Meddler:
 
 
 def devices_of(llm: Llama) -> dict[str, dict[str, Any]]:
-    """Returns the figures of each device's slots, by ggml's name of the device, in the order of the store's devices."""
+    """Returns the figures of each device's slots, keyed by ggml's name of the device, in the order of the store's
+    devices."""
     store = llm.session.store
     found = (store.device(index) for index in range(len(store.devices)))
     return {figures["device"]: figures for figures in found}

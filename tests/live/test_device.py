@@ -61,7 +61,7 @@ def test_vram_slots_over_ram_slots_give_the_devices_own_logits(
         with Meddler(store) as meddler:
             logits = greedy_logits(llm, before_each=before_each)
         assert llm.plan.device == "RPC0"
-        store.drain(10)  # prefetches may still be under way
+        store.drain(10)  # prefetches may still be running
         tiers, places = llm.session.tiers(), llm.session.places()
         there = {tier: llm.session.store.residency(tier) == 2 for tier in Tier}
         assert (places[there[Tier.COMPUTE]] == Place.VRAM).all()
@@ -268,7 +268,7 @@ def test_warm_start_places_most_used_experts_in_vram_then_ram(own_path: Path) ->
 @pytest.mark.parametrize("path", [("tiny-mix", "q4_0")], indirect=True)
 @on_servers()
 def test_prefetching_on_a_device_begins_after_the_link_is_measured(path: Path) -> None:
-    """Prefetching with default options is paused after the load and while the link is measured, and begins later."""
+    """Prefetching with default options is paused from the load until the link has been measured, and begins later."""
     device = add_link_device(Link(1e7, 0.0), memory_bytes=DEVICE_BYTES)
     options = {"vram_cache": share_of(path, 16), "expert_cache": "100%", "placement": "slots"}
     states = []

@@ -96,7 +96,8 @@ def request(number: int = 0, **options: Any) -> Request:
 
 
 def answered(llm: Llama, requests: Sequence[Request], drafts: Drafts | None) -> list[Received]:
-    """Computes answers in a new loop with an empty context. Drafts come from `drafts`; None: nothing is drafted."""
+    """Computes answers in a new loop with an empty context. Drafts come from `drafts`; if it is None, nothing is
+    drafted."""
     llm.context.clear()
     llm.drafts, before = drafts, llm.drafts
     try:

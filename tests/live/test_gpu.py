@@ -49,8 +49,8 @@ def device(devices: list[Device]) -> Device:
 def plain(devices: list[Device]) -> Plain:
     """Returns `plain(path, prompt, n_tokens, n_ubatch=N_UBATCH, device=None)`.
 
-    The function calls `logits_of` on plain llama.cpp with every layer on the device (None: the first GPU). It computes
-    the logits only once for equal arguments.
+    The function calls `logits_of` on plain llama.cpp with every layer on the device (None: the first GPU). For equal
+    arguments, it computes the logits only once.
     """
     known: dict[tuple[Any, ...], Logits] = {}
 
@@ -83,7 +83,7 @@ def logits_of(llm: Llama, prompt: Prompt, n_tokens: int, n_new: int = 4) -> Logi
 
 
 def random_tokens(n_tokens: int, seed: int = 0) -> list[int]:
-    """Returns random token ids below 1024, fixed by `seed`."""
+    """Returns random token ids below 1024, determined by `seed`."""
     return np.random.default_rng(seed).integers(0, 1024, n_tokens).tolist()
 
 

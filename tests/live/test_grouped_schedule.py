@@ -34,7 +34,8 @@ N_SEQUENCES, N_PROMPT, N_DECODE = 4, 5, 6
 
 
 def decode_together(llm: Llama, after_each: Callable[[list[int]], object] = lambda rows: None) -> None:
-    """Evaluates random prompts of N_SEQUENCES sequences in two passes, then N_DECODE passes with a token of each.
+    """Evaluates random prompts of N_SEQUENCES sequences in two passes, then N_DECODE passes with one token of each
+    sequence.
 
     Calls `after_each` after each of these later passes, with the row numbers of its logits.
     """
@@ -122,7 +123,7 @@ def test_predicting_for_several_sequences_changes_no_logit(tiny: TinyModel, pred
 class Counted:
     """A schedule that selects the sequences that `inner` selects.
 
-    For each selection, `counts` has the number of decoding sequences: selected, and running.
+    `counts` has two numbers for each selection: the selected and the running decoding sequences.
     """
 
     def __init__(self, inner: ExpertFlow) -> None:

@@ -74,7 +74,7 @@ def pair(
     else:
         path = tiny(request.param)
     with warnings.catch_warnings():
-        # Hides the warning that nothing is drafted for a model whose state cannot go back.
+        # Hides the warning that nothing is drafted for a model whose state cannot be rolled back.
         warnings.simplefilter("ignore")
         many = Llama(path, n_seq_max=N_SEQ, expert_cache="40%", draft="ngram", context_store=0, **OPTIONS)
     with many, Llama(path, draft="off", context_store=0, **OPTIONS) as one:

@@ -130,7 +130,7 @@ def test_recurrent_states_are_stored_and_damaged_ones_computed_again(tiny: TinyM
         assert computed(found) == (71, len(longer) - 71)
     with engine(model) as again:
         assert computed(answer(again, [*prompt, *prompt_of(5, seed=2)])) == (6, N_PROMPT - 1)
-        assert computed(answer(again, prompt)) == (1, 0)  # the sequence holds these tokens, and goes back to a state
+        assert computed(answer(again, prompt)) == (1, 0)  # the sequence holds these tokens, and returns to a state
     for block in stored_blocks(default_folder()):
         block.path.write_bytes(block.path.read_bytes()[:-1] + b"?")
     with engine(model) as damaged:
@@ -216,7 +216,7 @@ def block_paths() -> list[Path]:
 
 
 def crafted(path: Path, index: int) -> None:
-    """Replaces a stored block by a block with a wrong value and a right checksum.
+    """Replaces a stored block by one with a wrong value and a right checksum.
 
     `index` selects the value: 0 is the type of K, 1 the number of cells, and 2 a position.
     """

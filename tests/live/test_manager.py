@@ -151,7 +151,7 @@ async def test_a_changed_file_of_equal_size_and_time_is_reloaded(
         assert await generate(manager, "served", story(3), options) == versions.old
         change(served, versions.after)
         assert await generate(manager, "served", story(3), options) == versions.new
-        # The file is renamed and renamed back: its change time differs, but its contents do not.
+        # The file is renamed and renamed back, which changes its change time but not its contents.
         served.rename(served.with_suffix(".gone"))
         served.with_suffix(".gone").rename(served)
         assert await generate(manager, "served", story(3), options) == versions.new

@@ -179,7 +179,7 @@ def live_on_a_device(path: Path, out: Path, policy: str, n_slots: tuple[int, int
 def compared(tiers: Mapping[str, TierSpan]) -> dict[tuple[str, str], int]:
     """Returns the figures that must be equal in a live run and in its simulation.
 
-    The evictions and bytes of staging tensors are left out. They depend on the speed of copies, because a copy that is
+    The evictions and bytes of staging tensors are left out, because they depend on the speed of copies. A copy that is
     no longer needed may or may not have begun.
     """
     figures = {name: ("lookups", "hits", *(() if name == STAGING else ("evictions", "bytes_in"))) for name in tiers}

@@ -152,10 +152,8 @@ FAILURES = [PermissionError(13, "Permission denied"), ValueError("truncated"), A
 
 
 def broken(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """Makes predictions fail with `error`.
-
-    An AllocationError is raised in the store's set_predictor(). Any other error is raised while routers are read.
-    """
+    """Makes predictions fail with `error`. The store's set_predictor() raises an AllocationError; any other error is
+    raised while routers are read."""
 
     def fail(*given: Any) -> Any:
         if len(given) == 1 or given[1] is not None:

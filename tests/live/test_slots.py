@@ -1,4 +1,5 @@
-"""Tests saved, restored and erased KV slots: a context continues with equal bits, for its owner and model only."""
+"""Tests saved, restored and erased KV slots: only their owner and model can continue a context, which changes no
+bit."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,7 +70,7 @@ class Loop:
         return self.act("restore", slot, path=str(path), most_bytes=0, **fields)
 
     def forget_disk(self) -> None:
-        """Turns the context store off, so that later prompts find no context on disk."""
+        """Turns the context store off, so later prompts find no context on disk."""
         assert self.llm.prefix_cache is not None
         self.llm.prefix_cache._store.is_off = True
 

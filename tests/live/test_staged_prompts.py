@@ -43,7 +43,7 @@ def all_options() -> dict[str, Any]:
 
 
 def on(device: str, call: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a function in a process of its own and returns the result.
+    """Calls a function in another process and returns the result.
 
     The process has an RPC device ("rpc"), two RPC devices ("two"), or a strict device behind a simulated link ("link").
     """
@@ -60,9 +60,10 @@ def behind_a_link(call: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
 def compare(
     path: Path, sizes: list[tuple[int, int]], staging: int, prompts: tuple[int, ...]
 ) -> tuple[Logits, list[Outcome]]:
-    """Returns logits of plain llama.cpp on the device, and the logits and figures with slots and staging tensors.
+    """Returns the logits of plain llama.cpp on the device, and the outcomes with slots and staging tensors.
 
-    `sizes` has pairs of numbers of slots, on the device and in RAM. The second value has an outcome for each pair.
+    `sizes` has pairs of numbers of slots, on the device and in RAM. For each pair, an outcome has the logits and the
+    figures.
     """
     options, outcomes, device = all_options(), [], gpus()[0].name
     with hooks_off(), Llama(path, **options) as llm:

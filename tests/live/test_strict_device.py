@@ -79,9 +79,9 @@ def assert_acted(names: Iterable[str], before: dict[str, LinkFigures]) -> None:
 
 
 def compare(path: Path, scenario: Scenario, n_devices: int = 1, share: float = 0.4, **options: Any) -> None:
-    """Compares a scenario's outcome with every expert in VRAM to its outcome with slots for a `share` of the experts.
+    """Compares a scenario's outcome with every expert in VRAM with its outcome with slots for a `share` of the experts.
 
-    In the second case VRAM and RAM get equal budgets.
+    In the second case VRAM and RAM have equal budgets.
     """
     names = add_devices(n_devices)
     options = OPTIONS | options

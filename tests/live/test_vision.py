@@ -225,7 +225,7 @@ def test_threads_share_one_projector(
         def __init__(self, *arguments: Any) -> None:
             n_made.append(1)
             with suppress(threading.BrokenBarrierError):
-                begun.wait(0.2)  # returns at once if another thread makes a second projector at this time
+                begun.wait(0.2)  # returns at once if another thread creates a second projector at this time
             super().__init__(*arguments)
 
     monkeypatch.setattr(engine, "Projector", Slow)

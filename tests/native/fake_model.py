@@ -199,7 +199,7 @@ def make_model(
 
 
 def check_counters(counters: dict[str, int], n_slots: int) -> None:
-    """Asserts that counters agree with each other and with `n_slots`, and that no read is queued or under way."""
+    """Asserts that counters agree with each other and with `n_slots`, and that no read is queued or running."""
     assert counters["lookups"] == counters["hits_ready"] + counters["hits_late"] + counters["misses"]
     assert counters["prefetch_requested"] == counters["prefetch_started"] + counters["prefetch_dropped"]
     assert sum(counters[f"prefetch_{how}"] for how in ("useful", "late", "wasted")) <= counters["prefetch_started"]

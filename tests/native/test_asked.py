@@ -1,4 +1,5 @@
-"""Tests the store's predictors, one layer at a time: on an example of a paper, and on random traces with structure."""
+"""Tests the store's predictors, one layer at a time: on an example from a paper, and on random traces with
+structure."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ def hits_by_request(predictor: Predictor, kinds: tuple[int, ...]) -> npt.NDArray
 def test_eamc_below_capacity_recovers_within_50_requests_of_another_text_kind() -> None:
     """Compares two predictors by their hit rates on requests 25 to 50 of one kind.
 
-    The first predictor has seen requests of another kind before. The second one has not.
+    The first predictor has seen requests of another kind before, and the second one has not.
     """
     shape = random_trace(n_sequences=1).shape
 
@@ -78,7 +79,7 @@ def test_eamc_below_capacity_recovers_within_50_requests_of_another_text_kind() 
         return hits_by_request(asked(lambda: EamcPredictor(shape, Eamc(*shape.table, 120))), kinds)
 
     changed, fresh = rates(0, 1), rates(1)
-    assert fresh[0] < fresh[25:50].mean()  # the hit rate improves
+    assert fresh[0] < fresh[25:50].mean()  # the hit rate has improved
     assert changed[85:110].mean() > 0.9 * fresh[25:50].mean()
 
 

@@ -1,6 +1,6 @@
 """Compares the CPU's flash attention with sums in float64.
 
-Also tests that its bits depend neither on the number of rows, nor on threads, nor on AVX-512.
+Also tests that its bits depend neither on the number of rows, nor on the number of threads, nor on AVX-512.
 """
 
 import ctypes as c
@@ -26,7 +26,7 @@ SOME_ROWS = ([0], [37], [69], [3, 4], range(5, 10), range(10, 18), range(30, 39)
 class Attention:
     """Attention of the last N_ROWS of N_CELLS tokens.
 
-    `window` is the number of keys that a token sees, its own included. 0: the token sees its own and all earlier keys.
+    `window` is the number of keys that a token sees, including its own. 0: the token sees its own and all earlier keys.
     """
 
     d_key: int = 64
@@ -157,7 +157,7 @@ def test_attention_ignores_infinite_values_in_masked_cells(ggml: Ggml) -> None:
 
 
 def all_bits() -> bytes:
-    """Returns the bytes of the attention of all KINDS, one kind after the other."""
+    """Returns the bytes of the attention of all KINDS, one kind after another."""
     ggml = Ggml()
     return b"".join(kind.compute(ggml, range(N_ROWS)).tobytes() for kind in KINDS.values())
 

@@ -1,4 +1,4 @@
-"""Tests bulk replay, and calls of the library that need no store: sizes of slots and names of policies."""
+"""Tests bulk replay, and library calls that need no store: sizes of slots and names of policies."""
 
 import ctypes as c
 import math

@@ -1,4 +1,5 @@
-"""Tests a simulated device behind a link in real time: its memory, the order of its work, and the least time of copies.
+"""Tests a simulated device behind a link in real time: its memory, the order of its work, and the minimum time of
+copies.
 
 Times are only bounded from below: a copy may be late on a busy machine, and is never early.
 """
@@ -142,8 +143,8 @@ def test_link_device_is_a_gpu_with_memory_of_its_own() -> None:
 def asynchronous_copies(pinned: bool, link: Link, strict_seed: int = 0) -> tuple[str, bool, bool, bool]:
     """Copies bytes to a device. Returns the host buffer's type, and whether the bytes have arrived at three moments.
 
-    The first moment is when the call returns. The second is after a wait for an event that was recorded on another
-    stream before the copy. The third is after another stream has waited for an event behind the copy.
+    The first moment is when the call returns. The second is after waiting for an event that was recorded on another
+    stream before the copy. The third is after another stream has waited for an event that follows the copy.
     """
     n_bytes = 1 << 20
     rig = Rig(link, pinned=pinned, strict_seed=strict_seed)
@@ -173,7 +174,7 @@ def test_copies_are_asynchronous_only_from_pinned_memory() -> None:
 def launches(n: int) -> tuple[list[bool], LinkFigures]:
     """Launches a graph n times behind a copy that takes 0.2 s, then waits for the device.
 
-    Returns whether the graph's result was there after each launch and after the wait, and the device's figures.
+    Returns whether the graph's result was there after each launch and after the wait, followed by the device's figures.
     """
     n_bytes = 1 << 20
     rig = Rig(Link(n_bytes / 0.2), strict_seed=1)
@@ -198,7 +199,7 @@ def test_strict_device_launches_graphs_behind_copies_and_replays_the_third() -> 
 
 
 def faults_of_users() -> list[str]:
-    """Returns the faults that strict devices report after two misuses and after a correct use.
+    """Returns the faults that strict devices report after two misuses and after correct use.
 
     In the first misuse, the source of a copy changes before the copy is done. In the second, the memory of a graph is
     freed before the graph is computed. Asserts that a device with a fault computes nothing more.

@@ -87,7 +87,7 @@ def token_table() -> Predictor:
 
 
 def always(*choices: list[int]) -> Predictor:
-    """Returns a token-id predictor. It has counted token i 20 times, with the experts choices[i] in every layer."""
+    """Returns a token-id predictor that has counted token i 20 times, with the experts choices[i] in every layer."""
     counted = np.zeros((len(choices), N, SHAPE.n_expert), np.uint16)
     for token, experts in enumerate(choices):
         counted[token][:, experts] = 20
@@ -487,9 +487,9 @@ def test_likely_expert_is_prefetched_although_its_score_is_lowest() -> None:
 
 
 def test_late_prefetches_are_counted_apart_from_useful_ones() -> None:
-    """Runs twice, while an expert is read in 3 us.
+    """Runs twice; reading an expert takes 3 us.
 
-    With 5 us of computing in each layer, an expert arrives in time. With 1 us, most experts arrive late.
+    With 5 us of computing per layer, an expert arrives in time. With 1 us, most experts arrive late.
     """
     forecast = NativeForecast(window=1, most_prefetches=100, waste_weight=0.0)
     found = {}
@@ -530,10 +530,8 @@ def test_prefetching_stops_if_waste_is_costly_or_the_link_is_busy() -> None:
 
 
 def test_calibration_of_a_predictor_survives_a_pause_but_not_a_replacement() -> None:
-    """Uses two predictors that are always wrong.
-
-    The pause sets no predictor, as the watchdog does between two trials.
-    """
+    """Uses two predictors that are always wrong. No predictor is set during the pause, as between two trials of the
+    watchdog."""
     matrix = np.zeros((N - 1, SHAPE.n_expert, SHAPE.n_expert), np.float32)
     matrix[..., :3] = 1 / 3
     wrong, other = always([0, 1, 2]), affinity(matrix)
@@ -560,10 +558,7 @@ def test_calibration_of_a_predictor_survives_a_pause_but_not_a_replacement() -> 
 
 @pytest.mark.parametrize("pause", ["none", "idle", "prompt"])
 def test_pauses_and_prompts_do_not_count_as_time_to_prefetch(pause: str) -> None:
-    """A link moves a tenth of an expert while a layer computes.
-
-    The experts of tokens change after every three tokens.
-    """
+    """A link moves a tenth of an expert while a layer computes. The tokens' experts change after every three tokens."""
     random, forecast = rng(), NativeForecast(window=1, most_prefetches=100, waste_weight=0.5)
     with simulated(12, fill=False, sweep=False, link_bytes_per_s=1e8) as (store, context):
         store.set_predictor(native(previous_token(SHAPE)), forecast)

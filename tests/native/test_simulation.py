@@ -53,7 +53,7 @@ def test_simulated_counters_equal_the_counters_of_a_store_with_files(
         store.drain(10)
         if Tier.RAM in store.tiers:
             check_tiers(store)
-        # The number of bytes that are prefetched depends on time if prompts are staged.
+        # The number of prefetched bytes depends on time if prompts are staged.
         names = FIGURES[:5] if staging else FIGURES
         of_tiers = [{name: of[name] for name in names} for of in figures(store)]
         found.append((of_tiers, [store.residency(tier).tolist() for tier in store.tiers], store.counters()["reads"]))

@@ -1,7 +1,6 @@
-"""Tests operations of the store that fail, each once and permanently (TYPED), and files that change while a store is
-open.
+"""Tests operations of the store that fail, once or permanently (TYPED), and files that change while a store is open.
 
-A routing event then has the file's bytes or raises a typed error.
+In each case, a routing event has the file's bytes or raises a typed error.
 """
 
 import errno

@@ -248,7 +248,7 @@ def test_remove_keeps_the_name_of_a_file_that_cannot_be_deleted(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = cache("u/r", {"x-Q4_0.gguf": b"4"})
-    # A reference to a commit that does not exist, which must not disturb the removal.
+    # A reference to a commit that does not exist, which must not affect the removal.
     (folder / "refs" / "other").write_text("f" * 40)
 
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Tests that constraints are made only if needed, and that schemas are followed or refused in limited time."""
+"""Tests that constraints are made only if needed, and that following or refusing a schema takes limited time."""
 
 import contextlib
 import functools

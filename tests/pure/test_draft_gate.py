@@ -26,7 +26,8 @@ class Simulation:
         self.widths: list[int] = []  # number of tokens drafted for the first sequence in each pass
 
     def speed(self, n_tokens: int, chance: Callable[[int], float]) -> float:
-        """Decodes at least `n_tokens` tokens of each sequence. Returns the mean tokens per second of a sequence."""
+        """Decodes at least `n_tokens` tokens of each sequence. Returns the mean speed of a sequence in tokens per
+        second."""
         answers, seconds, n_done = [self.gate.of_answer() for _ in range(self._n_sequences)], 0.0, 0
         while n_done < n_tokens:
             if not self.gate.is_due():

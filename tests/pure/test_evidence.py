@@ -1,6 +1,7 @@
-"""Tests docs/evidence and the programs that make its figures. Pages must match the recorded results. Other
-tests check the texts from which the demo learns: every starter is among them, each question has one answer, and all
-commands and options exist.
+"""Tests docs/evidence and the programs that compute its figures. Pages must match the recorded results.
+
+Other tests check the texts from which the demo learns: they contain every starter, each question has one answer, and
+all commands and options exist.
 """
 
 import re

@@ -1,6 +1,6 @@
 """Tests descriptions and plans of models that are on the Hugging Face hub, not on the disk.
 
-Only the beginnings of the models' files are fetched.
+Only the beginning of each model file is fetched.
 """
 
 import tempfile

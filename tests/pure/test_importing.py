@@ -44,7 +44,7 @@ def npz(path: Path, **arrays: Any) -> Path:
 
 
 def table(n_tokens: int = 4, requests: tuple[str, ...] = ("a", "b")) -> list[dict[str, Any]]:
-    """Returns the rows of a table with n_tokens tokens of each request. The token at position 0 is the prompt."""
+    """Returns the rows of a table with n_tokens tokens per request. The token at position 0 is the prompt."""
     return [
         {
             "request": request, "position": position, "layer": layer + 1,

@@ -150,10 +150,7 @@ class Queue:
         self.tickets.append(request.ticket)
 
     def serve(self) -> tuple[int, str]:
-        """Serves the next request from its beginning to its end.
-
-        Returns its number in the order of `add`, and its client.
-        """
+        """Serves the next request from beginning to end. Returns its number in the order of `add`, and its client."""
         first = self.model.queue[0]
         self.model.grant(first)
         self.model.release(first)

@@ -26,7 +26,7 @@ V1_MOUNT = "35 31 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,me
 
 
 class FakeMachine:
-    """A folder that imitates a machine with 16 GiB of memory, 10 GiB of it free, and at first no cgroups."""
+    """A folder that imitates a machine with 16 GiB of memory (10 GiB free). At first it has no cgroups."""
 
     MEMORY = {"MemTotal": 16 << 20, "MemAvailable": 10 << 20} | dict.fromkeys(
         ("MemFree", "Buffers", "Cached", "Shmem", "Active", "Inactive", "Slab"), 1

@@ -1,4 +1,4 @@
-"""Tests which models are unloaded so that another model fits, when a load has to wait, and plans for less memory."""
+"""Tests which models are unloaded to make room for another, when a load has to wait, and plans for less memory."""
 
 import json
 from collections.abc import Callable

@@ -25,7 +25,7 @@ from moegguf.server.ollama import chat as ollama
 from moegguf.server.openai import chat, completions, responses
 
 HI = [{"role": "user", "content": "hi"}]
-# Values of required fields, by the name that clients write.
+# Values of required fields, keyed by the name that clients write.
 REQUIRED: dict[str, Any] = {
     "anchor": "created_at", "completion_window": "24h", "content": "a", "destination": "b", "endpoint": "/v1/responses",
     "function": {"name": "f"}, "id": 0, "input": "a", "input_file_id": "f", "input_prefix": "a", "input_suffix": "b",
@@ -97,7 +97,7 @@ def test_null_field_is_read_as_an_absent_one(kind: type[Body]) -> None:
 
 
 def whole_numbers(schema: Any, path: str = "", is_wrapped: bool = False) -> Iterator[str]:
-    """Yields the paths of integers in a pydantic schema that refuse 8.0, a whole number with a fraction of zero."""
+    """Yields the paths of the integers in a pydantic schema that refuse 8.0, although 8.0 is a whole number."""
     if isinstance(schema, list | tuple):
         for i, each in enumerate(schema):
             yield from whole_numbers(each, f"{path}[{i}]")
@@ -185,7 +185,7 @@ RAW = [
 
 
 def recorded() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields (path, body) of the lines of bodies.txt, without lines whose body has to be expanded first."""
+    """Yields (path, body) of each line of bodies.txt, except lines whose body has to be expanded first."""
     for line in recorded_lines("bodies", "/"):
         path, body = line.split(" ", 1)
         if " times" not in body and "every field" not in body:

@@ -1,10 +1,10 @@
 """Tests that commands and `Llama` make equal plans from equal options on one machine.
 
-Each of ROWS has a model, flags, variables of the environment and GPUs. `serve`, `run`, `batch` and `estimate` get the
-flags, and `Llama` gets keywords. A command without one of the flags is left out. `run` and `batch` plan for one
-sequence. `Llama` has the defaults of llama-cpp-python, so tests give it the commands' defaults (COMMAND_DEFAULTS of
-`moegguf.options`). `bench` has the batch and pass sizes of llama-bench, so tests compare `bench` with a `Llama` of
-these sizes.
+Each of ROWS has a model, flags, environment variables and GPUs. `serve`, `run`, `batch` and `estimate` get the flags,
+and `Llama` gets keywords. A command that lacks one of the flags is skipped. `run` and `batch` plan for one sequence.
+`Llama` has the defaults of llama-cpp-python, so tests pass the commands' defaults (COMMAND_DEFAULTS of
+`moegguf.options`) to it. `bench` has the batch and pass sizes of llama-bench, so tests compare `bench` with a `Llama`
+of these sizes.
 """
 
 from __future__ import annotations

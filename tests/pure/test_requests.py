@@ -11,7 +11,7 @@ PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
 
 
 class Context:
-    """Counts evaluated tokens like `Llama`. `noted` has (number of the request, phase) for each evaluation."""
+    """Counts evaluated tokens like `Llama`. `noted` collects (number of the request, phase) for each evaluation."""
 
     def __init__(self) -> None:
         self.requests = Requests()

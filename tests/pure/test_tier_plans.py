@@ -26,7 +26,7 @@ RAM = Memory(64 * GIB, 60 * GIB, "the machine")
 
 @pytest.fixture(scope="module")
 def layout(tmp_path_factory: pytest.TempPathFactory) -> ExpertLayout:
-    """The layout of a model of 6 layers with 16 experts each, so 96 experts. A token uses 4 experts of each layer."""
+    """The layout of a model of 6 layers with 16 experts each, 96 in total. A token uses 4 experts of each layer."""
     return read_layout(moe(n_layer=6, n_expert=16, n_used=4).write(tmp_path_factory.mktemp("tiers") / "m.gguf"))
 
 

@@ -1,6 +1,6 @@
 """Tests the token scheduler.
 
-Tokens with similar routing paths share a batch, and sizes of batches differ by at most one.
+Tokens with similar routing paths share a batch, and batch sizes differ by at most one.
 """
 
 from __future__ import annotations

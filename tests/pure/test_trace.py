@@ -138,13 +138,13 @@ def test_shuffled_keeps_the_experts_of_each_request_in_another_order() -> None:
 
 
 def reuse(trace: Trace) -> float:
-    """Returns the mean share of a decoded token's experts in the first MoE layer that the token before also used."""
+    """Returns the mean share of a decoded token's experts that the previous token also used, in the first MoE layer."""
     ids = trace.decode().expert_ids[0]
     return float(np.mean([np.isin(now, before).mean() for before, now in pairwise(ids)]))
 
 
 def trace_of(passes: Sequence[Sequence[Sequence[int]]], n_expert: int = 4) -> Trace:
-    """Returns a trace of one request with one token per pass. passes[p][row] has the token's experts in a layer."""
+    """Returns a trace of one request with one token per pass. passes[p][row] lists the token's experts in a layer."""
     n_row, k = len(passes[0]), len(passes[0][0])
     path = [[list(layer) for layer in token] for token in passes]
     return hand_made(MoeShape(n_row, n_expert, k, tuple(range(n_row))), [path])

@@ -68,7 +68,7 @@ def test_clear_difference_ends_a_trial_early(on: float, stays: bool) -> None:
 
 def test_equal_stalls_rarely_end_a_trial_early() -> None:
     whole, early = DEFAULT.periods * (DEFAULT.off_tokens + DEFAULT.on_tokens), 0
-    for seed in range(100):  # prefetching saves about the share that it has to save
+    for seed in range(100):  # prefetching saves about as much as it has to save
         run = Run(1e6, 0.97e6, noise=0.3, seed=seed, options=replace(DEFAULT, warm_tokens=0))
         run.tokens(whole - 1)
         early += run.dog.trials
@@ -144,7 +144,7 @@ def test_watchdog_rests_between_trials_double_up_to_a_limit() -> None:
 class Watched(Run):
     """A Run with a prompt after each token.
 
-    For each token, the link is busy for the share `busy` of the stall without prefetching.
+    For each token, the link is busy for `busy` times the stall without prefetching.
     """
 
     def __init__(self, busy: float) -> None:
