@@ -232,7 +232,7 @@ FORM = {"content-type": "multipart/form-data; boundary=B"}
         (415, PURPOSE + FILE + END, {**FORM, "content-encoding": "gzip"}),
     ],
 )
-def test_upload_forms_get_the_status_of_their_validity(
+def test_upload_form_determines_the_status_and_only_a_valid_one_leaves_a_file(
     http: httpx.Client, home: Path, status: int, body: bytes, headers: dict[str, str]
 ) -> None:
     response = http.post("/v1/files", content=body, headers=headers)

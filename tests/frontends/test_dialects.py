@@ -418,7 +418,7 @@ def test_an_adapter_is_listed_with_its_scale(manager: FakeManager) -> None:
         assert (found["id"], found["path"], found["scale"]) == (0, "tuned.gguf", 0.5)
 
 
-def test_lora_scale_of_a_request_overrides_the_servers(manager: FakeManager) -> None:
+def test_lora_scale_of_a_request_overrides_the_scale_of_the_server(manager: FakeManager) -> None:
     demo = manager.catalog.known["demo:latest"]
     manager.catalog.known["tuned:latest"] = replace(demo, name="tuned:latest", adapter=Path("/files/tuned.gguf"))
 

@@ -125,7 +125,7 @@ def test_options_refused_by_ray_raise_an_error_with_the_model() -> None:
         app({"models": wrong})
 
 
-def test_errors_in_front_of_replicas_have_the_form_of_the_api(application: RayApplication) -> None:
+def test_errors_of_the_application_have_the_form_of_the_api(application: RayApplication) -> None:
     unknown = chat(application, "x", model="unknown")
     assert unknown.status == 404 and unknown.json["error"]["code"] == "model_not_found"
     too_long = call(f"{application.url}/api/generate", {"model": "demo", "prompt": "x " * 4000, "truncate": False})
@@ -225,7 +225,7 @@ def test_every_api_answers_through_the_http_application(url: str) -> None:
     [("POST", "/api/pull"), ("POST", "/api/create"), ("POST", "/api/copy"), ("DELETE", "/api/delete"),
      ("POST", f"/api/blobs/sha256:{'a' * 64}"), ("GET", "/metrics"), ("GET", "/live")],
 )  # fmt: skip
-def test_calls_of_moegguf_serve_only_get_a_501_with_the_next_step(url: str, method: str, path: str) -> None:
+def test_calls_that_only_moegguf_serve_answers_get_a_501_with_the_next_step(url: str, method: str, path: str) -> None:
     reply = call(url + path, method=method)
     assert reply.status == 501
     assert any(step in reply.error for step in ("serve deploy", "docs/deployment.md", "moegguf serve"))

@@ -84,7 +84,7 @@ def test_vram_slots_over_ram_slots_give_the_devices_own_logits(
 
 
 @on_servers(1)
-def test_every_expert_in_vram_makes_no_ram_tier(path: Path) -> None:
+def test_no_ram_tier_exists_if_every_expert_is_in_vram(path: Path) -> None:
     with hooks_off(), Llama(path, n_gpu_layers=-1, **OPTIONS) as llm:
         plain = greedy_logits(llm)
     with Llama(path, vram_cache="100%", **OPTIONS) as llm:
@@ -225,7 +225,7 @@ def test_a_device_out_of_memory_leaves_the_model_usable(path: Path) -> None:
 
 
 @on_servers()
-def test_a_context_without_room_takes_memory_of_slots(path: Path) -> None:
+def test_a_context_that_does_not_fit_reduces_the_slots(path: Path) -> None:
     """A load uses fewer slots if its context does not fit beside 60 slots. It fails on a much smaller device."""
     with behind_a_link(path, 60, 40) as llm:
         expected, most = short_logits(llm), find_gpus()[0]

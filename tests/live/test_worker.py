@@ -131,7 +131,7 @@ def test_tokenize_adds_bos_and_eos_only_with_add_special(tiny: TinyModel, load: 
     assert whole == [model.token_bos(), *bare, model.token_eos()]
 
 
-async def test_count_replies_also_for_prompts_beyond_the_context(tiny: TinyModel) -> None:
+async def test_count_also_replies_for_prompts_longer_than_the_context(tiny: TinyModel) -> None:
     async with worker_of(tiny()) as process:
         few = await process.request("count", request=request_of("word")).value()
         once, twice = [await process.request("count", request=request_of("word " * 3000 * n)).value() for n in (1, 2)]

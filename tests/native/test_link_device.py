@@ -192,7 +192,7 @@ def launches(n: int) -> tuple[list[bool], LinkFigures]:
     return there, link_figures(rig.name)
 
 
-def test_strict_device_launches_graphs_behind_copies_and_replays_the_third() -> None:
+def test_strict_device_launches_graphs_behind_copies_and_replays_from_the_third_on() -> None:
     there, figures = in_own_process(launches, 4)
     assert there == [False] * 4 + [True]
     assert (figures.launches, figures.replays, figures.launches_beside_copies, figures.fault) == (4, 2, 4, "")

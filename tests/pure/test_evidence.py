@@ -291,7 +291,7 @@ OPTIONS = (questions.ROOT / "docs" / "options.md").read_text(encoding="utf-8")
 COMMANDS = help_of()
 
 
-def test_starters_are_taught_with_one_answer_and_conversations_use_answers() -> None:
+def test_starters_are_taught_with_one_answer_each_and_conversations_use_taught_answers() -> None:
     starters = questions.starters()
     assert "What does moegguf do?" in starters and "Who are you?" in starters
     assert set(starters) <= questions.answers().keys()

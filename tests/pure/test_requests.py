@@ -42,7 +42,7 @@ def take(steps: Generator[int, None, None], n: int) -> None:
     steps.close()
 
 
-def test_prompt_of_any_length_starts_a_request_and_an_unstarted_generator_none() -> None:
+def test_prompt_of_any_length_starts_a_request_but_an_unstarted_generator_does_not() -> None:
     context = Context()
     take(context.generate(5), 2)
     take(context.generate(1, keep=6), 2)

@@ -183,7 +183,7 @@ def test_judge_ignores_invalid_events_and_aborted_passes() -> None:
 TWO_LAYERS = MoeShape(n_layer=2, n_expert=4, n_expert_used=1, layers=(0, 1))
 
 
-def test_reuse_of_one_expert_per_request_is_skewed_within_and_even_merged() -> None:
+def test_reuse_of_one_expert_per_request_is_skewed_in_each_and_even_over_all() -> None:
     figures = reuse(hand_made(TWO_LAYERS, [[[[e], [e]]] * 8 for e in range(4)]))
     assert (figures.within.covering, figures.within.entropy) == (0.25, 0)
     assert (figures.merged.covering, figures.merged.entropy) == (1, pytest.approx(1))

@@ -84,7 +84,7 @@ def test_parse_duration_rejects_other_values(value: Any) -> None:
         parse_duration(value)
 
 
-def test_default_settings_equal_ollamas_and_placement_rejects_other_words() -> None:
+def test_default_settings_match_ollama_and_placement_rejects_other_words() -> None:
     settings = read_settings({})
     assert settings == Settings()
     assert settings.host == Host("http", "127.0.0.1", 11434)

@@ -56,7 +56,7 @@ def routing_events(trace: Trace) -> list[RoutingEvent]:
     return [event for event in trace.events() if isinstance(event, RoutingEvent)]
 
 
-def test_events_come_in_live_order() -> None:
+def test_events_have_the_order_of_a_live_run() -> None:
     check(tiny())
     events: list[Any] = []
     for event in tiny().events():

@@ -128,7 +128,7 @@ def test_trial_restarts_after_a_lasting_change_of_the_number_of_sequences() -> N
     assert run.dog.on and run.dog.last_gain == pytest.approx(0.1)
 
 
-def test_watchdog_rests_between_trials_double_up_to_a_limit() -> None:
+def test_rest_between_trials_doubles_up_to_a_limit() -> None:
     run = Run(1000, 2000)
     begun = []
     for n in range(4 * TRIAL + 100 + 200 + 400 + 400):
@@ -162,7 +162,7 @@ class Watched(Run):
             self.dog.token(self.stall_ns)
 
 
-def test_idle_link_starts_no_trial_and_is_checked_after_growing_rests() -> None:
+def test_idle_link_starts_no_trial_and_is_checked_after_ever_longer_rests() -> None:
     run = Watched(WHOLE.busy - 0.01)
     for rest in (100, 200, 400, 400):
         run.tokens(WHOLE.weighed_tokens)
