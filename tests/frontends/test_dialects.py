@@ -463,7 +463,7 @@ TIMES = re.compile(r"(.*)\.\.\. (\d+) times")
 
 
 def expanded(value: Any) -> Any:
-    """Returns the value with all repetitions expanded, and "every field" replaced by the fields."""
+    """Returns the value with all repetitions expanded, and with the fields in place of "every field"."""
     if isinstance(value, list):
         found: list[Any] = []
         for each in value:

@@ -45,7 +45,8 @@ class Shape:
 def experts(n_in: int = N_EMBD, n_shared: int = 0, has_bias: bool = True) -> Dims:
     """Returns the tensors of a layer's feed-forward part: norm, router, experts, and one shared expert.
 
-    The shared expert is as wide as `n_shared` experts; 0: there is none. `has_bias`: the choice of experts has a bias.
+    The shared expert is as wide as `n_shared` experts; if that is 0, it is left out. `has_bias`: the choice of experts
+    has a bias.
     """
     dims: Dims = {"ffn_norm.weight": (N_EMBD,), "ffn_gate_inp.weight": (N_EXPERT, N_EMBD)}
     if has_bias:

@@ -104,7 +104,7 @@ def prompts_of(llm: Llama, shared: int = 0) -> list[list[int]]:
 
 @contextmanager
 def undrafted(llm: Llama, drafts: Drafts | None = None) -> Iterator[None]:
-    """Replaces the model's drafts by `drafts` inside the `with` block. None: nothing is drafted."""
+    """Replaces the model's drafts with `drafts` inside the `with` block. None: nothing is drafted."""
     llm.drafts, before = drafts, llm.drafts
     try:
         yield

@@ -216,7 +216,7 @@ def block_paths() -> list[Path]:
 
 
 def crafted(path: Path, index: int) -> None:
-    """Replaces a stored block by one with a wrong value and a right checksum.
+    """Replaces a stored block with one that has a wrong value and a right checksum.
 
     `index` selects the value: 0 is the type of K, 1 the number of cells, and 2 a position.
     """

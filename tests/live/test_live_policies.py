@@ -88,7 +88,7 @@ def test_every_predictor_predicts_and_changes_no_bit(
     assert llm.stats().evictions > 0
     figures = llm.decisions()
     assert (figures["policy"], figures["predictor"]) == ("next-use", predictor)
-    # Eamc compares a request with earlier requests, and there is none before the first.
+    # Eamc compares a request with earlier requests, and the first request has none.
     predicts = predictor not in ("none", "eamc")
     assert (llm.stats().prefetch_started > 0) == predicts
 

@@ -344,7 +344,7 @@ def test_each_placement_gives_the_logits_of_every_expert_resident(
 class ExpertsOfTheFirstLayersOnTheCpu(Llama):
     """A model whose experts of layers 0 and 1 stay in the CPU's memory, as with llama.cpp's --n-cpu-moe 2."""
 
-    repack = False  # True: the CPU's weights are repacked, as slots can be
+    repack = False  # True: the CPU repacks its weights, as it may repack slots
 
     def _attach_model(self, params: c.Structure) -> None:
         super()._attach_model(params)

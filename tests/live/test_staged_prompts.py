@@ -146,7 +146,7 @@ def small_budgets(path: Path, sizes: list[int]) -> list[tuple[bool, int, int, in
 def test_small_budgets_stage_prompts_or_use_single_token_passes(tiny: TinyModel, device: str) -> None:
     path = tiny("tiny-qwen2moe", "q4_k_m")
     layout = read_layout(path)
-    n_devices, tensor = (2 if device == "two" else 1), layout.n_expert + 2  # a layer's experts and a guard
+    n_devices, tensor = (2 if device == "two" else 1), layout.n_expert + 2  # a layer's experts, and 2 slots for a guard
     cycle = layout.token_cycle_slots
     sizes = [n_devices * layout.n_expert_used, cycle + n_devices * tensor - 4, cycle + n_devices * tensor]
     outcomes = on(device, small_budgets, path, sizes)

@@ -254,7 +254,7 @@ def test_a_trial_process_ends_with_its_parent() -> None:
 
 
 def renamed_tokens(tokens: list[Item]) -> list[Item]:
-    """Replaces the last two tokens by an empty token and by the name that llama.cpp derives for an empty token.
+    """Replaces the last two tokens with an empty token and with the name that llama.cpp derives for an empty token.
 
     llama.cpp aborts if two names are equal.
     """

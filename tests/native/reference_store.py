@@ -141,7 +141,7 @@ class ReferenceStore:
             self._evict(s)
 
     def residency(self) -> npt.NDArray[np.uint8]:
-        """Returns (n_layer, n_expert): 2 for an expert in a slot, else 0. An expert whose read failed has 0, too."""
+        """Returns (n_layer, n_expert): 2 for an expert in a slot, 0 for any other expert or after a failed read."""
         there = np.zeros(self.shape.table, np.uint8)
         for slot in self.slots:
             if slot is not None and not slot.broken:
@@ -165,7 +165,7 @@ class ReferenceStore:
     def _take(self, expert: Expert, below: np.float32 | None = None) -> int:
         """Assigns a free slot, or else the slot of a victim with a score below `below` (None: of any victim).
 
-        Returns the slot, or -1 if there is none.
+        Returns the slot, or -1 if no slot can be assigned.
         """
         s = self._victim()
         if s < 0:

@@ -85,7 +85,7 @@ class Rig:
         return graph, source, result, lambda: self.call("buffer_free", buffer)
 
     def host_memory(self, n_bytes: int) -> tuple[int, str]:
-        """Returns the address of bytes of value 1 in a host buffer of the device, and the name of the buffer's type."""
+        """Returns the address of bytes that are all 1 in a host buffer of the device, and the buffer type's name."""
         buffer = self.call("buft_alloc_buffer", self.call("dev_host_buffer_type", self.device), n_bytes)
         self._free.append(lambda: self.call("buffer_free", buffer))
         base = int(self.call("buffer_get_base", buffer))

@@ -348,7 +348,7 @@ def test_drop_page_cache_returns_the_bytes_that_stay_cached(tmp_path: Path) -> N
     assert drop_page_cache([path]) == 0
     path.write_bytes(bytes(1 << 20))
     kept = drop_page_cache([path])
-    assert kept in (0, 1 << 20)  # tmpfs, a file system in memory, keeps all bytes
+    assert kept in (0, 1 << 20)  # tmpfs keeps its files in memory, so all bytes stay
     fd = os.open(path, os.O_RDONLY)
     try:
         os.read(fd, 1 << 20)

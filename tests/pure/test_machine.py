@@ -193,7 +193,7 @@ def test_memory_read_speed_takes_the_fastest_of_five_turns(monkeypatch: pytest.M
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of libraries that need AVX2 and AVX-512. The processor is replaced by one that has only AVX2 and FMA."""
+    """A folder of libraries that need AVX2 and AVX-512. The imitated processor has only AVX2 and FMA."""
     monkeypatch.setattr(library, "read_processor", lambda: Processor("Some CPU", frozenset({"avx2", "fma"})))
     (tmp_path / "CPU_FEATURES").write_text("avx2\navx512f\n")
     return tmp_path
