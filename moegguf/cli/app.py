@@ -47,7 +47,7 @@ def _version(requested: bool) -> None:
     from moegguf.package import __version__
 
     print(f"moegguf {__version__}")
-    with suppress(MoeggufError):  # no server runs, or it returns an error
+    with suppress(MoeggufError):  # no server is running, or it returns an error
         server = Client().get("/api/version", VERSION_TIMEOUT_S)
         version = server.get("moegguf", f"Ollama {server.get('version', 'of an unknown version')}")
         if version != __version__:

@@ -1,5 +1,5 @@
-"""Makes the flags of commands from the table of options, and defines types of arguments that several commands use.
-Imports nothing that is slow, because `--help` needs this module."""
+"""Creates the flags of commands from the table of options, and defines types of arguments that several commands use.
+Imports only modules that load fast, because `--help` needs this module."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Command(TyperCommand):
         return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Writes the arguments, then the flags by panel. The panel of the most used flags comes first."""
+        """Writes the arguments, then the flags by panel. The panel of the most common flags comes first."""
         panels: dict[str, list[tuple[str, str]]] = {name: [] for name in ("Arguments", OFTEN, *GROUPS)}
         for param in self.get_params(ctx):
             if (record := param.get_help_record(ctx)) is not None:

@@ -33,8 +33,8 @@ NARROW, WIDE = 60, 76  # screen widths in characters: columns are closer below N
 class ModelView:
     """The facts about one loaded model that were received so far.
 
-    `stats` are the statistics since the model was loaded. `now` is the growth of `stats` from one snapshot to the next,
-    the last time that the model computed something in between.
+    `stats` are the statistics since the model was loaded. `now` is the growth of `stats` over the last interval between
+    snapshots in which the model computed something.
     """
 
     def __init__(self, name: str) -> None:

@@ -43,7 +43,7 @@ def described(model: str) -> Iterator[tuple[ModelEntry, bool]]:
     are on this machine.
 
     For a model that is only on Hugging Face, yields False and fetches only the headers of the files. Raises
-    ModelNotFoundError, ModelNameError, ModelFormatError, PullError.
+    ModelNotFoundError, ModelNameError, ModelFormatError or PullError.
     """
     try:
         entry = Catalog().find(model)
@@ -90,7 +90,7 @@ def list_facts(entry: ModelEntry) -> Facts:
 
 @dataclass(frozen=True)
 class SupposedDevice:
-    """A supposed GPU, which this machine need not have. `moegguf estimate` predicts the speed of a model with this
+    """A hypothetical GPU, which this machine need not have. `moegguf estimate` predicts the speed of a model with this
     GPU."""
 
     memory_bytes: int

@@ -25,7 +25,7 @@ _saved_attributes: list[Any] | None = None
 @contextmanager
 def keyboard_echo_off() -> Iterator[None]:
     """Context manager that turns off echo, line buffering and the mapping of CR to LF. Ctrl-C and Ctrl-Z still work.
-    The mode is restored at the end, also on SIGTERM and SIGHUP."""
+    The mode is restored at the end, even after SIGTERM and SIGHUP."""
     global _saved_attributes
     stdin = sys.stdin.fileno()
     _saved_attributes = termios.tcgetattr(stdin)

@@ -141,7 +141,7 @@ def lookup_shares(stats: Stats) -> str:
 
 
 def total_lines(stats: Stats) -> list[str]:
-    """Returns lines with the statistics since the model was loaded; none if no expert was looked up."""
+    """Returns lines with the statistics since the model was loaded, or none if no expert was looked up."""
     if not stats.lookups:
         return []
     hits = f"{lookup_shares(stats)} of {stats.lookups} lookups"
