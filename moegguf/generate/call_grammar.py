@@ -24,7 +24,7 @@ _ANY_KEY = r"/[A-Za-z_][A-Za-z0-9_.-]{0,63}/"
 
 
 def quoted(text: str) -> str:
-    """Returns a literal of the grammar that matches `text`; "" if the text is empty."""
+    """Returns a literal of the grammar that matches `text`, or "" if the text is empty."""
     return json.dumps(text) if text else ""
 
 
@@ -170,7 +170,7 @@ class CallGrammar:
 
 def _properties(whole: Parameter) -> Iterator[str]:
     """Yields the names of the properties that the schema describes or requires, each once, in the order of the schema.
-    Schemas that it combines or refers to count, too."""
+    Includes the properties of schemas that it combines or refers to."""
     names = dict[str, None]()
     for part in whole.parts():
         properties, required = part.get("properties"), part.get("required")

@@ -152,8 +152,8 @@ def _allowed_tools(tools: Sequence[Mapping[str, Any]], choice: str) -> list[Mapp
 
 
 class _Calls:
-    """Writes the grammars of calls of tools in a model's format. `behind_mark`: True: each grammar begins after the
-    mark that begins a call."""
+    """Writes the grammars of tool calls in a model's format. `behind_mark`: True if each grammar begins after the mark
+    that begins a call."""
 
     def __init__(self, form: AnswerFormat, prompt_end: str, schemas: Schemas, *, behind_mark: bool) -> None:
         written = form.tools[0].written
@@ -168,7 +168,7 @@ class _Calls:
         self.grammar = CallGrammar(written, schemas.grammar)
 
     def call(self, function: Mapping[str, Any]) -> str:
-        """Returns the grammar of a call of `function`. Raises SchemaError for a tool without a usable name or
+        """Returns the grammar of a call to `function`. Raises SchemaError for a tool without a usable name or
         schema."""
         name, parameters = function.get("name"), function.get("parameters") or {"type": "object"}
         if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):

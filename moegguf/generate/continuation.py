@@ -16,8 +16,8 @@ class Continuation:
     earlier messages, and the text of the last one is appended, because a template would close the message. llama.cpp
     (common/chat-auto-parser-generator.cpp) appends the text, too.
 
-    `text`: the appended text, with marks. `content`: the message's text without its thinking. `in_thinking`: True: the
-    answer continues the thinking.
+    `text`: the appended text, with marks. `content`: the message's text without its thinking. `in_thinking`: True if
+    the answer continues the thinking.
     """
 
     text: str

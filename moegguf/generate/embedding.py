@@ -1,7 +1,8 @@
 """Embeddings of texts, and a reranker's scores of documents. A model loaded with embedding=True pools the hidden states
 as its file specifies. For any other model, the embedding is the hidden state of the last token.
 
-Each input is evaluated alone, from an empty context, so its vector does not depend on the other inputs in any bit.
+Each input is evaluated alone, from an empty context, so its vector is the same to the last bit whatever the other
+inputs are.
 """
 
 from __future__ import annotations

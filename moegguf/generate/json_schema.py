@@ -27,8 +27,8 @@ from moegguf.errors import SchemaError
 from moegguf.generate.json_document import STRING_KEYWORDS, Document, Facts, Goal, Json
 
 MAX_GRAMMAR_CHARS = 1 << 20  # maximum length of a request's grammar, including the schemas of tools
-MAX_SUBSCHEMAS = 10_000  # limit of subschemas in a request; a subschema that is used several times counts each time
-MAX_STEPS = 100_000  # maximum steps of work to split all schemas of a request into alternatives
+MAX_SUBSCHEMAS = 10_000  # maximum number of subschemas in a request; a subschema is counted each time it is used
+MAX_STEPS = 100_000  # maximum number of steps to split all schemas of a request into alternatives
 MAX_STATES = 5_000  # maximum number of grammar states that count the properties of an object or the items of an array
 MAX_MATCHES = 3  # if an object has more patternProperties than this, a name may match at most one of them
 MAX_PATTERNS = 100  # maximum number of patternProperties of one object that have different schemas
@@ -209,7 +209,7 @@ class _Writer:
     def _number(self, facts: Facts) -> Iterator[Sequence[Symbol]]:
         numbers = facts.numbers
         for n, expression in enumerate([] if numbers.is_empty() else numbers.expressions()):
-            if n:  # the first belongs to the part that `rule` has counted
+            if n:  # `rule` has already counted the first one
                 self.count_part()
             if isinstance(expression, str):
                 yield (self._terminal(expression),)
@@ -280,7 +280,7 @@ class _Writer:
 
     def _containing_items(self, facts: Facts, least: int, most: int | None, contained: list[Any]) -> Rule | None:
         """Returns the rule for an array's items and end if some items must follow the schema of `contains`. Returns
-        None if there are several `contains`, or if counting would take more than MAX_STATES states."""
+        None if there are several `contains`, or if counting would need more than MAX_STATES states."""
         fewest, limit = facts.least("minContains", 1), facts.most("maxContains")
         n_items = max(facts.n_prefix, least, most or 0, 1)  # number of items up to which the state counts
         n_found = max(fewest, limit or 0)

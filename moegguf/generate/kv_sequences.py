@@ -293,8 +293,8 @@ class KvSequences:
         return True
 
     def _common_prefix(self, kv: KvSequence, sequence: Sequence) -> int:
-        """Returns the number of tokens of a place that a sequence can reuse; 0 if the owners differ. At least one token
-        of the sequence is left to evaluate."""
+        """Returns the number of tokens of a place that a sequence can reuse, or 0 if the owners differ. At least one
+        token of the sequence is left to evaluate."""
         if kv.owner != sequence.owner or not sequence.reuses_prefix:
             return 0
         n = common_tokens(kv.tokens, sequence.context[:-1])

@@ -37,7 +37,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MAX_MEMORY_BYTES = 512 << 20  # limit of address space, in addition to the space used before the first request
+MAX_MEMORY_BYTES = 512 << 20  # limit on address space, in addition to the space used before the first request
 MAX_COMPILED = 32  # maximum number of compiled templates in the cache
 
 
@@ -105,8 +105,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
     """The jinja2 environment of transformers, with some differences.
 
     `append` and `pop` of lists are allowed, because Kimi-K2's template uses them. Access to a forbidden attribute
-    always raises SecurityError. There is a filter `from_json`, and `tojson` also takes undefined values and iterators.
-    With `lenient`, a missing variable or field adds nothing (`Blank`).
+    always raises SecurityError. There is a filter `from_json`, and `tojson` also accepts undefined values and
+    iterators. With `lenient`, a missing variable or field adds nothing (`Blank`).
     """
 
     def __init__(self, lenient: bool = False) -> None:

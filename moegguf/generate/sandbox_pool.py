@@ -124,7 +124,7 @@ def close() -> None:
             _kill(_idle.pop())
 
 
-_idle: list[Child] = []  # processes without a request; the most recently used one is the last
+_idle: list[Child] = []  # processes without a request; the most recently used one is last
 _running = BoundedSemaphore(MAX_PROCESSES)
 
 

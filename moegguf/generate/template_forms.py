@@ -1,4 +1,4 @@
-"""Finds out the form in which a chat template expects a conversation.
+"""Determines the form in which a chat template expects a conversation.
 
 The content of a message is a string or a list of parts. The arguments of a call are an object or a string. Some
 templates do not support system messages. Templates do not declare which forms they expect. A template that receives
@@ -71,7 +71,7 @@ class Forms:
         if self.text_arguments and not isinstance(given, str):
             function["arguments"] = json.dumps(given, ensure_ascii=False)
         elif not self.text_arguments and isinstance(given, str):
-            with suppress(ValueError):  # arguments that are invalid JSON stay a string
+            with suppress(ValueError):  # arguments that are invalid JSON remain a string
                 function["arguments"] = json.loads(given)
         return {"id": call.get("id", ""), "type": "function", "function": function}
 
