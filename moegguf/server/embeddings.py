@@ -204,8 +204,8 @@ class _RerankBody(Loading):
 
 
 async def _rerank(request: HttpRequest, body: _RerankBody) -> Any:
-    """Replies with the scores of the documents for the query, best first. Leaves out all but the best `top_n` documents
-    if the body has `top_n`."""
+    """Replies with the scores of the documents for the query, best first. If the body has `top_n`, the reply has only
+    the best `top_n` documents."""
     texts = body.texts if body.documents is None else body.documents
     if not texts:
         raise HttpError(400, "documents: a list of texts is missing or empty; send one with at least one text")

@@ -189,7 +189,7 @@ def _sampling_object(sampling: Sampling) -> Json:
 
 
 class _TokenizeBody(Body):
-    """The body of /tokenize. If `with_pieces` is true, the reply has the text of each token, too."""
+    """The body of /tokenize. If `with_pieces` is true, the reply also has the text of each token."""
 
     content: str = Field(validation_alias=AliasChoices("content", "prompt"))
     add_special: bool | None = Field(None, validation_alias=AliasChoices("add_special", "add_special_tokens"))
@@ -212,7 +212,8 @@ async def _tokenize(request: HttpRequest, body: _TokenizeBody) -> Json:
 
 
 def _piece(piece: bytes) -> str | list[int]:
-    """Returns the text of a token, or a list of its bytes if they are not UTF-8, as in a part of a character."""
+    """Returns the text of a token, or a list of its bytes if they are not UTF-8, for example if the token is part of a
+    character."""
     try:
         return piece.decode()
     except UnicodeDecodeError:
@@ -251,7 +252,7 @@ async def _tokenizer_info(request: HttpRequest) -> Response:
 
 def _biases_of(given: Any) -> Any:
     """Converts `logit_bias`, an object or a list of pairs, to {token id or text: bias}. A bias of false becomes -100,
-    with which the token is practically never chosen. Returns a value of another type unchanged. Raises ValueError for a
+    so that the token is practically never chosen. Returns a value of another type unchanged. Raises ValueError for a
     bad pair or token id."""
     pairs = given = without_nulls(given)
     if isinstance(given, dict):
@@ -273,8 +274,8 @@ def _biases_of(given: Any) -> Any:
 class _NativeBody(chat.GenerationBody):
     """The fields that /completion and /infill share.
 
-    The reasoning tags are the texts between which the model thinks. The model's own tags count unless both a start tag
-    and an end tag are given. When the thinking budget is used up, the first end tag is forced.
+    The reasoning tags are the texts between which the model thinks. The model's own tags are used unless both a start
+    tag and an end tag are given. When the thinking budget is used up, the first end tag is forced.
     """
 
     limit = limits.BODY_BYTES
@@ -324,7 +325,7 @@ class _ExtraFile(Body):
 
 
 class _InfillBody(_NativeBody):
-    """The body of /infill. The gap lies between `input_prefix` followed by `prompt`, and `input_suffix`."""
+    """The body of /infill. The gap is between `input_prefix` followed by `prompt`, and `input_suffix`."""
 
     input_prefix: str
     input_suffix: str

@@ -1,8 +1,8 @@
 """GET /metrics: statistics of all models in Prometheus' text format 0.0.4, written by prometheus_client.
 
 Metrics `llamacpp:*` have llama-server's names and cover all models together. Metrics `moegguf_*` have a label with the
-model. Counters do not decrease while the server runs: the counts of an unloaded model stay in its total. Names follow
-Prometheus: base units, and `_total` for counters.
+model. Counters do not decrease while the server runs: the counts of an unloaded model remain in its total. Names follow
+the conventions of Prometheus: base units, and `_total` for counters.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def explain(error: ValidationError) -> str:
 
 
 async def read_bytes(request: HttpRequest, limit: int = limits.BODY_BYTES) -> bytes:
-    """Returns the whole body, which may have at most `limit` bytes. Raises HttpError 408, 413, 415, 499, 503."""
+    """Returns the whole body, which may have at most `limit` bytes. Raises HttpError 408, 413, 415, 499 or 503."""
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > limit:
         raise too_large(limit)

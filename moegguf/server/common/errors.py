@@ -80,7 +80,8 @@ def lists_for_anthropic(request: HttpRequest) -> bool:
     return ANTHROPIC_HEADER in request.headers and (path == MODELS_PATH or path.startswith(f"{MODELS_PATH}/"))
 
 
-# Rows of exception classes, status, OpenAI's error code, headers. The first match counts, so subclasses come first.
+# Rows of exception classes, status, OpenAI's error code, headers. The first matching row is used, so subclasses come
+# first.
 STATUSES: tuple[tuple[tuple[type[BaseException], ...], int, str | None, Mapping[str, str]], ...] = (
     ((errors.ModelNotFoundError,), 404, "model_not_found", {}),
     ((errors.ContextError,), 400, "context_length_exceeded", {}),

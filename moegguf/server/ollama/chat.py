@@ -72,7 +72,7 @@ class ModelBody(Body):
 
 class ChatMessage(Body):
     """One message of a conversation. The arguments of a tool call are a JSON object. JSON text, as in OpenAI's API, is
-    accepted, too."""
+    also accepted."""
 
     role: Annotated[str, Field(min_length=1, max_length=32), AfterValidator(str.lower)]
     content: str | None = None
@@ -197,7 +197,7 @@ class _GenerateRequest(_GenerationBody):
 
 
 def time_text(moment: datetime | None) -> str:
-    """Formats an aware time as RFC 3339 in UTC, with microseconds. None stands for NEVER."""
+    """Formats an aware time as RFC 3339 in UTC, with microseconds. None becomes NEVER."""
     return (moment or NEVER).astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
