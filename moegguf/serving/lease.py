@@ -53,7 +53,7 @@ class LeaseRequest:
     entry: ModelEntry
     overrides: LoadOverrides
     keep_alive_s: float
-    will_answer: bool = True  # True: generates or embeds; at most `n_parallel` such requests use a model at once
+    will_answer: bool = True  # True if it generates or embeds; at most `n_parallel` such requests use a model at once
     # number that increases in the order of arrival, for all models together
     ticket: int = field(default_factory=_tickets.__next__)
     since_s: float = field(default_factory=time.monotonic)
@@ -74,7 +74,8 @@ class LeaseRequest:
         return self.client == BACKGROUND and time.monotonic() - self.since_s < MAX_WAIT_S
 
     def end(self, error: Exception | None = None) -> None:
-        """Ends the wait for the model, unless it has ended. With an `error`, the waiting caller gets this error."""
+        """Ends the wait for the model, unless it has ended. If there is an `error`, the waiting caller receives it as
+        an exception."""
         if not self.granted.done():
             if error is None:
                 self.granted.set_result(None)
@@ -90,9 +91,9 @@ class LeaseRequest:
 def in_turn(requests: Iterable[LeaseRequest], served: Mapping[str, int]) -> list[LeaseRequest]:
     """Returns the requests in the order in which they would be served now.
 
-    A request counts from the later of two times: its arrival, and the last time that a request of its client began or
-    ended. `served` has the ticket of this second time for waiting clients. The earliest request comes first. Background
-    requests come last until they have waited for MAX_WAIT_S.
+    Requests are sorted by the later of two times: their arrival, and the last time that a request of their client began
+    or ended. `served` has the ticket of this second time for waiting clients. Background requests come last until they
+    have waited for MAX_WAIT_S.
     """
 
     def turn(request: LeaseRequest) -> tuple[bool, int, int]:
@@ -172,7 +173,7 @@ class ManagedModel:
         self._note_served(request)
 
     def _note_served(self, request: LeaseRequest) -> None:
-        if not request.will_answer:  # the request takes no turn, because other requests do not wait for it
+        if not request.will_answer:  # this is not a turn of the client, because other requests do not wait for it
             return
         self._served[request.client] = next(_tickets)
         # Only waiting clients need an entry: a later request gets a ticket that is higher than all of these.
@@ -232,7 +233,7 @@ class ManagedModel:
         return [place for place in self.used if place != RAM]
 
     def places_of(self, budget: str) -> list[str]:
-        """Returns the places (RAM, devices) whose memory a budget takes. `budget` is "expert_cache" or "vram_cache"."""
+        """Returns the places (RAM, devices) whose memory a budget uses. `budget` is "expert_cache" or "vram_cache"."""
         return [RAM] if budget == "expert_cache" else self.devices or [RAM]
 
     def set_budgets(self, n_bytes: Mapping[str, int]) -> None:
@@ -262,7 +263,7 @@ class ManagedModel:
 
     def look_at_files(self) -> None:
         """Sets `files_changed` to True if a file was written or replaced since the model was measured, else to False.
-        Deleted files do not count."""
+        Deleted files are ignored."""
         self.files_changed = any(file.is_changed() for file in self.files)
 
     def status(self) -> LoadedModel:
@@ -416,8 +417,8 @@ class Lease(Calls):
                 yield self._event(event)
 
     async def rest(self) -> list[Event]:
-        """Returns the unread events of the last answer, up to its end; an empty list without an answer. Raises the
-        answer's error."""
+        """Returns the unread events of the last answer, up to its end, or an empty list if there was no answer. Raises
+        the answer's error."""
         request = self._request
         return [self._event(event) async for event in request.events()] if request else []
 

@@ -65,7 +65,7 @@ class Database:
 
     def __init__(self, path: Path, mode: int, schema: Sequence[str] = SCHEMA) -> None:
         """Opens the database at `path`. If there is none, creates it with the file mode `mode` and the statements of
-        `schema`. Raises BlockingIOError while another process has it open, StorageError."""
+        `schema`. Raises BlockingIOError while another process has it open, and StorageError."""
         self.path = path
         self._lock = threading.RLock()
         with storing(path):
@@ -104,7 +104,7 @@ class Database:
         """Executes a statement and returns its rows. Outside of `transaction`, the statement is a transaction of its
         own.
 
-        Without `flush`, such a change survives a kill of the process, but perhaps not a power failure. Raises
+        Without `flush`, such a change survives if the process is killed, but may be lost in a power failure. Raises
         StorageError; the statement then has no effect.
         """
         with self._lock, storing(self.path):

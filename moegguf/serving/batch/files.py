@@ -92,7 +92,7 @@ class FileStore:
 
     def delete(self, file_id: str) -> None:
         """Removes a file. Batches that need its contents, and clients that are already reading it, can continue. Raises
-        UnknownIdError, OSError."""
+        UnknownIdError or OSError."""
         self._remove(self.get(file_id).id)
 
     def _remove(self, file_id: str) -> None:
@@ -117,8 +117,7 @@ class FileStore:
         return NewFile(self, self.room() - DESCRIPTION_BYTES)
 
     def check_space(self, n_bytes: int) -> None:
-        """Raises StorageError if `n_bytes` more would exceed the limit. First removes expired files if this is
-        necessary."""
+        """Raises StorageError if `n_bytes` more would exceed the limit. First removes expired files if necessary."""
         if self.room() < n_bytes:
             self._remove_expired()
         if (room := self.room()) < n_bytes:
