@@ -144,8 +144,8 @@ def run_command(chat: Chat, line: str) -> None:
 
 
 def _help_of(rows: Mapping[str, Row], width: int, before: str = "") -> str:
-    """Returns the help text for a command table. `width`: width of the left column in characters. `before`: text in
-    front of each word."""
+    """Returns the help text for a command table. `width`: width of the left column in characters. `before`: prefix of
+    each word."""
     lines = (f"  {before + (row.usage or word):<{width}}{row.help}" for word, row in rows.items() if row.help)
     return "\n".join(["Available Commands:", *lines, ""])
 
@@ -255,8 +255,8 @@ def _show(chat: Chat, part: str) -> None:
 
 
 def _show_text(text: Callable[[Chat], str | None], what: str) -> Command:
-    """Returns a command that prints the text that the function `text` returns. If the text is empty or None, the
-    command prints that the model has no `what`."""
+    """Returns a command that prints the result of `text`. If the result is empty or None, the command prints that the
+    model has no `what`."""
     return lambda chat, _: print_message(text(chat) or f"No {what} was specified for this model.")
 
 

@@ -21,8 +21,8 @@ Snapshot = tuple["NamedModel", list[Message], str]  # model, messages, pending t
 @dataclass
 class Conversation:
     """The messages and settings of a conversation. `parameters` (set in the chat) have priority over
-    `initial_parameters` (from the command line), which have priority over the model's own parameters. `pending_text`
-    goes before the text of the next user message."""
+    `initial_parameters` (from the command line), which have priority over the model's own parameters. `pending_text` is
+    prepended to the text of the next user message."""
 
     entry: NamedModel
     initial_parameters: Mapping[str, Any] = field(default_factory=dict)
@@ -94,5 +94,5 @@ class Conversation:
 
 
 def of_loading(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the parameters that only take effect when a model is loaded."""
+    """Returns the parameters that take effect only when a model is loaded."""
     return {name: value for name, value in parameters.items() if name in LOAD_PARAMETERS}

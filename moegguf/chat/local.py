@@ -1,4 +1,4 @@
-"""A model of this machine's catalog. `run` and the chat load it with their own `ModelManager`, without a server."""
+"""A model in this machine's catalog. `run` and the chat load it with their own `ModelManager`, without a server."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LocalModel:
     url = None  # there is no server
 
     def __init__(self, settings: Settings, spinner: Spinner) -> None:
-        """Starts a worker process, which gets ready while this program finds and describes the model."""
+        """Starts a worker process, which becomes ready while this program finds and describes the model."""
         self.spinner = spinner
         # There is only one user, who can end this program at any time. So loads and cancelled answers need no time
         # limit.
@@ -78,7 +78,7 @@ class LocalModel:
         print_model(facts_of(_here(entry)))
 
     def modelfile(self, entry: NamedModel) -> str:
-        """Returns the Modelfile that creates the model again."""
+        """Returns a Modelfile from which the model can be created again."""
         return self.names.modelfile(_here(entry))
 
     def parameters(self, conversation: Conversation) -> Mapping[str, Any]:
@@ -155,7 +155,7 @@ class LocalModel:
 
     @property
     def reads_images(self) -> bool:
-        """True if a model is loaded whose projector can be read."""
+        """True if a model is loaded and its projector can be read."""
         from moegguf.models.details import projector_of
 
         return self._manager is not None and projector_of(self._entry) is not None

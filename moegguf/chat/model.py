@@ -68,7 +68,7 @@ class ChatModel:
         try:
             self.connection.load(conversation)
         except BaseException as error:  # also on an interrupt: the chat continues with the previous model
-            if getattr(error, "status", None) != BUSY:  # if the server is busy, the parameters are not wrong
+            if getattr(error, "status", None) != BUSY:  # a busy server says nothing about the parameters
                 kept = conversation.parameters.items()
                 conversation.parameters = {name: value for name, value in kept if name not in LOAD_PARAMETERS}
             raise

@@ -74,7 +74,7 @@ class ServedModel:
         self._client.post("/api/create", {"model": name, "from": recipe.from_, **recipe.overrides})
 
     def modelfile(self, entry: NamedModel) -> str:
-        """Returns the Modelfile that creates the model again in the server."""
+        """Returns a Modelfile from which the server can create the model again."""
         return str(self._show(entry.name)["modelfile"])
 
     def details(self, entry: NamedModel) -> Details:

@@ -247,7 +247,7 @@ def extract_images(text: str) -> tuple[str, list[bytes]]:
 
 
 def begins_with_image(text: str) -> bool:
-    """Returns True if the text begins with the path of an existing file that has the extension of an image."""
+    """Returns True if the text begins with the path of an existing file with the extension of an image."""
     match = _PATH.match(text.lstrip())
     return match is not None and _file(match)[1] is not None
 

@@ -1,6 +1,6 @@
 """The `moegguf` command: the table of its subcommands.
 
-The modules of commands import numpy, rich and model libraries only inside their functions, so that `--help` is fast.
+The command modules import numpy, rich and model libraries only inside their functions, so that `--help` is fast.
 """
 
 from __future__ import annotations

@@ -182,7 +182,7 @@ def run(model: ModelName = None, prompt: Prompt = None, *, given: Given, **chose
                 parameters = _defaults(environment, entry) | parameters
                 if sys.stderr.isatty() or verbose:
                     print_card_note(loading | {"n_gpu_layers": parameters.get("num_gpu")})
-            if parameters.get("num_ctx") == 0:  # --ctx 0: the context length of the model's training
+            if parameters.get("num_ctx") == 0:  # --ctx 0: the context length that the model was trained with
                 parameters["num_ctx"] = connection.details(entry).n_ctx_train
             conversation = Conversation(entry, parameters, **settings)
             chat_model = ChatModel(connection)

@@ -62,6 +62,6 @@ def _restore() -> None:
 
 
 def exit_now() -> NoReturn:
-    """Restores the terminal's mode and ends the process at once, with the exit code of Ctrl-C."""
+    """Restores the terminal's mode and ends the process immediately, with the exit code of Ctrl-C."""
     _restore()
     os._exit(EXIT_INTERRUPTED)

@@ -11,7 +11,7 @@ from moegguf.generate.request import AnswerSummary
 from moegguf.quantities import format_bytes
 from moegguf.terminal.progress import duration
 
-LEAST_TOKENS = 16  # an answer's speed is compared with the prediction only if it has more tokens
+LEAST_TOKENS = 16  # an answer's speed is compared with the prediction only if the answer has more tokens
 LABEL_WIDTH = 22  # characters of Ollama's longest label, its colon and a space
 
 Line = tuple[str, str]
