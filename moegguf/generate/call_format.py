@@ -346,7 +346,7 @@ class _Probe:
         if not marks:
             shared = _pieces(_shared_end(close.strip(), self._render(think=False).strip()))
             marks = close.strip().removesuffix("".join(shared))
-            # the opening mark ends with this piece, so it belongs to the closing mark, too
+            # the opening mark ends with this piece, so it also belongs to the closing mark
             if shared and before.endswith(shared[0]):
                 marks += shared[0]
         shared_end = _common_prefix(self._prompt, rendered)
@@ -549,7 +549,7 @@ VALUE_BEGINS = {"string": "qvala", "number": "77", "boolean": "(?i:true)", "obje
 
 @dataclass(frozen=True)
 class _Style:
-    """The way in which a template writes arguments."""
+    """The way a template writes arguments."""
 
     end: int  # position after the arguments
     reader: MarkedCalls  # reads such arguments; its marks `before` and `after` are set later
@@ -605,7 +605,7 @@ class AnswerFormat:
 
     @property
     def empties_text(self) -> bool:
-        """True if the template writes the marks around a text before a call even if there is no text."""
+        """True if the template writes the marks around the text even before a call without text."""
         return bool(self.tools) and self._probe.empties_text
 
     @functools.cached_property

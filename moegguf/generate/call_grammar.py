@@ -2,7 +2,7 @@
 model's chat template.
 
 If all arguments are one JSON object, the grammar enforces the tool's schema as far as `json_schema.py` can. In other
-formats the grammar enforces the names of parameters, which parameters are required, types, and enumerated scalars.
+formats the grammar enforces the names of parameters, required parameters, types, and enumerated scalars.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CallGrammar:
         self.rules = list[str]()
 
     def call(self, name: str, parameters: Mapping[str, Any], before: str) -> str:
-        """Returns the grammar of a call of the tool `name`. `parameters`: the JSON schema of its arguments. `before`:
+        """Returns the grammar of a call to the tool `name`. `parameters`: the JSON schema of its arguments. `before`:
         the text before the tool's name, in which the probe's NAME and ID are replaced."""
         written = self._written
         opened = f"{before.replace(NAME, name)}{name}{written.between}".replace(ID, CALL_ID)

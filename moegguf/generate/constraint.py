@@ -126,8 +126,8 @@ def _free_text(form: AnswerFormat, prompt_end: str) -> list[str]:
 
 
 def _text(form: AnswerFormat, prompt_end: str, body: str) -> str:
-    """Returns the grammar `body` between the model's marks around text. An opening mark with which the prompt already
-    ends is left out."""
+    """Returns the grammar `body` between the model's marks around text. If the prompt already ends with an opening
+    mark, the grammar leaves this mark out."""
     if form.is_harmony:
         return f'"<|channel|>final" " <|constrain|>json"? "<|message|>" {body}'
     opened = form.text_open.removeprefix(form.begun(prompt_end))
@@ -162,7 +162,7 @@ class _Calls:
         self._before = written.before.lstrip("\n").removeprefix(form.begun(prompt_end))
         if behind_mark:  # the mark that begins a call is in another rule
             self._before = self._before.partition(form.tools[0].open)[2] if form.tools[0].open else self._before
-        elif form.empties_text:  # the template writes the marks around text before a call even if there is no text
+        elif form.empties_text:  # the template writes the marks around the text even before a call without text
             begun = prompt_end.rstrip().endswith(form.text_open.strip())
             self._before = ("" if begun else form.text_open) + form.text_close + self._before
         self.grammar = CallGrammar(written, schemas.grammar)

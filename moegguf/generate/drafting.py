@@ -6,13 +6,13 @@ random numbers that it would have used without drafts. The loop drops the drafte
 the KV cache. If the model is batch-invariant, an answer is the same with and without drafts, token for token.
 
 Measured times decide whether to draft, and how many tokens. An accepted token saves the time of a pass without drafts,
-divided by the number of sequences in the pass. A drafted token costs the time by which it makes the pass longer; this
-includes the reading of experts that no other token uses. A draft is extended as long as the chance that its next token
-is reached and accepted is worth more than the token's cost. If drafts are expected to save next to nothing, a short
-draft of one answer is tried now and then. Such trials use an allowance, which is a share of the time of passes. When
-drafts have lost the allowance and all earlier savings, they pause until there is some allowance again.
+divided by the number of sequences in the pass. The cost of a drafted token is the time that it adds to the pass,
+including the time to read experts that no other token uses. A draft is extended as long as the chance that its next
+token is reached and accepted is worth more than the token's cost. If drafts are expected to save next to nothing, a
+short draft of one answer is tried now and then. Such trials use an allowance, which is a share of the time of passes.
+When drafts have lost the allowance and all earlier savings, they pause until some new allowance has accumulated.
 
-The search for drafts takes time, too. Without a draft context, a sequence is searched only if its last tokens have
+The search for drafts also takes time. Without a draft context, a sequence is searched only if its last tokens have
 occurred in it before. After some passes without an accepted token, the next passes skip the search.
 """
 
@@ -36,7 +36,7 @@ LEAST_COST = 0.01  # lower limit of the cost of a drafted token, as a fraction o
 LOSS = 0.005  # share of the time of passes that drafts and their search may lose, in addition to earlier savings
 PATIENCE = 4  # passes without an accepted token before the number of skipped passes grows (0, 1, 3, 7)
 REST = 3  # up to 2**REST - 1 passes in a row skip the search
-MARGIN = 0.03  # drafts with a smaller expected gain are a trial; the unit is the time that one accepted token saves
+MARGIN = 0.03  # drafts with a smaller expected gain are trials; the unit is the time that one accepted token saves
 BASE_PASSES = 9  # number of most recent passes without drafts whose median is used as the time of such a pass
 RENEW_PASSES = 32  # number of passes with drafts after which one pass without drafts is measured
 TRIAL_TOKENS = 3  # maximum number of tokens in a trial draft
@@ -83,8 +83,8 @@ class PassTimes:
 
     @property
     def base_s(self) -> float | None:
-        """Median seconds of a pass without drafts. None if fewer than BASE_PASSES such passes were measured, or if at
-        least RENEW_PASSES passes with drafts followed the last one."""
+        """The median time of a pass without drafts, in seconds. None if fewer than BASE_PASSES such passes were
+        measured, or if at least RENEW_PASSES passes with drafts followed the last one."""
         is_known = len(self._undrafted_s) == BASE_PASSES and self._n_drafted < RENEW_PASSES
         return sorted(self._undrafted_s)[BASE_PASSES // 2] if is_known else None
 
@@ -123,7 +123,7 @@ class DraftGate:
         self._times = defaultdict[int, PassTimes](PassTimes)  # key: number of sequences in the pass
         self._balance_s = 0.0  # seconds that drafts may still lose: saved time plus allowance
         self._allowance_s = 0.0  # seconds that trial drafts may cost
-        self._tries = False  # True if the drafts of the next pass are a trial
+        self._tries = False  # True if the drafts of the next pass are trials
         self._n_vain = 0  # successive passes that could have drafts but accepted no token; 0 while `base_s` is None
         self._n_rested = self._n_resting = 0  # passes to skip after the last search; passes still to skip
         self._pays = True
@@ -146,14 +146,14 @@ class DraftGate:
         if base_s is None or self._balance_s < 0:
             return nothing
         self._balance_s = min(self._balance_s, N_MAX / 2 * base_s)
-        self._allowance_s = min(self._allowance_s, TRIAL_TOKENS * base_s)  # limit, because a trial cannot cost more
+        self._allowance_s = min(self._allowance_s, TRIAL_TOKENS * base_s)  # limited because a trial cannot cost more
         worth = 1 / len(answers)  # value of an accepted token, as a fraction of a pass without drafts
-        known = max(TRIAL_TOKENS, 2 * times.widest)  # limit, because the cost of much wider passes is still unknown
+        known = max(TRIAL_TOKENS, 2 * times.widest)  # limited because the cost of much wider passes is still unknown
         most = min(N_MAX, known, int((self._balance_s / base_s + 1) / cost))
         widths, gain = list[list[int]](), 0.0
         for of_answer in answers:
             chances = [source.chance for source in of_answer]
-            # Number of leading draft tokens whose chance to be reached and accepted is worth their cost, per source.
+            # Number of leading draft tokens whose chance of being reached and accepted is worth their cost, per source.
             paying = [int(math.log(cost / worth) / math.log(p)) if cost / worth < p else 0 for p in chances]
             widths.append([min(most, n) for n in paying])
             gain += max(worth * p * (1 - p**n) / (1 - p) - n * cost for p, n in zip(chances, widths[-1], strict=True))
@@ -208,7 +208,7 @@ class _Text:
         """Adds the n-grams that end in new tokens to `hashes`. Sets `repeats` to True if the last `n_key` tokens have
         occurred before, otherwise to False. If `n_key` is 0, `repeats` stays True.
 
-        One new token takes about a microsecond. As long as no text repeats itself, drafting has no other cost.
+        Each new token takes about a microsecond. As long as no text repeats itself, drafting has no other cost.
         """
         context = self.sequence.context
         for i in range(self.n_hashed, len(context) - n_key + 1 if n_key else 0):

@@ -22,7 +22,7 @@ from moegguf.generate.request import AnswerSummary, Delta, Message, Request, Sam
 from moegguf.generate.sequence import AnswerEvents, Sequence
 
 DEFAULT_PARALLEL = 8
-AHEAD = 2  # limit of requests that are submitted and not yet collected, per sequence of the context
+AHEAD = 2  # maximum number of requests submitted and not yet collected, per sequence of the context
 
 Prompt = str | abc.Sequence[int]
 
@@ -253,7 +253,7 @@ class Engine:
                     answers.append(_collected(queues[len(answers)]))
                 submitted.append(self._submit(request, queue.put))
             return answers + [_collected(queue) for queue in queues[len(answers) :]]
-        except BaseException:  # also an interrupt: nobody waits for these answers any more
+        except BaseException:  # also on an interrupt: nobody waits for these answers any more
             for sequence in submitted:
                 self._loop.cancel(sequence)
             raise

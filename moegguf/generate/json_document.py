@@ -45,14 +45,14 @@ _OPENING = {"additionalProperties", "patternProperties", "unevaluatedProperties"
 # Keywords that only schemas of this module (`Made`) have. In a user's schema they are ignored.
 ABSENT, EXCLUDED, FRACTIONAL = "absent", "excluded", "fractional"
 
-MAX_ALTERNATIVES = 100  # a oneOf with more alternatives is read as anyOf
+MAX_ALTERNATIVES = 100  # a oneOf with more alternatives is treated as anyOf
 MAX_COMPLEMENTS = 64  # an alternative of a oneOf that needs more combinations does not exclude the other alternatives
 _DEPTH = 3  # levels of nested values that are compared to decide if two alternatives exclude each other
 
 
 class Made(dict[str, Any]):
-    """A schema that this module made. The exceptions from JSON Schema for users' schemas (see json_schema.py) do not
-    apply to such a schema."""
+    """A schema that this module made. The exceptions that json_schema.py makes for users' schemas do not apply to such
+    a schema."""
 
 
 class _NoComplementError(Exception):
@@ -305,8 +305,8 @@ class Document:
 
     def _overlapping(self, options: Sequence[Any]) -> list[list[Any]]:
         """Returns, for each alternative of a `oneOf`, the other alternatives that may allow some of its values. Returns
-        none for more than MAX_ALTERNATIVES alternatives. During this comparison a nested `oneOf` is read as `anyOf`, so
-        that a schema may contain itself."""
+        none for more than MAX_ALTERNATIVES alternatives. During this comparison a nested `oneOf` is treated as `anyOf`,
+        so that a schema may contain itself."""
         found: list[list[Any]] = [[] for _ in options]
         if self._compares:
             return found
@@ -511,8 +511,8 @@ def _facts(parts: list[Json]) -> Facts:
 
 
 def _is_tuple(part: Json) -> bool:
-    """Returns True if `prefixItems` of this part lists all items that an array may have: a user's schema without
-    `items`."""
+    """Returns True if an array may have only the items in `prefixItems` of this part. This holds for a user's schema
+    without `items`."""
     return "prefixItems" in part and "items" not in part and not isinstance(part, Made)
 
 
@@ -573,8 +573,8 @@ _CHECKS = {keyword: (wanted, check) for wanted, check, keywords in reversed(_RUL
 
 
 def _kept(schema: Any) -> bool | Json:
-    """Returns a schema's supported keywords in the form of JSON Schema 2020-12; a bool unchanged. A keyword that is
-    null counts as absent (some clients send null), except `const`. Raises SchemaError for an invalid value of a
+    """Returns a schema's supported keywords in the form of JSON Schema 2020-12. Returns a bool unchanged. A keyword
+    that is null counts as absent (some clients send null), except `const`. Raises SchemaError for an invalid value of a
     keyword."""
     if isinstance(schema, bool):
         return schema

@@ -18,7 +18,7 @@ from typing import Any
 from moegguf.errors import SchemaError
 
 MAX_DIGITS = 16
-MAX_EXACT = 2**53  # limit of the bounds of multiples, which llguidance represents as doubles
+MAX_EXACT = 2**53  # limit for the bounds of multiples, which llguidance represents as doubles
 
 _EXPONENT = r"(?:[eE](?:-[0-9]{1,3}|\+?(?:[0-9]{1,2}|1[0-9]{2}|2[0-8][0-9])))?"
 
@@ -153,7 +153,7 @@ class Numbers:
 
 
 def decimal_of(value: float | Decimal) -> Decimal:
-    """Returns exactly the decimal number that JSON writes for `value`."""
+    """Returns the exact decimal number that `value` has in JSON."""
     return value if isinstance(value, Decimal) else Decimal(repr(value))
 
 

@@ -48,7 +48,7 @@ class AnswerParser:
         self._steps = self._parse()
 
     def feed(self, text: str) -> Delta:
-        """Adds a chunk of text. Returns a delta with the parts that are certain now. The delta is often empty."""
+        """Adds a chunk of text. Returns a delta with the parts that are certain so far. The delta is often empty."""
         self._held += text
         next(self._steps, None)
         delta = Delta(self._text, self._thinking, tuple(self._calls))
@@ -263,7 +263,7 @@ class MarkParser(AnswerParser):
 
     def _read_thinking(self, think: ThinkMarks) -> Generator[None, None, bool]:
         """Consumes the thinking if the answer begins with thinking. Returns True if the answer continues the text of a
-        message, so that leading blanks must stay; otherwise False."""
+        message, so that leading blanks must be kept; otherwise False."""
         if self._continuation is not None:
             if not self._continuation.in_thinking:
                 return True

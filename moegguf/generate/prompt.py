@@ -115,8 +115,8 @@ def check_fits(n_tokens: int, n_ctx: int) -> None:
 
 
 def tokenize(vocabulary: Vocabulary, text: str, n_ctx: int, *, special: bool = True) -> Prompt:
-    """Returns a prompt with the tokens of `text`. A text longer than MAX_WHOLE_CHARACTERS that needs more than twice
-    the context (by estimate) is not tokenized completely, only its beginning and its end."""
+    """Returns a prompt with the tokens of `text`. If the text is longer than MAX_WHOLE_CHARACTERS and needs more than
+    twice the context (by estimate), only its beginning and its end are tokenized."""
     if far := _far(vocabulary, text, n_ctx, special=special):
         return far
     tokens = vocabulary.tokens(text, special=special)
@@ -212,7 +212,7 @@ def _fitted(llm: Llama, request: Request, tokens: list[int], n_more: int = 0) ->
 
 
 def _without_second_bos(first: list[int], tokens: list[int]) -> list[int]:
-    """Returns `tokens` without their first one if it repeats the BOS token in `first`."""
+    """Returns `tokens` without the first token if that token repeats the BOS token in `first`."""
     return tokens[1:] if first and tokens[:1] == first else tokens
 
 
@@ -323,7 +323,7 @@ class _Renderer:
 
 
 def _shown(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a tool for the template, without its field `strict`, which only concerns the constraint of the answer."""
+    """Returns a tool for the template, without its field `strict`, which concerns only the constraint of the answer."""
     function = tool.get("function")
     if not isinstance(function, Mapping):
         return tool
@@ -420,7 +420,7 @@ def cut_middle(tokens: Sequence[Token], n_ctx: int, n_keep: int) -> list[Token]:
 class Conversation:
     """A conversation that can be shortened. System messages and the user's last message are always kept.
 
-    `begins` has the indices of the messages with which a shortened conversation may begin. These are messages of the
+    `begins` has the indices of the messages that may come first in a shortened conversation. These are messages of the
     user, and the assistant's messages after the user's last one, so that a call is never separated from its results.
     """
 
@@ -434,7 +434,7 @@ class Conversation:
 
     @property
     def fixed(self) -> list[Message]:
-        """The messages of the shortest conversation: the system messages, and an empty message of the user."""
+        """The messages of the shortest conversation: the system messages, and an empty user message."""
         system = [message for message in self._messages if message.get("role") == "system"]
         return [*system, {"role": "user", "content": ""}]
 
@@ -448,7 +448,7 @@ class Conversation:
 
     def steady_begin(self, n_tokens: Sequence[int], room: int) -> int:
         """Returns the index of the message to begin with, so that the messages have about `room` tokens or fewer. 0
-        means that all messages stay.
+        means that all messages are kept.
 
         The number of dropped tokens is rounded up to a multiple of half of the room. So several successive turns begin
         at the same message, and the context already contains most of their prompts.
@@ -465,7 +465,7 @@ class Conversation:
 
 def longest(messages: Sequence[Message]) -> int | None:
     """Returns the index of the message with the longest text. System messages, and contents that are lists of parts,
-    are ignored. Returns None if no other message has a text."""
+    are ignored. Returns None if no other message has text."""
     sizes = {
         i: len(message["content"])
         for i, message in enumerate(messages)

@@ -92,7 +92,7 @@ class Sampling:
         return min(n_ctx, self.num_ctx or n_ctx)
 
 
-REPEAT_LIMIT = 30  # Ollama's limit of repetitions, see `Request.repeat_limit`
+REPEAT_LIMIT = 30  # Ollama's repetition limit, see `Request.repeat_limit`
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Request:
 
     @property
     def begins_with_token(self) -> bool:
-        """True if the context begins with a token. No BOS is then added: the request must contain it."""
+        """True if the context begins with a token id. Then no BOS is added: the request must contain it."""
         return bool(self.context) and isinstance(self.context[0], int)
 
 

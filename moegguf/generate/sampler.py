@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from moegguf.generate.thinking_budget import ThinkingBudget
 
 _TOKEN = re.compile(r"<\[(\^?)[0-9]+\]>")  # a token in a grammar, written as its number
-MIROSTAT_TOKENS = 100  # number of tokens with which Mirostat 1 estimates the distribution, as in llama.cpp
+MIROSTAT_TOKENS = 100  # number of tokens from which Mirostat 1 estimates the distribution, as in llama.cpp
 MAX_BREAKERS = 32  # maximum number of DRY sequence breakers; each is compared with every token of the vocabulary
 MAX_BREAKER_BYTES = 40  # maximum length of a DRY sequence breaker; llama.cpp would cut longer ones
 MAX_STEP_S = 1.0  # maximum CPU seconds that llguidance may use for one token
@@ -110,7 +110,7 @@ class Matcher:
 
         self._n_tokens, self._end_tokens = tokens.n_tokens, tokens.end_tokens
         self._mask: npt.NDArray[np.bool_] | None = None
-        # "no_forcing": if the grammar allows only one text, the model may divide this text into tokens as it likes
+        # "no_forcing": if the grammar allows only one text, the model may split this text into tokens in any way
         grammar = LLMatcher.grammar_from_lark('%llguidance {"no_forcing": true}\n' + constraint.lark)
         limits = LLParserLimits(**_LIMITS)
         try:
@@ -178,7 +178,8 @@ class Matcher:
 
     @contextmanager
     def _step(self) -> Iterator[None]:
-        """Surrounds a call of llguidance for one token. Raises SchemaError if it failed or took too long."""
+        """Context manager for a call to llguidance about one token. Raises SchemaError if the call failed or took too
+        long."""
         begin_s = time.thread_time()
         yield
         self._check()

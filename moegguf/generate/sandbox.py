@@ -2,11 +2,11 @@
 
 Templates come from model files and are untrusted. jinja2's ImmutableSandboxedEnvironment blocks access to Python's
 internals. The operating system limits memory, and a timer ends this process when a template takes too long. Apart from
-the differences described in `Sandbox`, jinja2 is configured as in transformers, so that prompts are equal to the
-prompts with which models were trained.
+the differences described in `Sandbox`, jinja2 is configured as in transformers, so that prompts match the ones that
+models were trained with.
 
 Grammars come from untrusted requests. llguidance limits most of its work, but not all of the compilation. So a grammar
-is compiled here first. If this compilation ends in time, the compilation in the main process will, too.
+is compiled here first. If this compilation ends in time, so will the compilation in the main process.
 
 The process reads one request per line of standard input, and exits at the end of the input. A request has a template,
 variables, and the maximum number of characters of the output; or it has a grammar and its limits. Each request has a

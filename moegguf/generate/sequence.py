@@ -30,7 +30,7 @@ MAX_CONTEXTS = 10  # if the context can shift, an answer is at most this many co
 
 MAX_PERIOD = 4  # maximum length, in tokens, of a cycle that counts as repetition
 CYCLE_PATIENCE = 8  # a cycle may repeat this many times as often as a single token, because tables of numbers do
-AT_SCALE = " adapter at "  # separates the owner from the adapter's scale with which the tokens were computed
+AT_SCALE = " adapter at "  # separates the owner from the adapter's scale when the tokens were computed
 
 _tickets = itertools.count(1)
 
@@ -44,7 +44,7 @@ def owner_part(owner: str) -> tuple[str, str]:
 
 class AnswerEvents(Protocol):
     """Callbacks for one answer, which the batch loop's thread calls. An exception from a callback ends the whole loop.
-    After the loop was closed, another thread may call `on_end`."""
+    After the loop has been closed, another thread may call `on_end`."""
 
     def on_progress(self, progress: PromptProgress) -> object:
         """Called after each pass that evaluated a part of the prompt, and before the first pass of a long prompt."""

@@ -1,9 +1,8 @@
 """Saves, restores and erases llama-server's slots. A slot is a place in the context.
 
-A file contains the tokens of a place and llama.cpp's state of them. A file is restored only if the model computes the
-same bits. To check this, the file contains a name that identifies the model, the build and the load options
-(`PrefixCache.name`).
-The batch loop's thread calls this module between passes.
+A file contains the tokens of a place and llama.cpp's state for these tokens. A file is restored only if the model
+computes the same bits. To check this, the file contains a name that identifies the model, the build and the load
+options (`PrefixCache.name`). The batch loop's thread calls this module between passes.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ class Forms:
         return formed
 
     def _message(self, message: Message) -> Message:
-        """Returns a copy with further names of fields that templates read, and without fields that are None. Absent
-        fields except `content` stay absent, because templates distinguish them from empty ones."""
+        """Returns a copy with additional names of fields that templates read, and without fields that are None. Absent
+        fields other than `content` remain absent, because templates distinguish them from empty ones."""
         formed = {key: value for key, value in message.items() if value is not None and key not in ("images", "index")}
         formed.setdefault("content", "")
         if thinking := formed.get("thinking"):
