@@ -73,7 +73,7 @@ STOP_TYPES = {"stop": "eos", "length": "limit"}  # {`finish` of an answer: llama
 
 
 async def _health(request: HttpRequest) -> Response:
-    """Replies with the status "ok", or with "degraded" and the failed reads of each loaded model that had some. Raises
+    """Replies with the status "ok", or with "degraded" and the failed reads of each loaded model that had any. Raises
     HttpError 503 while the models that were named at the server's start are being loaded."""
     check_loaded(request.app.state)
     failed = {model.name: n for model in request.app.state.manager.loaded() if (n := model.stats.read_errors)}
@@ -200,7 +200,7 @@ class _TokenizeBody(Body):
 
 async def _tokenize(request: HttpRequest, body: _TokenizeBody) -> Json:
     """Replies with the tokens of a text. As in llama-server, `add_special` (default: false) adds the tokens that the
-    model has around a text, such as BOS. `parse_special` (default: true) reads the names of special tokens in the text
+    model puts around a text, such as BOS. `parse_special` (default: true) reads the names of special tokens in the text
     as these tokens."""
     special = body.parse_special is not False
     async with _shared_lease(request, body.model) as lease:
@@ -426,8 +426,8 @@ class _AdaptersBody(Body):
 
 
 async def _set_adapters(request: HttpRequest) -> Response:
-    """Sets the scale of the model's LoRA adapter for requests without `lora`, until the server ends. An adapter that
-    the body does not list gets the scale 0. Raises HttpError 501 in front of Ray's replicas, which share no
+    """Sets the scale of the model's LoRA adapter for requests without `lora`, until the server exits. An adapter that
+    the body does not list gets the scale 0. Raises HttpError 501 in front of Ray's replicas, which do not share
     scales."""
     scales: dict[str, float] | None = request.app.state.lora_scales
     if scales is None:

@@ -79,7 +79,7 @@ DRIVE_COUNTS = (
     CounterSpec("drive_reads", "Reads from it.", {"": "reads"}),
 )
 
-# Rows of name, help text and field of `AnswerSummary`. "answers" is no such field; it counts the finished answers.
+# Rows of name, help text and field of `AnswerSummary`. The exception is "answers", which counts the finished answers.
 ANSWERS = (
     ("answers", "Finished answers.", "answers"),
     ("prompt_tokens", "Tokens of prompts that were evaluated.", "prompt_tokens"),
@@ -159,7 +159,7 @@ TIER_GAUGES = (
 
 
 class _Scrape:
-    """A registry for `generate_latest` with the metrics of one scrape. Families without samples are left out."""
+    """A registry for `generate_latest` with the metrics of one scrape. Metric families without samples are left out."""
 
     def __init__(self, totals: Totals, loaded: Iterable[LoadedModel]) -> None:
         self._answers = dict(sorted(totals.answers.items()))

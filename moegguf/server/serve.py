@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 2048
 DRAIN_S = 3  # seconds that running answers have at shutdown, before they are cancelled
-CANCELLED_S = 1.0  # seconds in which requests that were cancelled at shutdown can send their errors
+CANCELLED_S = 1.0  # seconds that requests cancelled at shutdown have to send their errors
 MAX_UNSENT_BYTES = 16 << 20  # bytes buffered for a slow client before its response waits
 USER_TIMEOUT_MS = 60_000  # milliseconds; a client that acknowledges no sent data for this time is disconnected
 HEADERS_S = 30.0  # seconds within which a request's headers must arrive
@@ -93,7 +93,7 @@ class Protocol(H11Protocol):
     """One connection of a client. A client that sends no headers or acknowledges no data for too long is disconnected.
 
     A connection beyond `max_connections` gets an error for every request. If there are more than REFUSED_CONNECTIONS
-    such connections, a new one is closed at once.
+    such connections, a new one is closed immediately.
     """
 
     max_connections = math.inf
@@ -139,8 +139,8 @@ class Protocol(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Replies with JSON and status 400 to invalid HTTP or too long headers, unless a reply has begun. Closes the
-        connection."""
+        """Replies with JSON and status 400 to invalid HTTP and to headers that are too long, unless a reply has begun.
+        Closes the connection."""
         if self.cycle is not None:
             self.cycle.disconnected = True  # invalid bytes in a running request: stops the request's own reply
         body = dumps({"error": f"bad request: {msg.lower()}"}).encode()

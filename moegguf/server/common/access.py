@@ -89,7 +89,7 @@ class AccessControl:
             return await self.app(scope, receive, send)
         headers = dict(reversed(scope["headers"]))  # the first one counts if a header is repeated
         origin = headers.get(b"origin", b"").decode("latin-1")
-        key = None  # index of the key that was sent; all keys are compared, so that the time reveals no key
+        key = None  # index of the key that was sent; all keys are compared, so that timing reveals no key
         for number, (*forms, _) in enumerate(self._keys):
             for name, value in forms:
                 if hmac.compare_digest(headers.get(name, b""), value):

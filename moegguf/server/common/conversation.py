@@ -142,14 +142,14 @@ class EventReply(Reply):
 
 
 class RequestBody(Loading):
-    """A body, of at most `limit` bytes, for which a model generates answers."""
+    """A body of at most `limit` bytes for which a model generates answers."""
 
     limit: ClassVar[int] = limits.IMAGES_BODY_BYTES
     reply_kind: ClassVar[type[Reply]]
 
     model: ModelName
     stream: bool | None = None
-    lora: Adapters | None = None  # llama-server's field: scales of LoRA adapters, 0 if not listed; None: the server's
+    lora: Adapters | None = None  # llama-server's field: LoRA scales, 0 if not listed; None: the server's scales
 
     @property
     def streams(self) -> bool:
@@ -248,8 +248,8 @@ async def _read_requests(state: State, body: RequestBody) -> tuple[ModelEntry, S
 
 
 def _with_budget(sampling: Sampling, settings: Settings) -> Sampling:
-    """Returns sampling parameters in which a missing budget of thinking tokens, or a missing message of this budget,
-    comes from the server's settings."""
+    """Returns sampling parameters in which a missing budget of thinking tokens, and a missing message for its end, come
+    from the server's settings."""
     names = "reasoning_budget_tokens", "reasoning_budget_message"
     defaults = {name: getattr(settings, name) for name in names if getattr(sampling, name) in (None, "")}
     return sampling_with(sampling, defaults)

@@ -190,7 +190,7 @@ class Loading(Body):
     keep_alive: int | float | str | None = None
 
     def overrides(self) -> LoadOverrides:
-        """Returns the options of the body with which the model is loaded."""
+        """Returns the load options in the body."""
         options = self.options or Options()
         given = options.model_dump(exclude_none=True, exclude={"num_batch"})
         if options.num_thread:  # more threads than processors would busy-wait, and slow the whole machine down

@@ -1,8 +1,8 @@
 """/api/chat and /api/generate: the next message of a conversation, and the answer to one prompt.
 
 A request without a question only loads or unloads the model. Bodies and replies are in Ollama's format (api/types.go).
-The model entry supplies first messages, and the system message, parameters and template that a request does not have.
-With `raw` or `suffix`, /api/generate uses only the entry's parameters. With `context`, it leaves out the first
+The model entry supplies the first messages, and the system message, parameters and template that a request does not
+have. With `raw` or `suffix`, /api/generate uses only the entry's parameters. With `context`, it leaves out the first
 messages.
 """
 

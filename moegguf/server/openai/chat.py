@@ -125,7 +125,7 @@ class GenerationBody(RequestBody, SamplingOptions):
         return self.n or 1
 
     def repeated(self, request: Request) -> list[Request]:
-        """Returns a copy of a request for each answer. If the request has a seed, the copies have successive seeds."""
+        """Returns a copy of a request for each answer. If the request has a seed, the copies have consecutive seeds."""
         first = request.sampling.seed
         seeds = [None if first is None else (first + i) & 0xFFFFFFFF for i in range(self.n_answers)]
         return [replace(request, sampling=replace(request.sampling, seed=seed)) for seed in seeds]

@@ -96,7 +96,7 @@ def _output_of(output: Any) -> Any:
 
 def _messages_with(item: Any) -> list[Any]:
     """Converts an item to a list of one chat message. The list is empty, with a warning in the log, for an unknown item
-    and for a call of a tool that ran on OpenAI's servers. Raises ValueError for a reference to a stored item, or an
+    and for a call to a tool that ran on OpenAI's servers. Raises ValueError for a reference to a stored item, or an
     item without a type."""
     if not isinstance(item, dict):
         return [item]
@@ -204,7 +204,7 @@ class ResponsesBody(chat.ToolsBody):
 
     @property
     def is_stored(self) -> bool:
-        """True if the response is to be stored."""
+        """True if the response must be stored."""
         return self._responses is not None
 
     def new_messages(self) -> list[Message]:
