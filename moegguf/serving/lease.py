@@ -46,8 +46,8 @@ class LeaseRequest:
     """A request that waits for a model and, when it is granted, uses the model.
 
     Before the wait, the manager adds options to `overrides`: parameters of the entry, and overrides of the last request
-    with the same name. If no later request of this name comes, the name stops using the model `keep_alive_s` seconds
-    after `last_used_s`.
+    with the same name. If no later request with this name arrives, the name stops using the model `keep_alive_s`
+    seconds after `last_used_s`.
     """
 
     entry: ModelEntry
@@ -103,12 +103,12 @@ def in_turn(requests: Iterable[LeaseRequest], served: Mapping[str, int]) -> list
 
 
 def files_key(entry: ModelEntry) -> str:
-    """Returns a string that is equal for model entries with the same files."""
+    """Returns a string that is the same for model entries with the same files."""
     return "\0".join(map(str, entry.all_files))
 
 
 def process_key(entry: ModelEntry, overrides: LoadOverrides) -> str:
-    """Returns a string that is equal for requests that share a process: requests with equal files and load options.
+    """Returns a string that is the same for requests that share a process: requests with equal files and load options.
 
     The context length is not part of the string, because a longer context also serves requests for shorter contexts.
     """
@@ -144,7 +144,7 @@ class ManagedModel:
         self.used: dict[str, int] = {}
         self.cache_bytes: dict[str, int] = {}  # {name of a budget: the bytes of `used` that count for this budget}
         self.changing_budget = asyncio.Lock()
-        # {name of a budget: value that a client has set while the model was loaded}; a reload keeps these values
+        # {name of a budget: value that a client set while the model was loaded}; a reload keeps these values
         self.asked_budgets: dict[str, ExpertCache] = {}
         self.last_used_s = 0.0
         self.n_requests = 0
@@ -173,7 +173,7 @@ class ManagedModel:
         self._note_served(request)
 
     def _note_served(self, request: LeaseRequest) -> None:
-        if not request.will_answer:  # this is not a turn of the client, because other requests do not wait for it
+        if not request.will_answer:  # does not count as a turn, because other requests do not wait for it
             return
         self._served[request.client] = next(_tickets)
         # Only waiting clients need an entry: a later request gets a ticket that is higher than all of these.
@@ -363,7 +363,7 @@ class Calls(ABC):
 
     async def tokenize(self, text: str, *, special: bool = True, add_special: bool = False) -> list[int]:
         """Returns the tokens of a string. `special`: recognizes names of special tokens. `add_special`: adds the tokens
-        that the model has around a text, such as BOS and EOS."""
+        that the model puts around a text, such as BOS and EOS."""
         return list(await self.value("tokenize", text=text, special=special, add_special=add_special))
 
     async def pieces(self, tokens: Sequence[int]) -> tuple[bytes, ...]:
@@ -381,8 +381,8 @@ class Calls(ABC):
 class Lease(Calls):
     """The use of a model by one request, inside `async with`.
 
-    When the worker has finished an answer, the next request is granted, even if this answer was not yet read to its
-    end. Another answer in this lease waits in the queue again. Leaving the block cancels a running answer.
+    When the worker has finished an answer, the next request is granted, even if this answer has not yet been read to
+    its end. Another answer in this lease waits in the queue again. Leaving the block cancels a running answer.
     """
 
     entry: ModelEntry  # the granted request's entry; set when the model is granted

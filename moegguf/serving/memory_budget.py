@@ -47,15 +47,15 @@ class ModelSize:
     """The memory that a model needs, and functions that plan its load."""
 
     wanted: Room  # all memory that the model can use
-    minimum: Room  # the least memory with which the model can be loaded
+    minimum: Room  # the minimum memory for loading the model
     plan_within: Callable[[Room], Plan]  # makes a plan for memory between `minimum` and `wanted`
     load_config: Callable[[Plan], LoadConfig]  # makes the configuration of a worker that loads with this plan
     default_n_ctx: int = 0  # context length of a load that does not set one
 
 
 def load_options(entry: ModelEntry, overrides: LoadOverrides, settings: Settings) -> dict[str, Any]:
-    """Returns the options with which a model is loaded. If several sources have an option, the first of them in this
-    order is used: `overrides`, the draft model of the entry, `settings.loading`, other files of the entry."""
+    """Returns the load options of a model. If several sources have an option, the first of them in this order is used:
+    `overrides`, the draft model of the entry, `settings.loading`, other files of the entry."""
     files = files_of(entry)
     given = {**files, **settings.loading}
     given |= {name: path for name, path in files.items() if name == "draft"}
@@ -143,7 +143,7 @@ class _Owner:
         return choose_context(self.layout, sizes, free_bytes, budget).n_ctx or 0
 
     def plan_within(self, room: Room, wanted: Plan, least: Plan) -> Plan:
-        """Returns the plan for memory `room`: `wanted` if it fits, else a plan with fewer slots if one fits, else
+        """Returns the plan for the memory `room`: `wanted` if it fits, else a plan with fewer slots if one fits, else
         `least`."""
         if _fits(wanted, room):
             return wanted
@@ -197,7 +197,7 @@ class _Owner:
 
 
 def _at_most(cache: ExpertCache, n_experts: int, one_slot: int) -> ExpertCache:
-    """Returns an automatic budget (as much as fits) whose maximum is the budget `cache`."""
+    """Returns an automatic budget (as much as fits) with the budget `cache` as its maximum."""
     n_bytes = int(cache.fraction * n_experts + 1e-9) * one_slot
     return ExpertCache("auto", n_bytes=n_bytes if cache.mode == "fraction" else cache.n_bytes)
 

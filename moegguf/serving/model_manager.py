@@ -62,7 +62,7 @@ from moegguf.settings import Settings
 
 log = logging.getLogger(__name__)
 
-OVERTAKE_S = 10.0  # seconds in which other requests may overtake a waiting load, so that models are swapped less often
+OVERTAKE_S = 10.0  # seconds for which other requests may overtake a waiting load, so that models are swapped less often
 SHUTDOWN_GRACE_S = 5.0
 # share of the longest wait in the queue after which a refused client should retry (from 1 s to MAX_RETRY_S)
 FREED = 0.1
@@ -108,7 +108,7 @@ class ModelManager:
         self._workers = self.workers or Workers(echo_stderr=self.settings.debug)
         self._warned: set[tuple[str, str]] = set()  # (name of a model, warning) that was already reported
         self._closed = False
-        self._changed = asyncio.Event()  # set and cleared at once at every change, to wake all waiting tasks
+        self._changed = asyncio.Event()  # set and immediately cleared at every change, to wake all waiting tasks
 
     async def __aenter__(self) -> ModelManager:
         await self._workers.prepare()
@@ -559,7 +559,7 @@ class ModelManager:
                 self._limits.lost.update(model.devices)
 
     def _warn(self, model: ManagedModel, text: str) -> None:
-        """Calls `on_warning` with a warning of a model's process, unless this warning was already reported for the
+        """Calls `on_warning` with a warning from a model's process, unless this warning was already reported for the
         model's name."""
         if (model.name, text) not in self._warned:
             self._warned.add((model.name, text))

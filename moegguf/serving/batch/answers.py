@@ -65,7 +65,7 @@ class RequestLine:
     number: int  # number of the line, from 1, also counting empty lines
     offset: int  # position of the line in the file (in its copy, if the file is in UTF-16), in bytes
     n_bytes: int
-    content_hash: int  # Python's hash of the line's bytes; other processes compute other hashes
+    content_hash: int  # Python's hash of the line's bytes, which differs from process to process
     custom_id: str | None
     model: str | None  # model in the body or the defaults; None: no name, or the line is invalid
     # model and load options as JSON, so that requests of a group can share a loaded model; "": an invalid line

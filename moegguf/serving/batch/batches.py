@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 INPUT_PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
 DATABASE = "batches.db"
 CANCELLABLE = ("validating", "in_progress")
-MAX_REQUESTS = 50_000  # maximum number of requests in a batch, equal to OpenAI's limit
+MAX_REQUESTS = 50_000  # maximum number of requests in a batch, the same as OpenAI's limit
 MAX_UNFINISHED = 1000
 MAX_ERRORS = 100
 DISK_RETRY_S = 30.0
@@ -314,8 +314,8 @@ class Batches:
     async def _store(self, batch: Batch, journal: Journal, what: str, succeeded: bool) -> str | None:
         """Stores a file with the output lines of all requests that succeeded, or (`succeeded=False`) that failed.
 
-        `what` is a part of the file's name and id. Returns the file's id, or None if there are no such lines. Calls
-        with equal arguments return equal ids.
+        `what` is part of the file's name and id. Returns the file's id, or None if there are no such lines. Calls with
+        equal arguments return equal ids.
         """
         if succeeded not in journal.answered.values():
             return None

@@ -77,7 +77,7 @@ class Database:
             try:
                 self._connection.execute("PRAGMA locking_mode = EXCLUSIVE")
                 if not path.stat().st_size:
-                    self._connection.execute("PRAGMA auto_vacuum = FULL")  # deleted rows make the file smaller
+                    self._connection.execute("PRAGMA auto_vacuum = FULL")  # the file shrinks when rows are deleted
                 self._connection.execute("PRAGMA journal_mode = WAL")
                 self._connection.execute(f"PRAGMA journal_size_limit = {MAX_LOG_BYTES}")
                 with self.transaction():

@@ -105,7 +105,7 @@ class FileStore:
                 self._remove(file_id)
 
     def remove_unused(self, file_id: str) -> None:
-        """Deletes the contents for a file id, unless the file has an entry or an unfinished batch needs it. Raises
+        """Deletes the contents for a file id, unless the file has an entry or is needed by an unfinished batch. Raises
         OSError."""
         users = "SELECT id FROM file WHERE id = ?1 UNION SELECT id FROM batch WHERE needs = ?1"
         if not self.database.execute(users, file_id):
@@ -149,7 +149,7 @@ class FileStore:
     def put(
         self, file_id: str, lines: Iterable[bytes], filename: str, purpose: str, expires_after_s: int | None
     ) -> None:
-        """Stores a file of `lines`, and replaces a file with the same id. Does not check the limit of space. Any thread
+        """Stores a file of `lines`, and replaces a file with the same id. Does not check the space limit. Any thread
         may call this method. Raises StorageError."""
         with storing(self._folder):
             write_atomically(self.contents(file_id), lines, OWNER_ONLY)

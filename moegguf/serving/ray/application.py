@@ -39,10 +39,10 @@ from moegguf.serving.ray.preference import MAX_CONVERSATIONS, conversation_of, r
 from moegguf.serving.wire import Message, build_error, encode_error
 from moegguf.settings import n_parallel, read_settings
 
-# The name of the function that makes the HTTP application. This package does not import it: only the replica with the
+# The name of the function that creates the HTTP application. This package does not import it: only the replica with the
 # HTTP APIs needs it.
 MAKE_HTTP = "moegguf.server.app:make_http"
-# maximum number of requests at once in the HTTP replica, which forwards them to the models' replicas
+# maximum number of simultaneous requests in the HTTP replica, which forwards them to the models' replicas
 MAX_HTTP_REQUESTS = 4096
 STATUS_PERIOD_S = 5.0
 STATUS_TIMEOUT_S = 5.0
@@ -150,7 +150,7 @@ class Replica:
         returns. An error of moegguf is yielded as `Failure`. Closing the generator stops an answer after the current
         pass.
 
-        Only the router uses `conversation`. `client` is the client whose turn the request takes.
+        Only the router uses `conversation`. `client` determines the turn of the request in the queue.
         """
         current_client.set(client)
         try:
@@ -326,7 +326,8 @@ class ConversationRouter(RequestRouter):
         """Returns the replicas in ranks, preferred replicas first. Ray Serve calls this method for each request."""
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # Ray retries later if all replicas are full
-        # Ray takes the first of equally loaded replicas. So the replica whose last conversation is oldest comes first.
+        # Ray chooses the first of equally loaded replicas. So the replica whose last conversation is oldest comes
+        # first.
         last_sent = {replica: i for i, replica in enumerate(self._went.values())}
         replicas = sorted(candidate_replicas, key=lambda replica: last_sent.get(replica.replica_id, -1))
         ids = [replica.replica_id for replica in replicas]

@@ -19,7 +19,7 @@ MAX_IMBALANCE = 4  # a replica with this many requests more than the least loade
 
 
 def conversation_of(request: Request) -> str:
-    """Returns a hash that is equal for all turns of a conversation whose beginning and options stay unchanged.
+    """Returns a hash that is the same for all turns of a conversation whose beginning and options do not change.
 
     The hash covers the owner, the options that templates write before the first message, and the messages up to the
     user's first message. Without messages it covers the beginning of the context or prompt. Raises OptionError for
