@@ -179,8 +179,8 @@ class BatchLoop:
             self._drop_other_scales()
 
     def _drop_other_scales(self) -> None:
-        """Sets the scale of the LoRA adapter back to the scale that the model was loaded with. If this changes the
-        scale, also clears the context, because its tokens were computed with the other scale."""
+        """Resets the scale of the LoRA adapter to the one that the model was loaded with. If this changes the scale,
+        also clears the context, because its tokens were computed with the other scale."""
         scale = self._llm.context.lora_scale
         self._llm.context.scale_adapter(None)
         if scale != self._llm.context.lora_scale:
