@@ -407,9 +407,9 @@ class ModelManager:
     def _next_of(self, model: ManagedModel) -> LeaseRequest | None:
         """Returns the request that is granted next, or None.
 
-        Requests behind a request that needs another load wait. After a load of another model has waited for OVERTAKE_S,
-        only requests that arrived before it are granted. Such a request may be anywhere in the queue, since the queue
-        is in the order of turns.
+        Requests queued behind a request that needs another load have to wait. After a load of another model has waited
+        for OVERTAKE_S, only requests that arrived before it are granted. Such a request may be anywhere in the queue,
+        since the queue is sorted by turns.
         """
         since = math.inf  # ticket of a load that must not be overtaken; inf: there is none
         if self._short is not None:

@@ -90,7 +90,8 @@ class Requests:
     ) -> None:
         """Reads and checks all lines. An invalid line raises nothing: its `RequestLine` has an `error`.
 
-        Raises BatchFileError if all lines are blank, or if more than `max_requests` are not. None sets no limit.
+        Raises BatchFileError if all lines are blank, or if there are more than `max_requests` other lines (None: no
+        limit).
         """
         self._file = file = in_utf8(file)
         self._endpoints = endpoints

@@ -28,7 +28,7 @@ SCHEMA = (
     "CREATE TABLE answer (batch TEXT, number INTEGER, requests TEXT, line BLOB, PRIMARY KEY (batch, number))",
     f"PRAGMA user_version = {VERSION}",
 )
-MAX_LOG_BYTES = 4 << 20  # a longer write-ahead log is cut to this size when its changes are in the database
+MAX_LOG_BYTES = 4 << 20  # a longer write-ahead log is truncated to this size once its changes are in the database
 DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 

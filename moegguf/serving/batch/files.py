@@ -133,7 +133,7 @@ class FileStore:
         self._answer_bytes += n_bytes
 
     def count_answers(self) -> None:
-        """Counts the bytes of all answers in the database again. Raises StorageError."""
+        """Recounts the bytes of all answers in the database. Raises StorageError."""
         ((self._answer_bytes,),) = self.database.execute("SELECT coalesce(sum(length(line)), 0) FROM answer")
 
     def room(self) -> int:
