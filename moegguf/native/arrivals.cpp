@@ -43,8 +43,8 @@ int Arrivals::next_id(const PoolTensor & t, ggml_mul_mat_id_order & order, const
         if (is_there(t, s)) { return take(id); }
         order.late[order.n_late++] = id;
     }
-    // A call of the stream's next() after the last streamed expert may end the stream, and own_slot() is not valid
-    // afterwards. So late matrices of experts that have their own slots are taken before that call.
+    // Calling the stream's next() past the last streamed expert may end the stream, and own_slot() is not valid
+    // afterwards. Late matrices of experts that have their own slots are therefore taken before that call.
     const int i = order.i - n_as;
     if (streams && i >= 0 && !(order.n_late > 0 && i >= stream_.n_experts())) {
         return stream_.next(order, i, t.kind, is_first_thread);
@@ -61,8 +61,8 @@ int Arrivals::next_id(const PoolTensor & t, ggml_mul_mat_id_order & order, const
 }
 
 // Returns true if a wait for the matrix can end: the matrix has arrived, a transfer into its slot failed, or no
-// transfer will bring the matrix. The last case happens in a failed pass, whose slot ids are all 0. Needs the store's
-// lock.
+// transfer will bring the matrix. The last case happens in a failed pass, whose slot ids are all 0. The caller must
+// hold the store's lock.
 bool Arrivals::is_decided(const PoolTensor & t, int s) const {
     const Slot & slot = tier_->residency.slot(s);
     return is_there(t, s) || tier_->residency.failed(s) || slot.pins == 0 || !((slot.queued | slot.reading) & t.kind);

@@ -17,7 +17,7 @@ class ExpertStream {
   public:
     virtual ~ExpertStream() = default;
     virtual bool has(const void * ids) const = 0; // true: these ids belong to the layer that is streamed now
-    // Returns the slot of an expert that has its own; negative: the expert is streamed or not chosen.
+    // Returns the expert's own slot; negative: the expert is streamed or not chosen.
     virtual int own_slot(int expert) const = 0;
     virtual int n_experts() const = 0; // number of streamed experts
     // Waits for a matrix of the streamed expert with index i, writes its slot to `order`, and returns the expert.

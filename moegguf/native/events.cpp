@@ -42,8 +42,8 @@ bool Events::has_space(size_t n_words) const {
 }
 
 // Copies an event and the arrays that it points to into the ring. Does nothing if the listener has no callback for the
-// event. If the ring is full, the event is dropped, or the call waits (MOEGGUF_LISTEN_EVERYTHING). An event for which
-// there is no memory is dropped, too.
+// event. If the ring is full, the event is dropped, or the call waits (MOEGGUF_LISTEN_EVERYTHING). An event is also
+// dropped if memory runs out.
 template <typename Event>
 void Events::post(Event & event, Event Record::* kind, std::initializer_list<Array> arrays) {
     constexpr bool routed = std::is_same_v<Event, moegguf_routing_event>;

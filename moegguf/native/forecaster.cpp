@@ -115,9 +115,9 @@ void Forecaster::routing(int il, const PassTokens & of, const int32_t * expert_i
     });
 }
 
-// Writes the last token of each sequence of a pass to record.last. Keeps at most most_selected sequences, at even
-// distances. If the pass has token ids, also writes up to most_known ids of each kept sequence to record.tokens: the
-// last ones in the pass.
+// Writes the last token of each sequence of a pass to record.last. Keeps at most most_selected sequences, evenly
+// spaced. If the pass has token ids, also writes the last ids of each kept sequence, up to most_known, to
+// record.tokens.
 void Forecaster::choose_last(const PassTokens & of, Record & record) {
     std::vector<LastToken> & last = record.last;
     int first = 0;
@@ -270,8 +270,8 @@ void Forecaster::select_sequences(const Record & record) {
     }
 }
 
-// Returns the predictor of a sequence. A new sequence gets a new predictor, or the least recently used one if there are
-// most_sequences already.
+// Returns the predictor of a sequence. A new sequence gets a new predictor, or the least recently used one if
+// most_sequences predictors already exist.
 Forecaster::SequencePredictor & Forecaster::predictor_of(int sequence) {
     const auto end = predictors_.end();
     auto found =
@@ -408,11 +408,11 @@ void Forecaster::issue_prefetches() {
     transfers_.wake_idle_reader();
 }
 
-// Adds prefetches of a layer's most probable experts that have no slot, at most as many as the pass's tokens can use.
-// The worth of a prefetch is its expected gain minus its expected cost, and must be above 0. If the expert is used, the
-// gain is the share of the transfer that ends before the layer is reached. If the expert is not used, the cost is
-// waste_weight, because the transfer keeps the link busy. With waste_weight 0, the worth is infinite. A prefetch may
-// evict only an expert that is worth less.
+// Adds prefetches of a layer's most probable experts, up to the number that the pass's tokens can use, and skips
+// experts that have a slot. The worth of a prefetch is its expected gain minus its expected cost, and must be above 0.
+// If the expert is used, the gain is the share of the transfer that ends before the layer is reached. If the expert is
+// not used, the cost is waste_weight, because the transfer keeps the link busy. With waste_weight 0, the worth is
+// infinite. A prefetch may evict only an expert that is worth less.
 void Forecaster::want_layer(int at, uint64_t deadline) {
     const LayerForecast & row = layers_[at];
     const int il = layout_.moe_layers[at];

@@ -34,9 +34,10 @@ from moegguf.processor import read_processor
 from moegguf.settings import read_environment
 
 LOG_ERROR = 4  # GGML_LOG_LEVEL_ERROR of enum ggml_log_level
-# GOMP_SPINCOUNT: the number of polls before a waiting thread sleeps. 20000 polls take a good part of a millisecond;
+# GOMP_SPINCOUNT: the number of polls before a waiting thread sleeps. 20000 polls take a large part of a millisecond;
 # GNU's default is 300000. While experts can be absent (`moegguf/native/threads.h`), OpenMP polls only 1000 times, or
-# 100 times without `active`. With all experts present, this low number of polls would cost up to a fifth of the speed.
+# 100 times without `active`. With all experts present, such a low number of polls would cost up to a fifth of the
+# speed.
 SPINNING = {"GOMP_SPINCOUNT": "20000", "OMP_WAIT_POLICY": "active"}
 
 
@@ -77,7 +78,7 @@ def check_processor(folder: Path) -> None:
 
 @contextmanager
 def _short_spins() -> Iterator[None]:
-    """Shortens the time for which OpenMP's threads spin before they sleep, by environment variables.
+    """Sets environment variables that shorten the time for which OpenMP's threads spin before they sleep.
 
     Does nothing if one of the variables in SPINNING is set already. OpenMP must be loaded inside the block. With GNU's
     default, threads spin for longer than a time slice of the scheduler. Threads that share a processor, as on a busy
@@ -282,7 +283,7 @@ _ERRORS: dict[int, type[MoeggufError]] = {
 def error(status: int, message: str) -> MoeggufError:
     """Returns an exception with this message, of the type that belongs to a status of the C ABI.
 
-    An unknown status gives MoeggufError.
+    For an unknown status, the type is MoeggufError.
     """
     return _ERRORS.get(status, MoeggufError)(message)
 
@@ -290,7 +291,7 @@ def error(status: int, message: str) -> MoeggufError:
 def check(status: int) -> None:
     """Raises an exception for a status other than abi.OK, with the library's reason as its text.
 
-    This function is called after each call of the library that returns a status.
+    ctypes calls this function after each library call that returns a status.
     """
     if status != abi.OK:
         raise error(status, load().moegguf_last_error().decode(errors="replace"))

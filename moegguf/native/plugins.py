@@ -1,6 +1,6 @@
 """Loads ggml backends that are installed as separate packages, such as moegguf-cuda13.
 
-Each package adds one folder to the namespace package `moegguf_backends`. The folder has the package's name without
+Each package adds one folder to the namespace package `moegguf_backends`. The folder is named like the package, without
 `moegguf-`. The folder contains one library and the file UPSTREAM, which lists the sources from which the library was
 built. `tools/gpu/plugin.py` builds such packages.
 """
@@ -22,7 +22,7 @@ GPU = 1  # value of enum ggml_backend_dev_type
 
 
 def read_pin(folder: Path) -> dict[str, str]:
-    """Reads the lines `key = value` of the file UPSTREAM in a folder. Returns {} if there is no such file."""
+    """Reads the `key = value` lines of the file UPSTREAM in a folder. Returns {} if there is no such file."""
     file = folder / "UPSTREAM"
     lines = file.read_text().splitlines() if file.exists() else []
     pairs = (line.partition("=") for line in lines if "=" in line and not line.startswith("#"))

@@ -64,7 +64,7 @@ struct Shared {
     const std::unique_ptr<Clock> clock;
     std::atomic<bool> cancelled{false};
     std::atomic<bool> stopping{false};
-    std::string error; // reason of the last failed transfer; guarded by the lock
+    std::string error; // reason for the last failure of a transfer; guarded by the lock
     // Number of times that a kernel stopped waiting because the store was cancelled or closed, and left matrices out.
     std::atomic<uint64_t> given_up{0};
 
@@ -74,9 +74,9 @@ struct Shared {
     // so the child must not touch them.
     bool forked() const { return fork_generation.load(std::memory_order_relaxed) != born_; }
 
-    // Waits until done() returns true. done() is called under the lock, at first and after each notification; the lock
-    // is free in between. Returns false if the store is cancelled or closed, or if nothing is left to wait for (virtual
-    // time).
+    // Waits until done() returns true. done() is called under the lock, once at the start and then after each
+    // notification; the lock is free in between. Returns false if the store is cancelled or closed, or if nothing is
+    // left to wait for (virtual time).
     template <typename Done>
     bool wait(Lock & lock, Done done) {
         return wait_for(lock, done, Clock::Deadline::max(), [this] { return cancelled || stopping; });

@@ -36,7 +36,7 @@ class Tier(enum.IntEnum):
 
 
 STAGING_TENSORS = 2  # one tensor is filled while a layer computes with the other one; a third one brings no gain
-# The largest share of a device's memory for experts that two staging tensors may take. Slots get the rest.
+# The largest share of a device's memory for experts that two staging tensors may occupy. Slots get the rest.
 STAGING_SHARE = 0.25
 
 
@@ -69,9 +69,9 @@ def _bits(options: StoreOptions | ListenOptions, enum: str) -> int:
 
 @dataclass(frozen=True)
 class StoreOptions:
-    """Options for the way in which the store moves experts.
+    """Options that control how the store moves experts.
 
-    The defaults were chosen by measurements. Tests and ablations turn single options off.
+    The defaults were chosen by measurements. Tests and ablations turn individual options off.
     """
 
     readers: int = 4  # number of threads that read each copy of the model's files
@@ -82,8 +82,8 @@ class StoreOptions:
     demand_first: bool = True  # demands are read before all prefetches; False: after all prefetches
     overlap: bool = True  # a layer may begin to compute before all of its matrices are there
     # If several tokens choose nearly all experts of a layer, experts of the next layer are prefetched into the slots
-    # that the layer leaves. In successive passes of several tokens that use more experts than there are slots, experts
-    # of the layer that is needed last are evicted first, unless the policy's scores decide.
+    # that the layer does not need. In successive passes of several tokens that use more experts than there are slots,
+    # experts of the layer that is needed last are evicted first, unless the policy's scores decide.
     sweep: bool = True
     # If True, the experts of passes with several tokens are streamed through a few of the CPU's slots in each layer,
     # and each expert is read once. If False, experts are streamed only if the experts of a layer do not fit into the
@@ -197,7 +197,7 @@ class Store:
         self._handle: int | None = None
         self._listener: Any = None  # struct moegguf_listener, kept because C calls its functions
         self._callback_error: BaseException | None = None
-        self._callback_thread = 0  # identifier of the thread on which a callback runs now; 0: none
+        self._callback_thread = 0  # identifier of the thread on which a callback is running; 0: none
         self._predictor: NativePredictor | None = None  # kept because the store reads its arrays
         self.layout = layout
         self.options = options
@@ -342,7 +342,7 @@ class Store:
         """Counts each expert's look-ups, and the slots assigned to it, since the store was opened.
 
         Returns (look-ups, assigned slots) of the tiers that compute, both (n_layer, n_expert). In a pool that has every
-        expert, look-ups are counted only while `watch` is on or something listens.
+        expert, look-ups are counted only while `watch` is on or there is a listener.
         """
         uses, loads = np.zeros(self.shape, np.uint32), np.zeros(self.shape, np.uint32)
         self._library.moegguf_store_activity(self.handle, uses.ctypes.data, loads.ctypes.data, uses.size)
@@ -371,8 +371,8 @@ class Store:
     def set_forecast(self, probabilities: npt.ArrayLike | None, known: Sequence[int] = ()) -> None:
         """Replaces the forecast that policies read.
 
-        probabilities: (n_layer, n_expert) probability that an expert is used when its layer comes next; None: nothing
-        is known.
+        probabilities: (n_layer, n_expert) probability that an expert is used the next time its layer is computed; None:
+        nothing is known.
 
         known: the layers with a forecast.
         """
@@ -408,7 +408,7 @@ class Store:
         self._predictor = predictor
 
     def act_on_forecasts(self, on: bool) -> None:
-        """Switches prefetching for forecasts of the store's own predictor on or off. Prefetching is on at first."""
+        """Switches prefetching for forecasts of the store's own predictor on or off. Prefetching is initially on."""
         self._library.moegguf_store_prefetch(self.handle, on)
 
     def forecast(self) -> tuple[Float32s, npt.NDArray[np.bool_]]:
@@ -440,7 +440,7 @@ class Store:
     def pause_fill(self, on: bool) -> None:
         """Pauses the filling of free slots in the background, or resumes it.
 
-        A caller pauses the filling while the processor and the disk have other work.
+        Callers pause it while the processor and the disk have other work.
         """
         self._library.moegguf_store_pause_fill(self.handle, on)
 
@@ -452,8 +452,8 @@ class Store:
     ) -> None:
         """Calls on_routing for each routing event, and on_tokens for each announcement, on the store's event thread.
 
-        Without arguments it stops the calls, and returns after the last one. The functions may keep an event's arrays.
-        An exception in a function ends the calls. The next `raise_callback_error` then raises CallbackError.
+        Without arguments, stops the calls, and returns after the last one. The functions may keep an event's arrays. An
+        exception in a function ends the calls. The next `raise_callback_error` then raises CallbackError.
         """
         self._library.moegguf_store_listen(self.handle, None)
         self._listener = None
@@ -501,7 +501,7 @@ class Store:
     def resize(self, n_slots: int, tier: Tier = Tier.COMPUTE, device: int | None = None) -> None:
         """Sets the number of slots that a tier uses, up to the number with which it was opened.
 
-        No pass may be under way. Pageable host memory of the unused slots goes back to the system. In other memory a
+        No pass may be under way. Pageable host memory of the unused slots goes back to the system. In other memory, a
         new pool is allocated. If there is too little memory for the old and a smaller new pool, all slots are emptied
         first, and the tier may get fewer slots.
 

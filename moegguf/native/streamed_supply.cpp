@@ -38,9 +38,9 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
 
     bool computes_on_arrival(int il) const override { return arrivals_.covers(il); }
 
-    // Returns true if this supply can serve the event. The event has several tokens and is computed on the CPU, in a
-    // tier that has fewer slots than experts and is filled directly from the file. Either the event's experts outnumber
-    // the usable slots, or MOEGGUF_STREAM is set. Kernels must be able to choose the order of matrices
+    // Returns true if this supply can serve the event. The event must have several tokens and be computed on the CPU,
+    // in a tier that has fewer slots than experts and is filled directly from the file. Its experts must outnumber the
+    // usable slots, unless MOEGGUF_STREAM is set. Kernels must be able to choose the order of matrices
     // (Arrivals::possible).
     bool can_stream(const Context & context) const override {
         const Event & event = context.event;
@@ -49,7 +49,7 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
             return false;
         }
         // Kernels themselves must wait for matrices, and must read the ids in place, because has() compares the address
-        // of the ids. In a simulation no kernel runs.
+        // of the ids. In a simulation, no kernel runs.
         const bool asked = !kernels_take() || (event.wait_kinds == 0 && event.ids_in_place);
         return asked && ((int)event.experts.size() > tier.residency.n_usable() || shared_.has(MOEGGUF_STREAM));
     }
@@ -108,8 +108,8 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
         return std::min({most_streaming_slots, half, n_usable, (int)context.event.experts.size()});
     }
 
-    // Assigns slots to the stream. Waits for the first slot, and takes further slots only while they are available at
-    // once. If no slot becomes available, fails the pass and returns false.
+    // Assigns slots to the stream. Waits for the first slot, and takes further slots only while they are immediately
+    // available. If no slot becomes available, fails the pass and returns false.
     bool take_slots(Context & context, size_t n_absent, Lock & lock) {
         const Event & event = context.event;
         const auto assign = [&] { return tier_->assign(event.il, no_expert, event.step); };

@@ -54,7 +54,7 @@ struct Pass {
 // A router's choice of experts at one layer, and how the caller will use the experts.
 struct Choice {
     int il = -1;
-    // [n_tokens][n_expert_used] expert ids; Store::acquire replaces them by slot ids unless experts are streamed.
+    // [n_tokens][n_expert_used] expert ids; Store::acquire replaces them with slot ids unless experts are streamed.
     int32_t * ids = nullptr;
     int n_expert_used = 0;
     int n_tokens = 0;
@@ -138,7 +138,7 @@ struct Context {
     Context(Store & store, Tier & tier, int n_expert_max);
 
     // Records a failure of the pass, unless an earlier failure has not been cleared. After a failure, Store::acquire
-    // replaces all ids of the pass by 0.
+    // replaces all ids of the pass with 0.
     void fail(moegguf_status status, const std::string & why);
     void fail_forked() { fail(MOEGGUF_FORKED, forked_text); }
     bool failed() const { return failure.failed; }
@@ -152,11 +152,11 @@ struct Context {
     void note_failures(const Shared & shared);
 
     // Waits until the copy thread has recorded the end of all copies for which the stream waits, and unpins the slots
-    // in `late`. Afterwards neither the next victim nor a failure of the pass depends on when the copy thread runs.
+    // in `late`. Afterwards, neither the next victim nor a failure of the pass depends on when the copy thread runs.
     void await_copies(Shared & shared, Lock & lock);
     void free_late(Shared & shared, Lock & lock);
     // Moves the pinned slots into `late` if the end of a copy into one of them has not been recorded. The next layer
-    // then need not wait for the record. If `late` has slots, waits for their copies and unpins them first.
+    // then does not have to wait for the record. If `late` has slots, waits for their copies and unpins them first.
     void set_aside(Shared & shared, Lock & lock);
 
     // Fills event.sequences and event.phases. Returns false if the tokens were announced without a sequence for each
@@ -174,9 +174,9 @@ struct Context {
     Failure failure;
     ggml_backend_sched_t scheduler = nullptr; // scheduler that computes the graph; nullptr: not known
     uint64_t passed_over = 0;                 // value of Store::passed_over() when the scheduler's graph was built
-    HostIds ids;                              // host copies of ids that lie in a device's memory
-    std::vector<float> weights;               // host copy of routing weights that lie in a device's memory
-    std::vector<float> inputs;                // host copy of router inputs that lie in a device's memory
+    HostIds ids;                              // host copies of ids that are in a device's memory
+    std::vector<float> weights;               // host copy of routing weights that are in a device's memory
+    std::vector<float> inputs;                // host copy of router inputs that are in a device's memory
 };
 
 // Supplies each expert in its own slot. An absent expert gets a free slot or the slot of a victim. This class serves
@@ -210,7 +210,7 @@ class Supply {
     // Waits until each slot has these matrices or has failed, or until the store is cancelled. Does not wait for
     // streamed experts, nor for submitted copies if the context has a stream: the stream then waits for them.
     virtual void wait(Context & context, uint8_t kinds);
-    virtual void finish(Context & context); // replaces the event's expert ids by slot ids; a stream keeps them
+    virtual void finish(Context & context); // replaces the event's expert ids with slot ids; a stream keeps them
 
   protected:
     // Looks up the event's experts, and pins at most `most` of those that have slots. All others count as misses. Must

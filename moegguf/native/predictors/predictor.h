@@ -35,14 +35,14 @@ class Predictor {
 
     virtual void on_sequence() {} // is called when the next passes belong to another sequence
 
-    // Is called when a pass begins. `tokens`: the sequence's last n tokens of the pass; n = 0: the tokens are not
+    // Is called when a pass begins. `tokens`: the sequence's last n tokens in the pass; n = 0: the tokens are not
     // known.
     virtual void on_tokens(const int32_t * tokens, int n) { on_token(n == 1 ? tokens[0] : -1); }
-    // Is called when a pass begins. `token`: the sequence's only token of the pass; -1: the sequence has several
+    // Is called when a pass begins. `token`: the sequence's only token in the pass; -1: the sequence has several
     // tokens, or its token is not known.
     virtual void on_token(int token) { (void)token; }
 
-    // Receives an observation. Its arrays stay valid until the next call of on_tokens or on_routing.
+    // Receives an observation. Its arrays stay valid until the next call to on_tokens or on_routing.
     virtual void on_routing(const Observation & seen) { (void)seen; }
 
     // Writes the probability that each expert [n_expert] of layer il is used. `distance` counts layers with experts
@@ -52,7 +52,7 @@ class Predictor {
     virtual bool predict(int il, int distance, float * probabilities) = 0;
 };
 
-// The trained arrays of a predictor. They lie in memory of the C ABI's caller, and are only read.
+// The trained arrays of a predictor. They belong to the caller of the C ABI, and are only read.
 class Arrays {
   public:
     explicit Arrays(const moegguf_predictor & given); // Throws Error(INVALID).
