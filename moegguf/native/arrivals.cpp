@@ -15,10 +15,10 @@ Arrivals::Arrivals(const Layout & layout, Shared & shared, Tier * tier, ExpertSt
     for (size_t i = 0; i < tensors_.size(); i++) { tier->pool()->set_op_params((int)i, &tensors_[i]); }
 }
 
-// Returns the id, below n_as, that the calling kernel multiplies with next, and writes the index of its slot to
-// order->at; -1: none is left. An id is a slot id, or an expert id in a streamed layer. Ids that no row uses are
-// skipped. The layer's slots must be pinned. Matrices that will not arrive are left out, and the pass then ends after
-// this graph node (Store::must_abort).
+// Returns the id, below n_as, that the calling kernel multiplies with next; -1: none is left. Writes the index of the
+// id's slot to order->at. An id is a slot id, or an expert id in a streamed layer. Ids that no row uses are skipped.
+// The layer's slots must be pinned. Matrices that will not arrive are skipped, and the pass then ends after this graph
+// node (Store::must_abort).
 int Arrivals::next(ggml_mul_mat_id_order * order, const int64_t * row_counts, int n_as, int ith) {
     const PoolTensor & t = *(const PoolTensor *)order->next;
     return t.arrivals->next_id(t, *order, row_counts, n_as, ith == 0);
@@ -68,7 +68,7 @@ bool Arrivals::is_decided(const PoolTensor & t, int s) const {
     return is_there(t, s) || tier_->residency.failed(s) || slot.pins == 0 || !((slot.queued | slot.reading) & t.kind);
 }
 
-// Waits until decided(i) is true for one of n matrices: the matrix has arrived or will not come. Returns the lowest
+// Waits until decided(i) is true for one of n matrices: the matrix has arrived or will not arrive. Returns the lowest
 // such index i; -1: the store was cancelled or closed, or this is a child process.
 template <typename Decided>
 int Arrivals::await_any(int n, Decided decided, bool is_first_thread) {

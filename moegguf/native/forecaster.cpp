@@ -161,7 +161,7 @@ void Forecaster::post(const PassTokens & of, int il, uint64_t pass, Fill fill) {
         choose_last(of, record);
         fill(record);
     } catch (const std::bad_alloc &) {
-        return; // the record is lost, but the pass goes on
+        return; // the record is lost, but the pass continues
     }
     if (!thread_.joinable()) { // a simulation has no thread: the caller predicts
         follow(record, true);

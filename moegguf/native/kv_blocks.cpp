@@ -149,7 +149,7 @@ struct moegguf_kv_blocks {
         changed.notify_one();
     }
 
-    // Takes groups of blocks and fills them, until no blocks are left and no more will come. Two threads call this.
+    // Takes groups of blocks and fills them, until no blocks are left and no more will be added. Two threads call this.
     void fill_some() {
         std::unique_lock<std::mutex> lock(mutex);
         while (true) {

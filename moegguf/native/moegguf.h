@@ -224,7 +224,7 @@ struct moegguf_tier_info {
     int32_t n_slots;
     int32_t n_slots_usable; // slots that may be used; moegguf_store_resize changes this number
     int32_t resident;       // 1: each expert of the tier has its own slot; staging tensors: always 1
-    int32_t pinned_memory;  // 1: pinned host memory, from which the device copies by itself
+    int32_t pinned_memory;  // 1: pinned host memory, from which the device copies directly
     char device[64];        // names of the devices that compute with its slots; RAM: device that copies from them
     char note[192];         // reason why its memory is not pinned for all devices; empty: there is none
 };

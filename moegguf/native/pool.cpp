@@ -53,7 +53,7 @@ bool is_of(ggml_backend_dev_t device, std::initializer_list<const char *> backen
     return std::any_of(backends.begin(), backends.end(), [&](const char * of) { return strcmp(name, of) == 0; });
 }
 
-// Returns true if a device has a host buffer type whose memory it copies from by itself (pinned memory). The type may
+// Returns true if a device has a host buffer type whose memory it copies from directly (pinned memory). The type may
 // belong to the backend's first device. Memory that CUDA, ROCm or MUSA has pinned is pinned for all of the backend's
 // devices. For a second Vulkan device, host memory of the first one is ordinary memory.
 bool pins(ggml_backend_dev_t device) {

@@ -1,7 +1,7 @@
 // pool.h: the memory of expert slots on one ggml device, and the tensors that llama.cpp multiplies with.
 //
 // A pool allocates, writes and frees its own arenas (one for each matrix kind), and binds its tensors to them. It does
-// not know which expert is in a slot. Callers make sure that only one thread at a time writes a matrix of a slot.
+// not know which expert is in a slot. Callers ensure that only one thread at a time writes a matrix of a slot.
 #pragma once
 
 #include "layout.h"
@@ -24,7 +24,7 @@ struct PoolMemory {
     ggml_backend_dev_t device = nullptr; // device that computes with the memory or copies from it
     ggml_backend_buffer_type_t buft = nullptr;
     bool repack = false; // true: interleaves weights of types that the device's kernels support
-    bool pinned = false; // true: pinned host memory, from which the device copies by itself
+    bool pinned = false; // true: pinned host memory, from which the device copies directly
     // The reason why the memory is not pinned for all devices. Empty: it is pinned for all of them, or needs no
     // pinning.
     std::string note;
@@ -49,8 +49,7 @@ void pad(ggml_backend_dev_t device, moegguf_matrix * matrices, int n);
 // device can multiply set no limit.
 int most_slots(ggml_backend_dev_t device, const moegguf_matrix * matrices, int n, int n_slots);
 
-// Alignment in bytes of interleaved rows that are written with stores that bypass the processor's caches
-// (interleave.cpp).
+// Alignment in bytes of interleaved rows that are written with cache-bypassing stores (interleave.cpp).
 constexpr uintptr_t uncached_alignment = 16;
 
 // A function that interleaves n_rows rows of n_cols values. It reads `rows` in the file's layout, and writes `out`,
@@ -88,8 +87,8 @@ class Pool {
     bool kernels_ask_for_order() const;
     void set_op_params(int matrix, const void * pointer);
     // Returns a dummy weight in the CPU's memory, or nullptr if kernels cannot choose the order of experts. ggml
-    // computes a node on the device on which the node's weights lie. The node that holds the ids has this dummy weight
-    // as a source, so ggml computes it on the CPU. Kernels then read the ids in the memory into which the hook has
+    // computes a node on the device that holds the node's weights. The node that holds the ids has this dummy weight as
+    // a source, so ggml computes it on the CPU. Kernels then read the ids from the memory into which the hook has
     // written them.
     ggml_tensor * cpu_anchor() const { return cpu_anchor_; }
 

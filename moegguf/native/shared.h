@@ -1,7 +1,7 @@
 // shared.h: the state that all parts of one store share: the lock, switches, counters, the clock, and the functions
 // with which compute threads wait.
 //
-// READY bits (Residency::ready) are read without the lock. A thread that does not find them set takes the lock and
+// READY bits (Residency::ready) are read without the lock. A thread that finds a needed bit unset takes the lock and
 // waits on `done`, which is notified at the end of each transfer. The wait also ends when the store is cancelled or is
 // being closed. This file knows nothing about slots and queues.
 #pragma once
@@ -82,7 +82,7 @@ struct Shared {
         return wait_for(lock, done, Clock::Deadline::max(), [this] { return cancelled || stopping; });
     }
     // Waits until done() returns true or the deadline passes, and returns the last result of done(). Unlike wait(), it
-    // goes on waiting while the store is cancelled or being closed.
+    // continues to wait while the store is cancelled or being closed.
     template <typename Done>
     bool wait_regardless(Lock & lock, Done done, Clock::Deadline deadline) {
         return wait_for(lock, done, deadline, [] { return false; });

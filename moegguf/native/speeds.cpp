@@ -19,8 +19,8 @@ constexpr int least_runs = 3;
 // No run starts after longest * `seconds`, even if there were fewer than least_runs.
 constexpr int longest = 10;
 
-// Repeats run() for about `seconds`, and at least a few times. Returns the time of an undisturbed run in ns: the lower
-// quartile of all times.
+// Repeats run() for about `seconds`, and normally at least least_runs times. Returns the time of an undisturbed run in
+// ns: the lower quartile of all times.
 double run_ns(double seconds, const std::function<void()> & run) {
     run(); // not measured: the first run allocates memory and compiles kernels
     std::vector<double> times;

@@ -17,8 +17,8 @@ namespace {
 // expert. In a pass that decodes, one token is enough.
 constexpr int least_tokens_to_evict = 2;
 
-// A layer's experts are copied ahead if the pass has at least this number of choices per expert. Tokens that choose
-// evenly would then use about half of the layer's experts (1 - e^-0.7).
+// A layer's experts are copied ahead if the pass has at least this many choices per expert. Tokens that choose evenly
+// would then use about half of the layer's experts (1 - e^-0.7).
 constexpr float choices_per_expert = 0.7f;
 
 // The staged supply for all devices of a store. Layers use the staging tensors of a device in turn. If a device has
@@ -98,7 +98,7 @@ class StagedSupply final : public Supply {
 
   private:
     // Waits until no slot of the device's staging tensors is pinned: a cancelled pass may have left copies from them.
-    // Then pins the event's experts that are there or on their way, demands their missing matrices, and waits for all
+    // Then pins the event's experts that are present or on their way, demands their missing matrices, and waits for all
     // copies into the tensors. Returns false if a wait was cancelled.
     bool take_tensor(Context & context, Lock & lock) {
         Tier & tier = *context.pinned.tier;

@@ -20,9 +20,9 @@ class Store {
     // Handles a routing event on a compute thread: chooses a supply, notifies observers, waits for the choice's
     // wait_kinds, and replaces expert ids with slot ids (except in an expert stream).
     //
-    // After the call, every chosen expert has a slot or is streamed, and the matrices of wait_kinds are there, or the
-    // computing stream waits for their copies. Kernels (arrivals.h) or the hook wait for all other matrices. After a
-    // failure, the context holds the reason, and all ids are 0, which is safe to compute with. The function itself
+    // After the call, every chosen expert has a slot or is streamed, and the matrices of wait_kinds have arrived, or
+    // the computing stream waits for their copies. Kernels (arrivals.h) or the hook wait for all other matrices. After
+    // a failure, the context holds the reason, and all ids are 0, which is safe to compute with. The function itself
     // moves no bytes and changes no slot.
     void acquire(const Choice & choice);
 

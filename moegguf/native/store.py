@@ -80,7 +80,7 @@ class StoreOptions:
     chunked: bool = True  # prefetches are read matrix by matrix
     preempt: bool = True  # a routing event drops queued prefetches of its layer, except for chosen experts
     demand_first: bool = True  # demands are read before all prefetches; False: after all prefetches
-    overlap: bool = True  # a layer may begin to compute before all of its matrices are there
+    overlap: bool = True  # a layer may begin to compute before all of its matrices have arrived
     # If several tokens choose nearly all experts of a layer, experts of the next layer are prefetched into the slots
     # that the layer does not need. In successive passes of several tokens that use more experts than there are slots,
     # experts of the layer that is needed last are evicted first, unless the policy's scores decide.
@@ -168,11 +168,11 @@ def native_policies() -> Mapping[str, NativePolicy]:
 class Store:
     """A cache of experts of `layout`, with n_slots slots in the memory of the device that computes.
 
-    With n_ram_slots = 0 there is one tier. Otherwise there is a second tier with n_ram_slots slots in RAM. A miss on
+    With n_ram_slots = 0, there is one tier. Otherwise there is a second tier with n_ram_slots slots in RAM. A miss on
     the device is then copied from RAM; an expert that RAM does not have is read from the file into RAM first. `tiers`
     lists the tiers that exist. `context` has the calls for the llama_context that uses the store.
 
-    n_slots: a number, or a list of several devices with their slots. In the second case every layer with experts is on
+    n_slots: a number, or a list of several devices with their slots. In the second case, every layer with experts is on
     one of the devices, `options.device` and `options.staging` have no effect, and devices with `through_ram` share the
     slots in RAM.
 
@@ -322,9 +322,9 @@ class Store:
     def staging(self) -> dict[str, Any]:
         """Returns the fields of struct moegguf_tier_info for the staging tensors of all devices; {} without any.
 
-        Each look-up is for one expert of a prompt. It is a hit if the expert was in the tensor already, or was on its
-        way. bytes_prefetched were copied ahead, and bytes_missed were copied while a layer waited. copy_ns is the time
-        of all copies, and stall_ns is the time that layers waited.
+        Each look-up is for one expert of a prompt. It is a hit if the expert was already in the tensor or on its way.
+        bytes_prefetched were copied ahead, and bytes_missed were copied while a layer waited. copy_ns is the time of
+        all copies, and stall_ns is the time that layers waited.
         """
         figures = self._figures(self._library.moegguf_store_tier, abi.TierInfo(), abi.STAGING_TIER)
         return figures if figures["n_slots"] else {}

@@ -74,8 +74,8 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
         Supply::release(context);
     }
 
-    // Waits for these matrices of the experts that have slots of their own. Kernels themselves wait for streamed
-    // experts. In a simulation, which has no kernels, this function first waits until the stream has ended.
+    // Waits for these matrices of the experts that have their own slots. Kernels themselves wait for streamed experts.
+    // In a simulation, which has no kernels, this function first waits until the stream has ended.
     void wait(Context & context, uint8_t kinds) override {
         if (!kernels_take()) {
             Lock lock(shared_.mutex);
@@ -171,7 +171,7 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
         if (!context_ || job.requests != number_) { return; }
         Kind & kind = of(job.kinds);
         kind.held[job.streamed % slots_.size()].store(job.streamed, std::memory_order_release);
-        if (!kernels_take()) { // a simulation has no kernels: the matrix counts as used at once
+        if (!kernels_take()) { // a simulation has no kernels: the matrix counts as used immediately
             give_free(kind);
         }
     }
@@ -246,7 +246,7 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
     uint32_t number_ = 0;      // number of this stream; late reads of an earlier stream have a lower number
     std::vector<int> slots_;   // slots through which the experts are streamed
     std::vector<int> experts_; // streamed experts, in this order
-    // [n_expert_max] slot of each expert that has a slot of its own; negative: the expert is streamed or not chosen.
+    // [n_expert_max] slot of each expert that has its own slot; negative: the expert is streamed or not chosen.
     std::vector<int> slot_of_;
 };
 

@@ -1,8 +1,8 @@
 // supply.h: a supply makes the experts that a layer has chosen available to the layer's multiplications. There are
 // three supplies: one slot for each expert (class Supply), a stream through a few slots (streamed_supply.cpp), and a
 // staging tensor of the layer's full shape (staged_supply.cpp). Store::acquire chooses one supply for each routing
-// event. A new supply is a class like these, which store.cpp makes and acquire.cpp chooses. If a layer needs more slots
-// at once than there are, the pass fails. moegguf/engine/solver.py plans passes that fit.
+// event. To add a supply, write a class like these, construct it in store.cpp, and choose it in acquire.cpp. If a layer
+// needs more slots at once than exist, the pass fails. moegguf/engine/solver.py plans passes that fit.
 //
 // A store has one context, because it serves one llama_context. The context is the state of this llama_context in the
 // store: the announced tokens, the position in a pass, the routing event, the pinned slots, and the failure.
@@ -122,7 +122,7 @@ struct Failure {
 };
 
 // Host memory for expert ids that are copied between a device and the compute thread. The memory is pinned if
-// Remedy::pinned_ids is on and the device supports this. The device then copies by itself.
+// Remedy::pinned_ids is on and the device supports this. The device then copies directly.
 class HostIds {
   public:
     // Returns memory for n ids of a device. Calls for one device share the memory until a call needs more. The earlier
@@ -192,12 +192,12 @@ class Supply {
     Supply & operator=(const Supply &) = delete;
 
     // Returns true if kernels themselves wait for matrices of this layer, so that they can begin before all matrices
-    // are there.
+    // have arrived.
     virtual bool computes_on_arrival(int /*il*/) const { return false; }
 
     // Callers of the next functions hold the store's lock.
     virtual bool can_stream(const Context &) const { return false; } // true: this supply can stream the event's experts
-    virtual void observe(Context &, Lock &) {}                       // is called at each event before place()
+    virtual void observe(Context &, Lock &) {}                       // called at each event before place()
     virtual void drop_ahead() {} // drops transfers that were queued ahead for later layers
     // Pins the slots of the event's experts, assigns slots to experts that have none, and queues transfers of missing
     // matrices. May add to the matrices for which Store::acquire waits (event.wait_kinds). Releases the lock while it

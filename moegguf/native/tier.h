@@ -1,7 +1,7 @@
 // tier.h: a tier is a set of slots in one kind of memory, for some layers. It owns the slots' memory (Pool), their
 // numbering, and the bookkeeping of their experts (Residency). It knows the slots of other tiers from which its own
 // slots are filled. A store has a tier for each device that computes layers. It may also have a tier in RAM that fills
-// the tiers of devices. The staging tensors of a device are one more tier, for prompts.
+// the tiers of devices. The staging tensors of a device form another tier, for prompts.
 //
 // Supplies pin (class Pinned), assign and unpin the slots of layers. The transfer queue assigns slots to prefetches,
 // and assigns and borrows the slots in RAM from which slots of devices are filled. Both kinds of links settle a slot

@@ -40,7 +40,7 @@ class StreamedReads {
   public:
     virtual ~StreamedReads() = default;
     virtual bool next_read(Job & job) = 0;     // writes to `job` the next read for which a slot is free; false: none
-    virtual void arrived(const Job & job) = 0; // is called when a streamed matrix has been read into its slot
+    virtual void arrived(const Job & job) = 0; // called when a streamed matrix has been read into its slot
 };
 
 class Transfers final : public Link {

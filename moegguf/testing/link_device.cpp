@@ -2,7 +2,7 @@
 // over a given link, in real time.
 //
 // The device's memory is ordinary RAM, but ggml treats it as a device's memory, so other code should not touch it.
-// Nothing prevents such accesses. The device computes with the CPU backend. It uses as many threads as the CPU, or a
+// Nothing prevents such access. The device computes with the CPU backend. It uses as many threads as the CPU, or a
 // different number, which makes it faster or slower. A copy between the device and the host takes the link's latency
 // plus the time that its bytes need at the link's bandwidth. Copies in one direction follow one another. A copy within
 // the device takes the time of a memory copy.
@@ -17,8 +17,8 @@
 //
 // A strict device does the worst that CUDA may do to its users:
 // - Launches and asynchronous copies run later, in the order of their stream. The stream does nothing until a caller
-//   waits for it, or until a launch is queued that was randomly chosen to begin at once.
-// - A copy to the device from host memory that is not pinned reads this memory at once, and the caller does not wait.
+//   waits for it, or until a launch is queued that was randomly chosen to begin immediately.
+// - A copy to the device from unpinned host memory reads this memory immediately, and the caller does not wait.
 // - Binding a quantised weight zeroes the padding after it. Kernels read the last row up to the end of this padding.
 //   They return NaN if the padding has wrong bytes.
 // - Fresh memory is filled with NaN, and so is memory that a copy under way writes. Freed memory becomes inaccessible.

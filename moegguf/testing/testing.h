@@ -60,8 +60,8 @@ enum moegguf_fault_kind {
     MOEGGUF_FAULT_KINDS
 };
 
-// Makes the nth operation of a kind from now on fail (1: the next). If sticky is not 0, all later operations of the
-// kind fail, too. nth 0 disarms the kind. sys_errno: the error number; 0: EIO. Does nothing for an unknown kind.
+// Makes the nth operation of a kind, counted from now, fail (1: the next). If sticky is not 0, all later operations of
+// the kind fail, too. nth 0 disarms the kind. sys_errno: the error number; 0: EIO. Does nothing for an unknown kind.
 MOEGGUF_API void moegguf_fault_arm(int kind, uint64_t nth, int sticky, int sys_errno);
 
 // Returns the number of operations of a kind since the kind was armed; 0 if it is not armed. If moegguf_fault_file has

@@ -141,8 +141,9 @@ struct Product {
     }
 };
 
-// The columns of a matrix, divided among threads. Each thread has a share of successive columns, which it takes part by
-// part. A thread that has finished its share takes parts of other shares, because another thread may be slower.
+// The columns of a matrix, divided among threads. Each thread has a share of successive columns, which it takes one
+// part at a time. A thread that has finished its share takes parts of other shares, because another thread may be
+// slower.
 struct Shares {
     int64_t * taken; // [n_threads] number of parts that were taken from each share
     int64_t n_threads, n_parts, n_cols;

@@ -100,7 +100,7 @@ class ExpectedUse : public EvictionPolicy {
 // - predicted experts, the farthest layer first.
 //
 // The paper gives this order, but no order within each of the three groups. It explains "locality" only by an example:
-// a cache of 8 experts holds the two nearest of four layers, and the third layer when the first one is done. Here
+// a cache of 8 experts holds the two nearest of four layers, and the third layer when the first one is done. Here,
 // predicted experts are ordered by their layer's distance. Experts that are not predicted are ordered by the average
 // number of passes until their next use, plus their layer's distance.
 class Locality final : public ExpectedUse<FadingAverage> {

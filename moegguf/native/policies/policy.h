@@ -1,8 +1,8 @@
 // policy.h: the interface of an eviction policy, and parts that several policies use. A policy has a score for every
 // expert, which routing events and forecasts may change. Arithmetic only: no threads, no locks.
 //
-// A new policy is a class in this folder, with a `const PolicyType` in the table of policies.cpp. If the class is in a
-// file of its own, the PolicyType is declared below. Python finds the policy by its name in this table.
+// To add a policy, write a class in this folder, and add a `const PolicyType` for it to the table in policies.cpp. If
+// the class is in its own file, declare the PolicyType below. Python finds the policy by its name in this table.
 #pragma once
 
 #include "layout.h"
@@ -54,7 +54,7 @@ class EvictionPolicy {
         return false;
     }
 
-    // Is called when the router of layer il has chosen, before any expert is evicted for the chosen ones. Returns true
+    // Called when the router of layer il has chosen, before any expert is evicted for the chosen ones. Returns true
     // if scores of this layer have changed.
     virtual bool on_routed(int /*il*/) { return false; }
 
@@ -72,7 +72,7 @@ class EvictionPolicy {
     virtual void on_use(int /*il*/, int /*expert*/) {}
     virtual void on_load(int /*il*/, int /*expert*/) {}
     virtual void on_evict(int /*il*/, int /*expert*/) {}
-    virtual void on_prefetch(int /*il*/, int /*expert*/) {} // is called when the expert gets a slot for a prefetch
+    virtual void on_prefetch(int /*il*/, int /*expert*/) {} // called when the expert gets a slot for a prefetch
 
     virtual float score(int il, int expert) const = 0; // never returns NaN
     virtual float layer_offset(int /*il*/, const LayerStep & /*now*/) const { return 0.0f; }

@@ -1,8 +1,8 @@
 // predictor.h: the interface of a predictor. A predictor estimates how probable the experts of later layers are, from
 // the pass's tokens and from the layers that were observed so far. Arithmetic only: no threads, no locks.
 //
-// A new predictor is a class in this folder, with a `const PredictorType NAME_predictor`, which is declared below and
-// listed in predictors.cpp.
+// To add a predictor, write a class in this folder, with a `const PredictorType NAME_predictor`. Declare this constant
+// below and list it in predictors.cpp.
 #pragma once
 
 #include "layout.h"
@@ -33,12 +33,12 @@ class Predictor {
   public:
     virtual ~Predictor() = default;
 
-    virtual void on_sequence() {} // is called when the next passes belong to another sequence
+    virtual void on_sequence() {} // called when the next passes belong to another sequence
 
-    // Is called when a pass begins. `tokens`: the sequence's last n tokens in the pass; n = 0: the tokens are not
+    // Called when a pass begins. `tokens`: the sequence's last n tokens in the pass; n = 0: the tokens are not
     // known.
     virtual void on_tokens(const int32_t * tokens, int n) { on_token(n == 1 ? tokens[0] : -1); }
-    // Is called when a pass begins. `token`: the sequence's only token in the pass; -1: the sequence has several
+    // Called when a pass begins. `token`: the sequence's only token in the pass; -1: the sequence has several
     // tokens, or its token is not known.
     virtual void on_token(int token) { (void)token; }
 
