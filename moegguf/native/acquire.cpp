@@ -264,7 +264,7 @@ void Store::announce_tokens(const moegguf_tokens_event & event) {
     if (events.on()) { events.tokens(event); }
 }
 
-// The function that changes the number of slots of a tier.
+// The function that resizes a tier.
 
 void Store::resize(Tier & tier, int n_slots) {
     Lock lock(shared.mutex);

@@ -54,7 +54,7 @@ void Events::post(Event & event, Event Record::* kind, std::initializer_list<Arr
     if (flags_ & MOEGGUF_LISTEN_EVERYTHING) {
         delivered_.wait(lock, [&] { return !on_ || has_space(n_words); });
     }
-    if (!on_) { // the listener has stopped meanwhile, and the next one must not get this event
+    if (!on_) { // the listener was stopped in the meantime, and the next one must not get this event
         return;
     }
     Record & record = ring_[(head_ + size_) % capacity];

@@ -19,11 +19,11 @@
 namespace moegguf {
 namespace {
 
-// Number of bytes that are read with and without O_DIRECT, and compared. One block is enough, because a file system
-// that returns wrong bytes with O_DIRECT is expected to do so on the first block, too.
+// Number of bytes that are read both with and without O_DIRECT, and then compared. One block is enough, because a file
+// system that returns wrong bytes with O_DIRECT is expected to do so on the first block, too.
 constexpr size_t check_bytes = Shard::alignment;
 
-// A read fails when signals have interrupted it this number of times, because it would probably never end.
+// A read fails when signals have interrupted it this many times, because it would probably never end.
 constexpr int most_interruptions = 1000;
 
 uint64_t down(uint64_t n) { return n / Shard::alignment * Shard::alignment; }

@@ -205,7 +205,7 @@ void Forecaster::run() {
 
 // Updates the predictors with a record. If `newest` is true and the pass is predicted, then predicts and issues
 // prefetches. `newest` is false if a later record is waiting, because that record would make the predictions obsolete.
-// In lockstep it is always true, because the next pass may be announced before the last layer's record was read.
+// In lockstep, it is always true, because the next pass may be announced before the last layer's record is read.
 void Forecaster::follow(const Record & record, bool newest) {
     const uint64_t start = now_ns();
     const bool routed = record.il >= 0;
@@ -353,7 +353,7 @@ bool Forecaster::predict_sequences(int il, int distance) {
 }
 
 // Computes for each expert the raw and the calibrated probability that any sequence of the pass uses the expert, from
-// the predictions for single sequences. Each sequence that was not selected counts like an average selected one. A
+// the predictions for individual sequences. Each sequence that was not selected counts like an average selected one. A
 // selected sequence without a prediction counts as not using the expert.
 void Forecaster::combine(LayerForecast & row, int il, int distance) {
     row.distance = distance;
@@ -417,7 +417,7 @@ void Forecaster::want_layer(int at, uint64_t deadline) {
     const LayerForecast & row = layers_[at];
     const int il = layout_.moe_layers[at];
     const float saved = transfers_.share_in_time(at - row_);
-    // Raw probabilities are seldom equal. Calibrated probabilities often are, because all experts in a bin share one.
+    // Raw probabilities are rarely equal. Calibrated probabilities often are, because all experts in a bin share one.
     const std::vector<float> & order = n_sequences_ == 1 ? row.likely : row.chances;
     const int n_best = rank(order.data(), il, layout_.layers[il].n_expert_used * n_sequences_);
     for (int i = 0; i < n_best; i++) {

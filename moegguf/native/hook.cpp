@@ -33,8 +33,8 @@ const char * get_name(ggml_backend_buffer_type_t) { return "moegguf"; }
 
 size_t mapped_bytes(size_t size) { return size ? size : 1; }
 
-// Reserves address space without memory. ggml's writes into the buffer are ignored, and its reads return zeros (for
-// example if the model is saved). Returns nullptr if the system refuses.
+// Reserves address space without memory. ggml's writes to the buffer are ignored, and ggml's reads from it return zeros
+// (for example if the model is saved). Returns nullptr if the system refuses.
 ggml_backend_buffer_t alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
     constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     void * address = mmap(nullptr, mapped_bytes(size), PROT_NONE, flags, -1, 0);
@@ -196,8 +196,8 @@ void read_details(Context & context, const ggml_tensor * t, ggml_backend_t backe
     }
 }
 
-// Returns the backend that computes the node; nullptr: the scheduler is not known. The node's work has then already
-// ended.
+// Returns the backend that computes the node; nullptr: the scheduler is not known. In that case, the node's work has
+// already ended.
 ggml_backend_t backend_of(const Context & context, ggml_tensor * t) {
     return context.scheduler ? ggml_backend_sched_get_tensor_backend(context.scheduler, t) : nullptr;
 }

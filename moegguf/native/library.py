@@ -63,7 +63,7 @@ def find_library() -> Path:
 def check_processor(folder: Path) -> None:
     """Raises LibraryError when this processor lacks instructions that the library in `folder` was compiled to use.
 
-    Such a library would end the process with SIGILL. Nothing is checked if the needed instructions or the processor's
+    Such a library would end the process with SIGILL. Checks nothing if the needed instructions or the processor's
     instructions are unknown.
     """
     listed = folder / "CPU_FEATURES"
@@ -80,7 +80,7 @@ def check_processor(folder: Path) -> None:
 def _short_spins() -> Iterator[None]:
     """Sets environment variables that shorten the time for which OpenMP's threads spin before they sleep.
 
-    Does nothing if one of the variables in SPINNING is set already. OpenMP must be loaded inside the block. With GNU's
+    Does nothing if one of the variables in SPINNING is already set. OpenMP must be loaded inside the block. With GNU's
     default, threads spin for longer than a time slice of the scheduler. Threads that share a processor, as on a busy
     machine, then wait for each other's whole slices at every barrier, hundreds of times a token.
     """
@@ -106,7 +106,7 @@ def build_identity() -> str:
 class BackendProblems(NamedTuple):
     """Reasons why ggml backends were not loaded, or found no devices."""
 
-    refused: list[str]  # a sentence for each plug-in that was not loaded because it was built from other sources
+    refused: list[str]  # a sentence for each plug-in that was not loaded because it was built from different sources
     errors: list[str]  # error messages that ggml logged while backends were loaded
 
 
@@ -124,7 +124,7 @@ def _keep_errors(level: int, text: bytes, _user: object) -> None:
 
 
 _LOG_CALLBACK = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)
-# ggml's log callback from the end of load() until the bindings set theirs. It prints errors only. Without a callback
+# ggml's log callback from the end of load() until the bindings set theirs. It prints errors only. Without a callback,
 # ggml prints every line of its log, for example the devices that it found.
 _LOG_ERRORS = _LOG_CALLBACK(_log_errors)
 _KEEP_ERRORS = _LOG_CALLBACK(_keep_errors)  # `moegguf doctor` prints these errors
@@ -134,7 +134,7 @@ _KEEP_ERRORS = _LOG_CALLBACK(_keep_errors)  # `moegguf doctor` prints these erro
 def load() -> c.CDLL:
     """Returns the native library. The first call loads it.
 
-    Raises LibraryError when the library is missing or cannot be loaded, has another ABI than this package, or needs
+    Raises LibraryError when the library is missing or cannot be loaded, has a different ABI than this package, or needs
     instructions that this processor lacks.
     """
     folder = find_library()

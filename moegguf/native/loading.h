@@ -30,7 +30,7 @@ inline bool is_on_cpu(const ggml_tensor * tensor) {
 
 // Reads n bytes of a llama_file. Two threads share a read of at least 1 MiB, because one thread copies from the page
 // cache at only half of the memory's speed. Smaller reads use llama.cpp's own function. That function also repeats a
-// failed read, and throws its error.
+// failed large read, and throws the error.
 template <typename File>
 void read_tensor(File & file, void * to, size_t offset, size_t n) {
     constexpr size_t least_bytes = 1u << 20;

@@ -1,6 +1,6 @@
 // memory_parts.cpp: implements memory_parts.h: lists the parts of llama.cpp's memory classes.
 //
-// A class that is not listed counts as a plain KV cache, whose cells can be removed after any position.
+// A class that is not listed is treated as a plain KV cache, whose cells can be removed after any position.
 #include "memory_parts.h"
 
 #include "llama-io.h"
@@ -143,8 +143,8 @@ class Writer : public llama_io_write_i {
     size_t n_left_, n_written_ = 0;
 };
 
-// Reads a state from memory. Tensors are written at the end by set_tensors(), after the whole state was read without an
-// error.
+// Reads a state from memory. Tensors are written at the end by set_tensors(), after the whole state has been read
+// without an error.
 class Reader : public llama_io_read_i {
   public:
     Reader(const void * at, size_t n) : at_((const uint8_t *)at), n_left_(n) {}

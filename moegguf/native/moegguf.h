@@ -86,7 +86,7 @@ enum moegguf_kind { MOEGGUF_GATE = 0, MOEGGUF_UP = 1, MOEGGUF_DOWN = 2, MOEGGUF_
 enum moegguf_flag {
     MOEGGUF_REPACK = 1 << 0,  // slots on the CPU have the interleaved layout where the CPU's kernels support it
     MOEGGUF_DIRECT = 1 << 1,  // shards are read with O_DIRECT if a test read with it returns the right bytes
-    MOEGGUF_CHUNKED = 1 << 2, // prefetches are read matrix by matrix, so that a demand waits for one matrix only
+    MOEGGUF_CHUNKED = 1 << 2, // prefetches are read matrix by matrix, so that a demand waits for only one matrix
     MOEGGUF_PREEMPT = 1 << 3, // a routing event drops queued prefetches of its layer, except for chosen experts
     MOEGGUF_OVERLAP = 1 << 4, // a layer may begin to compute before all of its matrices have arrived
     // If several tokens choose nearly all experts of a layer, experts of the next layer are prefetched into the slots
@@ -146,7 +146,7 @@ struct moegguf_config {
     int32_t n_mirrors;   // number of copies of the shards on other drives
     const struct moegguf_matrix * matrices;
     const char * const * shard_paths;      // [1 + n_mirrors][n_shards]; first the model's own shards
-    const int32_t * n_expert_used;         // [n_layer] experts that a token uses; 0: the layer has no experts
+    const int32_t * n_expert_used;         // [n_layer] number of experts that a token uses; 0: the layer has no experts
     const struct moegguf_device * devices; // [n_devices]
     const int32_t * device_of_layer;       // [n_layer] index of the device that computes the layer; NULL: 0 for all
     double sim_bytes_per_ns;               // simulation: bandwidth of reads from the file; 0: reads take no time
@@ -222,7 +222,7 @@ struct moegguf_tier_info {
     int32_t n_repacked;         // number of expert tensors whose slots are interleaved
     int32_t n_uncached;         // number of these tensors whose slots are written with stores that bypass the cache
     int32_t n_slots;
-    int32_t n_slots_usable; // slots that may be used; moegguf_store_resize changes this number
+    int32_t n_slots_usable; // number of slots that may be used; moegguf_store_resize changes this number
     int32_t resident;       // 1: each expert of the tier has its own slot; staging tensors: always 1
     int32_t pinned_memory;  // 1: pinned host memory, from which the device copies directly
     char device[64];        // names of the devices that compute with its slots; RAM: device that copies from them
@@ -442,7 +442,7 @@ MOEGGUF_API int moegguf_store_activity(moegguf_store * store, uint32_t * uses, u
 MOEGGUF_API int moegguf_store_watch(moegguf_store * store, int on);
 
 // Sets the eviction policy of a tier by name. values [n]: numbers that replace the policy's own constants. INVALID:
-// there is no such policy, or a value is out of range; the earlier policy stays.
+// there is no such policy, or a value is out of range; the earlier policy stays in effect.
 MOEGGUF_API int moegguf_store_set_policy(moegguf_store * store, int32_t tier, const char * name, const float * values,
                                          size_t n);
 
@@ -455,7 +455,7 @@ MOEGGUF_API const char * moegguf_policy_name(int32_t index, int32_t * takes_fore
 MOEGGUF_API int moegguf_store_set_scores(moegguf_store * store, const float * scores, size_t n);
 
 // Sets a forecast for policies: a table of the probabilities that experts are used the next time their layer is
-// computed. known [n_layer]: not 0 for layers with probabilities. NULL: there is no forecast. The store drops a layer's
+// computed. known [n_layer]: not 0 for layers with probabilities. NULL: removes the forecast. The store drops a layer's
 // probabilities when the layer's router has chosen.
 MOEGGUF_API int moegguf_store_set_forecast(moegguf_store * store, const float * probabilities, const uint8_t * known,
                                            size_t n);
@@ -466,7 +466,8 @@ MOEGGUF_API int moegguf_store_set_forecast(moegguf_store * store, const float * 
 // counts as an average predicted one.
 //
 // The arrays must stay valid until a later call that replaces or removes the predictor has returned. NULL: removes the
-// predictor. INVALID: an unknown name, a missing or unfit array, or a limit out of range; the earlier predictor stays.
+// predictor. INVALID: an unknown name, a missing or unsuitable array, or a limit out of range; the earlier predictor
+// stays in effect.
 MOEGGUF_API int moegguf_store_set_predictor(moegguf_store * store, const struct moegguf_predictor * predictor);
 
 // Switches prefetching for the predictor's forecasts on or off. While it is off, forecasts only protect experts in

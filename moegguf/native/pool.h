@@ -44,9 +44,9 @@ PoolMemory host_memory(const std::vector<ggml_backend_dev_t> & devices);
 // Raises padding_bytes of each matrix to the number of bytes that the device's kernels read beyond the matrix's end.
 void pad(ggml_backend_dev_t device, moegguf_matrix * matrices, int n);
 
-// Returns the largest number of slots, from 1 to n_slots, that a pool of these matrices can have on a device. Limits
-// are the size of one buffer and of one tensor, and the 32-bit offsets in kernels. Matrices that no kernel of the
-// device can multiply set no limit.
+// Returns the largest number of slots, from 1 to n_slots, that a pool of these matrices can have on a device. The
+// limits are the size of one buffer and of one tensor, and the 32-bit offsets in kernels. Matrices that no kernel of
+// the device can multiply set no limit.
 int most_slots(ggml_backend_dev_t device, const moegguf_matrix * matrices, int n, int n_slots);
 
 // Alignment in bytes of interleaved rows that are written with cache-bypassing stores (interleave.cpp).
@@ -98,9 +98,9 @@ class Pool {
     // Returns the whole pages of slots [first, last) to the system, if they are pageable host memory.
     void release(int first, int last) const;
 
-    // Allocates the arenas again for n_slots slots, in memory of the same kind, and frees the old ones. Returns false
-    // if the device refuses. `keep`: copies the contents of slots, so the old and the new memory of one arena exist at
-    // the same time. After a refusal, all slots that exist in both sizes keep their contents. Without `keep`, the slots
+    // Allocates new arenas for n_slots slots, in memory of the same kind, and frees the old ones. Returns false if the
+    // device refuses. `keep`: copies the contents of slots, so the old and the new memory of one arena exist at the
+    // same time. After a refusal, all slots that exist in both sizes keep their contents. Without `keep`, the slots
     // must be empty, and after a refusal the pool may have no memory at all.
     bool reallocate(int n_slots, bool keep);
     bool gives_pages_back() const { return host_ && !memory_.pinned; } // true: release() alone can shrink the pool

@@ -38,7 +38,7 @@ class NativePredictor:
 class NativeForecast:
     """Options that control how the store uses a predictor."""
 
-    window: int = 2  # number of MoE layers ahead that are predicted
+    window: int = 2  # number of MoE layers that are predicted ahead
     once: bool = False  # predicts each layer only once per pass, when it enters the window
     most_prefetches: int = 0  # largest number of prefetches in a pass; 0: forecasts only protect resident experts
     waste_weight: float = 0.1  # cost of a useless prefetch, relative to the stall that a useful prefetch saves

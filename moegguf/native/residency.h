@@ -55,7 +55,7 @@ class Residency {
     uint8_t ready(int s) const { return state_[s].load(std::memory_order_acquire) & ready_bits; }
     bool failed(int s) const { return state_[s].load(std::memory_order_acquire) & failed_bit; }
     bool complete(int s) const { return ready(s) == layout_.layers[slots_[s].il].chunks; }
-    // Any thread; true: every expert of the tier is complete in a slot.
+    // True: every expert of the tier is complete in a slot. Any thread may call this.
     bool all_ready() const { return n_absent_ == 0; }
     void publish(int s, uint8_t kinds); // marks these matrices of the slot as complete
     void fail(int s) { state_[s].fetch_or(failed_bit, std::memory_order_release); }
@@ -69,7 +69,7 @@ class Residency {
     void end_stream(int s, int expert);     // assigns a streaming slot to the last expert that was streamed through it
     void vacate(int s);
 
-    // Adds a pin. is_use: the slot also becomes the most recently used one, and the policy counts a use.
+    // Adds a pin. If is_use, the slot also becomes the most recently used one, and the policy counts a use.
     void pin(int s, bool is_use = true);
     void unpin(int s);
     void touch(int s); // makes the slot the most recently used one
@@ -88,7 +88,7 @@ class Residency {
     const std::vector<uint32_t> & loads() const { return loads_; }
     void count_look_up(int il, int expert) { uses_[layout_.key(il, expert)] += 1; }
 
-    // Exchanges the present policy with `policy`.
+    // Exchanges the current policy with `policy`.
     void exchange_policy(std::unique_ptr<EvictionPolicy> & policy);
     // Exchanges the table of scores; an empty table: the policy decides.
     void exchange_scores(std::vector<float> & scores);
@@ -107,7 +107,7 @@ class Residency {
 
     void set_usable(int n);
 
-    // Verifies that the bookkeeping is consistent. The free and the owned slots add up to the usable ones, no slot has
+    // Verifies that the bookkeeping is consistent: the free and owned slots add up to the usable ones, no slot has
     // negative pins, and the map of experts matches the slots. Also verifies the gauges, the number of absent matrices,
     // and the eviction order. Throws Error(BROKEN) with the broken rule and the values.
     void check() const;

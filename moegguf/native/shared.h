@@ -65,7 +65,7 @@ struct Shared {
     std::atomic<bool> cancelled{false};
     std::atomic<bool> stopping{false};
     std::string error; // reason for the last failure of a transfer; guarded by the lock
-    // Number of times that a kernel stopped waiting because the store was cancelled or closed, and left matrices out.
+    // Number of times that a kernel stopped waiting because the store was cancelled or closed, and skipped matrices.
     std::atomic<uint64_t> given_up{0};
 
     bool has(moegguf_flag flag) const { return flags & flag; }

@@ -114,8 +114,8 @@ class StagedSupply final : public Supply {
     }
 
     // Pins the event's experts that are in the tensor or on their way, and counts look-ups. An expert that is not
-    // complete in a slot on the device counts as a miss there, even if it is in the tensor. In that case it also counts
-    // as a hit in RAM.
+    // complete in a slot on the device counts as a miss there, even if it is in the tensor. In that case, it also
+    // counts as a hit in RAM.
     void pin_there(Context & context) {
         Event & event = context.event;
         Tier &tier = *context.pinned.tier, &slots = *tier.staged_for, &ram = *tier.ram();
@@ -140,8 +140,8 @@ class StagedSupply final : public Supply {
     }
 
     // Vacates unpinned slots of a staging tier, so that the result does not depend on the speed of copies. Experts that
-    // the event `keep` chose stay. Incomplete experts of every layer go. Prefetched experts that no event has used go,
-    // too, if they belong to the event's layer, or if there is no event.
+    // the event `keep` chose stay. All other incomplete experts are dropped, in every layer. Prefetched experts that no
+    // event has used are dropped, too, if they belong to the event's layer, or if there is no event.
     void drop(Tier & tier, const Event * keep) {
         for (int s = 0; s < tier.residency.n_slots(); s++) {
             const Slot & slot = tier.residency.slot(s);
@@ -156,8 +156,9 @@ class StagedSupply final : public Supply {
     }
 
     // Assigns slots to the pass's most used experts, because the answer will probably use them, too. The number of
-    // candidates is at most a layer's equal share of the slots, or one token's experts if this is more. Candidates
-    // without a slot get free slots or the slots of victims. Waits for the copies into these slots.
+    // candidates is at most a layer's equal share of the slots, or the number of experts that one token uses, if that
+    // is larger. Candidates without a slot get free slots or the slots of victims. Waits for the copies into these
+    // slots.
     void keep_most_used(Context & context, Lock & lock) {
         const Event & event = context.event;
         Tier &from = *context.pinned.tier, &to = *from.staged_for;

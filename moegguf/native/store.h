@@ -1,6 +1,6 @@
-// store.h: the expert store, which owns its parts and connects them. There is one object of each supply, and one
-// context. The store's function acquire() runs between a router's choice and the multiplications of the chosen experts
-// (acquire.cpp). Each part has its own header. moegguf.h has the C ABI.
+// store.h: the expert store, which owns its parts and connects them. There is one object for each kind of supply, and
+// one context. The store's function acquire() runs between a router's choice and the multiplications of the chosen
+// experts (acquire.cpp). Each part has its own header. moegguf.h has the C ABI.
 #pragma once
 
 #include "events.h"
@@ -26,9 +26,9 @@ class Store {
     // moves no bytes and changes no slot.
     void acquire(const Choice & choice);
 
-    // Returns true if a routing event of layer il needs no work. Every expert of the layer's tier is then complete in
-    // its own slot, no listener is registered, and watch() is off. The store is not cancelled, and this is not a forked
-    // child process. Needs no lock.
+    // Returns true if a routing event of layer il needs no work. This requires that every expert of the layer's tier is
+    // complete in its own slot, no listener is registered, and watch() is off. In addition, the store must not be
+    // cancelled, and this must not be a forked child process. Needs no lock.
     bool idle(int il) const;
     // Counts a routing event of an idle layer. The chosen experts are not known. Each choice counts as a different
     // expert, up to the layer's number of experts.
@@ -51,13 +51,14 @@ class Store {
     bool is_clear() const; // true: take_failure() has no failure to return and no slot to unpin; needs no lock
     void take_failure(moegguf_failure & out, bool clear);
 
-    // Returns true if the next tokens have to be announced, and forgets the tokens announced before. Needs no lock.
+    // Returns true if the next tokens have to be announced, and forgets the previously announced tokens. Needs no lock.
     bool awaits_tokens(int sequence, int phase);
     void announce_tokens(const moegguf_tokens_event & event);
 
-    void watch(bool on) { watched_ = on; }   // while on, no layer is idle, so that every look-up is counted
-    void resize(Tier & tier, int n_slots);   // changes the number of slots; no pass may be under way
-    std::vector<Tier *> tiers_at(int index); // returns the tiers of a value of enum moegguf_tier. Throws Error(INVALID)
+    void watch(bool on) { watched_ = on; } // while on, no layer is idle, so that every look-up is counted
+    void resize(Tier & tier, int n_slots); // changes the number of slots; no pass may be under way
+    // Returns the tiers for a value of enum moegguf_tier. Throws Error(INVALID).
+    std::vector<Tier *> tiers_at(int index);
     ggml_backend_buffer_type_t buft() { return buft_.get(); }
     ggml_tensor * pool_tensor(const char * name, int n_tokens) const;
 

@@ -71,7 +71,7 @@ def _bits(options: StoreOptions | ListenOptions, enum: str) -> int:
 class StoreOptions:
     """Options that control how the store moves experts.
 
-    The defaults were chosen by measurements. Tests and ablations turn individual options off.
+    The defaults were chosen by measurement. Tests and ablations turn individual options off.
     """
 
     readers: int = 4  # number of threads that read each copy of the model's files
@@ -143,7 +143,7 @@ def _routing(event: Any) -> RoutingEvent:
 
 
 def _arrays(il: Integers, experts: Integers) -> tuple[Any, Any, int]:
-    """Returns (layers, experts, n): two C arrays, and their common length n. The longer sequence is cut."""
+    """Returns (layers, experts, n): two C arrays, and their common length n. The longer sequence is truncated."""
     n = min(len(il), len(experts))
     return (c.c_int32 * n)(*il[:n]), (c.c_int32 * n)(*experts[:n]), n
 
@@ -391,7 +391,7 @@ class Store:
 
         values: numbers that replace the policy's constants, for tests; the policy's file in `moegguf/native/policies`
         describes them. While scores are set (`set_scores`), they decide in the compute tier. Raises OptionError for an
-        unknown name or a value out of range; the earlier policy then stays.
+        unknown name or a value out of range; the earlier policy then stays in effect.
         """
         numbers = np.array(values, np.float32)
         self._library.moegguf_store_set_policy(self.handle, tier, name.encode(), numbers.ctypes.data, numbers.size)
@@ -401,7 +401,7 @@ class Store:
 
         The predictor runs on the store's own thread, in passes in which each sequence decodes one token. The store
         passes the forecasts to policies, and prefetches experts. Raises OptionError for an unknown name, a missing
-        array, an array of a wrong size, or a limit out of range; the earlier predictor then stays.
+        array, an array of the wrong size, or a limit out of range; the earlier predictor then stays in effect.
         """
         chosen = None if predictor is None else c.byref(predictor_struct(predictor, forecast))
         self._library.moegguf_store_set_predictor(self.handle, chosen)
@@ -502,14 +502,14 @@ class Store:
         """Sets the number of slots that a tier uses, up to the number with which it was opened.
 
         No pass may be under way. Pageable host memory of the unused slots goes back to the system. In other memory, a
-        new pool is allocated. If there is too little memory for the old and a smaller new pool, all slots are emptied
-        first, and the tier may get fewer slots.
+        new pool is allocated. If there is too little memory for both the old pool and a smaller new one, all slots are
+        emptied first, and the tier may get fewer slots.
 
         device: index of the one device that is resized. Without it, several devices share the slots: each gets the
         slots that a pass needs, and a share of the rest in proportion to its remaining capacity. If GPUs also compute
         layers, the number of the CPU's slots does not change.
 
-        Raises AllocationError if the device refuses a larger pool (the slots are then as before), or refuses every pool
+        Raises AllocationError if the device refuses a larger pool (the slots are then unchanged), or refuses every pool
         after the slots were emptied (no slot is then left). Raises OptionError for a number of slots that the tier
         cannot have, and ExpertIOError if reads do not end within a minute.
         """
@@ -600,7 +600,7 @@ class StoreContext:
         """Forgets the announced tokens, and notes the sequence and phase of the next tokens.
 
         Returns True if the next tokens have to be announced (`announce`). Returns False if every expert is complete in
-        a slot of its own and there is no listener.
+        its own slot and there is no listener.
         """
         return bool(self._library.moegguf_context_awaits_tokens(self.handle, sequence, phase))
 

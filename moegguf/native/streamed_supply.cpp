@@ -39,8 +39,8 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
     bool computes_on_arrival(int il) const override { return arrivals_.covers(il); }
 
     // Returns true if this supply can serve the event. The event must have several tokens and be computed on the CPU,
-    // in a tier that has fewer slots than experts and is filled directly from the file. Its experts must outnumber the
-    // usable slots, unless MOEGGUF_STREAM is set. Kernels must be able to choose the order of matrices
+    // in a tier that has fewer slots than experts and is filled directly from the file. The event's experts must
+    // outnumber the usable slots, unless MOEGGUF_STREAM is set. Kernels must be able to choose the order of matrices
     // (Arrivals::possible).
     bool can_stream(const Context & context) const override {
         const Event & event = context.event;
@@ -225,7 +225,7 @@ class StreamedSupply final : public Supply, private StreamedReads, private Exper
         if (all) { end(); }
     }
 
-    // Ends the stream. The expert that was streamed last through each slot keeps this slot.
+    // Ends the stream. The last expert that was streamed through each slot keeps that slot.
     void end() {
         const int n = (int)experts_.size(), n_slots = (int)slots_.size();
         for (int i = std::max(0, n - n_slots); i < n; i++) {

@@ -206,7 +206,7 @@ void Context::fail(moegguf_status status, const std::string & why) {
 void Context::note_failures(const Shared & shared) {
     failure.read_errors = get(shared.counters.read_errors);
     const uint64_t given_up = shared.given_up;
-    // A kernel has stopped waiting after a cancellation, and left matrices out. So the pass fails, even if the
+    // A kernel has stopped waiting after a cancellation, and skipped matrices. So the pass fails, even if the
     // cancellation has been revoked since then.
     if (failure.given_up != given_up && !pinned.slots.empty()) { fail(MOEGGUF_CANCELLED, "cancelled"); }
     failure.given_up = given_up;

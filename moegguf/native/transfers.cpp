@@ -164,8 +164,8 @@ void Transfers::queue_reads(Tier & to, int s, uint8_t kinds, bool demand) {
     }
 }
 
-// Finds or assigns a source for each of these slots of one layer that needs one. Experts that are in RAM are pinned
-// before any other expert gets a slot there, so that they are not evicted for it.
+// Finds or assigns a source for each slot in `slots` that needs one. All of these slots belong to one layer. Experts
+// that are in RAM are pinned before any other expert gets a slot there, so that they are not evicted for it.
 void Transfers::find_sources(Tier & to, const std::vector<int> & slots) {
     LookUps in_ram(*to.ram());
     looked_up_.clear();
@@ -297,10 +297,10 @@ bool Transfers::start_prefetch(const Want & want) {
     return true;
 }
 
-// Returns the worth of a prefetch in one tier. For a forecast it is want.value, which is compared with the victim's
+// Returns the worth of a prefetch in one tier. For a forecast, it is want.value, which is compared with the victim's
 // chance of use. The expert's score in the policy does not matter, because after a miss the expert would get a slot
-// with any score. For a request, or a forecast with an infinite value (waste_weight 0), only the score matters, if the
-// policy orders by scores.
+// regardless of its score. For a request, or a forecast with an infinite value (waste_weight 0), only the score
+// matters, if the policy orders by scores.
 Worth Transfers::worth(const Want & want, const Residency & residency) const {
     if (want.cause == Cause::forecast && want.value < INFINITY) { return {INFINITY, want.value}; }
     return {residency.ordered(now_) ? residency.score(want.il, want.expert, now_) : INFINITY, INFINITY};

@@ -54,8 +54,8 @@ class Transfers final : public Link {
     void stop(); // sets the stop flag of the whole store, and joins the reader threads
 
     // Callers of the next functions hold the store's lock. Queues demands for every matrix of these slots that is
-    // neither there nor under way. Slots of a stream are left out. `submits`: the caller itself will call submit_own()
-    // of the tier's copies, so the copy thread is not woken.
+    // neither present nor under way. Slots of a stream are left out. `submits`: the caller itself will call
+    // submit_own() of the tier's copies, so the copy thread is not woken.
     void demand(Tier & tier, const std::vector<int> & slots, bool submits = false);
     void copy(Tier & to, int s, bool demand); // queues transfers of all matrices of slot s from its source
     // Adds an expert to prefetch. Drops a request or forecast if the expert has a slot or does not exist, or if

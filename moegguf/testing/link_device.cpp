@@ -1,5 +1,5 @@
 // link_device.cpp: a simulated ggml device for machines without a GPU. Copies to and from the device take as long as
-// over a given link, in real time.
+// they would over a given link, in real time.
 //
 // The device's memory is ordinary RAM, but ggml treats it as a device's memory, so other code should not touch it.
 // Nothing prevents such access. The device computes with the CPU backend. It uses as many threads as the CPU, or a
@@ -285,7 +285,7 @@ void wait_in(Backend & backend, const CommandQueue::Point & point) {
     backend.queue.push([point] { point.wait(); });
 }
 
-// Queues a copy within the device, after the present work in the streams of source and destination. Returns false, and
+// Queues a copy within the device, after the current work in the streams of source and destination. Returns false, and
 // queues nothing, for any other copy.
 bool copy_tensor_async(ggml_backend_t source, ggml_backend_t destination, const ggml_tensor * from, ggml_tensor * to) {
     ggml_backend_buffer_type_t memory = &of(destination).device.memory;

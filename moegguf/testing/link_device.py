@@ -1,5 +1,5 @@
-"""Adds simulated devices to ggml, for machines without a GPU. Copies to and from a device take as long as over a given
-link. link_device.cpp describes the devices."""
+"""Adds simulated devices to ggml, for machines without a GPU. Copies to and from a device take as long as they would
+over a given link. link_device.cpp describes the devices."""
 
 from __future__ import annotations
 

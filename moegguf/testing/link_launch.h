@@ -15,7 +15,7 @@
 
 namespace moegguf {
 
-// Copies of the nodes of a graph and of their sources. Later changes of the originals do not change the copies.
+// Copies of the nodes of a graph and of their sources. Later changes to the originals do not affect the copies.
 class Launch {
   public:
     explicit Launch(const ggml_cgraph & graph)
@@ -128,7 +128,7 @@ class Launches {
         }
     }
 
-    // Returns true if the graph has changed since its last launch. Stores the graph's present properties.
+    // Returns true if the graph has changed since its last launch. Stores the graph's current properties.
     static bool update(Known & known, const ggml_cgraph & graph) {
         if (graph.uid != 0 && graph.uid == known.uid) { return false; }
         known.uid = graph.uid;

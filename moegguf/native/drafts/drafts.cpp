@@ -64,8 +64,9 @@ struct drafts {
     Sequence & sequence(int32_t number) { return sequences.at(number); }
 
     // Makes an object that drafts from repetitions of a sequence's last `key` tokens. A draft has up to n_max tokens
-    // that followed their most recent earlier occurrence, if at least `key` tokens followed it. Otherwise, for example
-    // if a few tokens repeat over and over, the draft comes from an older occurrence that is followed by more tokens.
+    // that followed the most recent earlier occurrence of these tokens, if at least `key` tokens followed it.
+    // Otherwise, for example if a few tokens repeat over and over, the draft comes from an older occurrence that is
+    // followed by more tokens.
     common_speculative_ptr ngrams(int32_t key) const {
         common_params_speculative params;
         params.types = {COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE, COMMON_SPECULATIVE_TYPE_NGRAM_MAP_K};

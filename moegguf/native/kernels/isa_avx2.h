@@ -1,6 +1,6 @@
 // isa_avx2.h: operations on 8 columns of weights at once, with AVX2. A lane is a column; a vector of codes has four
-// successive values of each column. isa_avx512.h has operations with bit-identical results. Vectors have the operators
-// + - * / | of GCC and Clang.
+// successive values of each column. isa_avx512.h has operations with bit-identical results. GCC and Clang provide the
+// operators + - * / | for vectors.
 #pragma once
 
 #include "kernels.h"

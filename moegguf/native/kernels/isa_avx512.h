@@ -1,5 +1,5 @@
 // isa_avx512.h: operations on 16 columns of weights at once, or on 8, with AVX-512 and VNNI. A lane is a column; a
-// vector of codes has four successive values of each column. Vectors have the operators + - * / | of GCC and Clang.
+// vector of codes has four successive values of each column. GCC and Clang provide the operators + - * / | for vectors.
 #pragma once
 
 #include "isa_avx2.h"
@@ -54,7 +54,7 @@ struct Columns16 {
         const __m128i a = _mm_loadu_si128((const __m128i *)groups[0]), b = _mm_loadu_si128((const __m128i *)groups[1]);
         return _mm512_cvtph_ps(_mm256_set_m128i(b, a));
     }
-    static F half_powers(const uint8_t * const (&groups)[2]) { // 2^(e - 128) of bytes
+    static F half_powers(const uint8_t * const (&groups)[2]) { // 2^(e - 128) for each byte e
         const I e = _mm512_cvtepu8_epi32(_mm_set_epi64x(load_8(groups[1]), load_8(groups[0])));
         const I normal = _mm512_slli_epi32(_mm512_add_epi32(e, _mm512_set1_epi32(-1)), 23);
         const __mmask16 small = _mm512_cmplt_epu32_mask(e, _mm512_set1_epi32(2));

@@ -123,8 +123,8 @@ struct AttentionKernels {
     void (*soften_few)(float * scores, const float * bias, int n_rows, int n_keys, const AttentionScale & scale,
                        const AttentionSums & sums, float * rescale);
 
-    // Computes out [n_rows][n] = out * rescale + the sum over keys of p * value. In `p`, the weight of a key is at key
-    // * key_stride + row * row_stride. keys [n_keys]: indices of the keys in `values` and `p`.
+    // Computes out [n_rows][n] = out * rescale + the sum over keys of p * value. keys [n_keys]: indices of the keys in
+    // `values` and `p`. In `p`, the weight of a key is at key * key_stride + row * row_stride.
     void (*mix)(const float * p, int key_stride, int row_stride, int n_rows, CacheType type,
                 const char * const * values, int64_t n, const uint8_t * keys, int n_keys, const float * rescale,
                 float * out);

@@ -12,7 +12,7 @@
 namespace moegguf::kernels {
 namespace {
 
-// ---- rows of activations, as blocks of 8 bits with a scale, with the values that upstream's blocks have ----
+// ---- rows of activations, as blocks of 8-bit values with a scale, with the values of upstream's blocks ----
 
 // Multiplies 32 values by `inverse`, rounds the products to integers and writes them to `out`. Returns the sums of
 // successive pairs of the integers.
@@ -113,8 +113,8 @@ void quantize(const float * x, int64_t n, char * blocks, size_t stride) {
 
 // ---- tiles ----
 
-// Distance of prefetches. They go to the second-level cache, because only a few prefetches to the first-level cache can
-// be in flight at once.
+// Distance by which prefetches run ahead. They go to the second-level cache, because only a few prefetches to the
+// first-level cache can be in flight at once.
 constexpr int prefetch_ahead_bytes = 32768;
 
 // Prefetches one of n_parts parts of the n_bytes at `soon`; nullptr: prefetches nothing. A burst of prefetches would

@@ -39,8 +39,8 @@ class ExpectedUse : public EvictionPolicy {
                         "the weight of the distance is 0 or more, not " + std::to_string(distance_weight));
         }
         // Fills distance_ with the fraction of a pass until a layer is computed, times distance_weight, for each
-        // difference `ahead` between that layer and the present one. A later layer is computed in this pass, and an
-        // earlier one in the next pass. The present layer counts as a whole pass ahead: its chosen experts are pinned,
+        // difference `ahead` between that layer and the current one. A later layer is computed in this pass, and an
+        // earlier one in the next pass. The current layer counts as a whole pass ahead: its chosen experts are pinned,
         // and its remaining experts wait for the next pass.
         const int n_row = layout.n_moe_layers;
         for (int ahead = 1 - n_row; ahead < n_row; ahead++) {

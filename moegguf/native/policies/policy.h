@@ -35,7 +35,7 @@ struct Worth {
 // An eviction policy. The expert with the lowest score is evicted first. Among equal scores, the least recently used
 // expert is evicted first (in a sweep, experts of the layer that is needed last come before recency).
 //
-// The present score of an expert is score(il, expert) + layer_offset(il, step). All experts of a layer have the same
+// The current score of an expert is score(il, expert) + layer_offset(il, step). All experts of a layer have the same
 // offset, so the offset does not change their order, and an eviction compares only one expert of each layer.
 //
 // Callers hold the store's lock.
@@ -160,7 +160,7 @@ class ScoreTable final : public EvictionPolicy {
         return table;
     }
 
-    // Exchanges the present table with `scores`. Calls changed(il) for every layer whose scores differ, or for every
+    // Exchanges the current table with `scores`. Calls changed(il) for every layer whose scores differ, or for every
     // layer if there was no table. Makes no calls if the new table is empty.
     template <typename Changed>
     void exchange(std::vector<float> & scores, Changed changed) {

@@ -229,7 +229,7 @@ class Eamc final : public Predictor {
     const int n_entries_, n_matches_;
     const size_t capacity_;
     const float * entries_;   // [capacity][n_layer][n_expert_max] number of an entry's tokens that used the expert
-    const float * columns_;   // [n_layer][n_expert_max][capacity] the numbers of entries_ in another order
+    const float * columns_;   // [n_layer][n_expert_max][capacity] the numbers of entries_ in a different order
     const float * row_norm2_; // [n_layer][capacity] squared norm of an entry's row
     const float * tokens_;    // [capacity] number of an entry's tokens
     std::vector<float> seen_; // [n_expert_max] uses of each expert in the observed layer

@@ -1,6 +1,6 @@
-// networks.cpp: predictors that multiply with matrices. Skip prediction and ProMoE's learned networks (mlp) take the
-// input of a layer's router as their input. DuoServe-MoE's ExpertMLP takes the experts that routers chose. The
-// predictors touch only their own tables (predictor.h).
+// networks.cpp: predictors that multiply with matrices. Skip prediction and ProMoE's learned networks (mlp) use the
+// input of a layer's router. DuoServe-MoE's ExpertMLP uses the experts that routers chose. The predictors touch only
+// their own tables (predictor.h).
 #include "predictors/predictor.h"
 
 #include <numeric>
