@@ -1,7 +1,7 @@
 """Measures one system in this process: `python -m moegguf.bench.measure '<spec as JSON>'` prints one line of JSON.
 
 Load, prompt and generation are timed separately. Tokenisation and sampling are not timed. After each timed step, the
-most probable next token of each sequence is recorded, so that the tokens of systems can be compared. With `draft`, a
+most probable next token of each sequence is recorded, so that the systems' tokens can be compared. With `draft`, a
 greedy answer is timed as a whole, including drafts and sampling. The module bench/series.py starts such a process for
 each system.
 """
@@ -361,7 +361,7 @@ def run(spec: Spec) -> dict[str, Any]:
         patched = f"moegguf-{__version__}+" if spec.system != "stock" else ""
         return {
             **describe_build(library.llama_cpp(), patched),
-            # llama.cpp's description has ?B instead of a model size that llama.cpp does not know
+            # llama.cpp's description contains "?B" if llama.cpp does not know the model's size
             "model_type": model.desc().replace("?B", human_number(model.n_params())),
             "model_size": model.size(),
             "model_n_params": model.n_params(),

@@ -1,9 +1,9 @@
 """Runs the systems of a measurement in turns, A B C A B C, and defines the options of a measurement. Each run is a
 separate process, under the memory limit if there is one.
 
-Before a run, the model's pages are dropped from the page cache, unless the options keep them, so that no run profits
+Unless the options keep them, the model's pages are dropped from the page cache before each run, so that no run profits
 from pages that another run has read. After a run that fails, for example because the limit killed it, its system is not
-run again and its rows contain the error. The module bench/measure.py makes the measurement of one run.
+run again and its rows contain the error. The module bench/measure.py measures one run.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ Progress = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Test:
-    """A test with `n_parallel` sequences that are evaluated together. Each of the three numbers of tokens may be 0."""
+    """A test with `n_parallel` sequences that are evaluated together. Each of its three token counts may be 0."""
 
     n_prompt: int  # timed tokens of a sequence's prompt, which are evaluated together
     n_gen: int  # timed tokens of a sequence, which are evaluated one by one after the prompt
@@ -92,7 +92,7 @@ class Spec:
     is moegguf's build without the expert cache, with the file mapped. "resident" is moegguf's build with every weight
     in memory.
 
-    strategy: a name of controller.strategies. `policy`, `predictor`, `prefetch` and `store` replace parts of the
+    strategy: a name in controller.strategies. `policy`, `predictor`, `prefetch` and `store` replace parts of the
     strategy.
 
     repack: weights are stored in the layout of the CPU's fastest kernels.
@@ -227,8 +227,8 @@ def compared_system(name: str, base: Spec, layout: ExpertLayout, limit_bytes: in
     also with "-plain" or "-repacked", and the names in VARIANTS and DECIDING.
 
     Repacked weights are a copy in memory. "stock" and "mmap" load with llama.cpp's default, which repacks. If the copy
-    does not fit into memory, llama.cpp would be killed. These systems then do not repack, and the weights stay in the
-    file. Raises OptionError for an unknown name.
+    would not fit into memory, so that llama.cpp would be killed, these systems do not repack and the weights stay in
+    the file. Raises OptionError for an unknown name.
     """
     if name in DECIDING:
         store = {key: value for key, value in base.store.items() if key not in find_strategy(name).switches}

@@ -1,5 +1,5 @@
-"""Builds llama.cpp without patches, in the same release as moegguf's. pip builds it once from the pinned source, and
-the result is kept.
+"""Builds llama.cpp without patches, in the same release that moegguf uses. pip builds it once from the pinned source,
+and the result is kept.
 
 libmoegguf is copied into the folder of these libraries, so that moegguf's own program can load and measure them. The
 program runs with MOEGGUF_HOOKS=0, so that llama.cpp computes without libmoegguf.

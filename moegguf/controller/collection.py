@@ -43,7 +43,7 @@ class Eamc:
 
     @classmethod
     def from_state(cls, state: Counts, capacity: int = CAPACITY) -> Eamc:
-        """Makes a collection of the entries `state` (n, n_layer, n_expert). Keeps only the last `capacity` entries if
+        """Makes a collection from the entries `state` (n, n_layer, n_expert). Keeps only the last `capacity` entries if
         there are more, and leaves out entries that `add` rejects."""
         _, n_layer, n_expert = state.shape
         eamc = cls(n_layer, n_expert, capacity)

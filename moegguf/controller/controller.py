@@ -153,7 +153,7 @@ class Controller:
 
     def count_token(self, phase: Phase, now_ns: int, n_sequences: int = 1) -> None:
         """Reports the next pass to the watchdog, if there is one. `phase` is DECODE only if the pass has no tokens of a
-        prompt. `n_sequences` is the number of its sequences; drafted tokens may count like further sequences."""
+        prompt. `n_sequences` is the number of its sequences; drafted tokens may be counted as further sequences."""
         if self.watchdog is None:
             return
         if phase == Phase.DECODE:
@@ -162,7 +162,7 @@ class Controller:
             self.watchdog.pause()
         try:
             self._direct_store()
-        except MoeggufError as error:  # the memory may be too small for another thread, for example
+        except MoeggufError as error:  # too little memory for another thread, for example
             self._drop_predictor(_reason(error))
 
     def _direct_store(self) -> None:

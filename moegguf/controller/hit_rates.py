@@ -1,5 +1,5 @@
 """Hit rates of a model: measured on its own routing, or published by others for other models. A measurement also
-decides which policy and predictor the policy "auto" means.
+determines which policy and predictor the policy "auto" stands for.
 
 A measurement is a small JSON file. `moegguf trace simulate --save` writes it, and the demo model's file is shipped with
 moegguf. A policy that did not beat LRU in the measurement is not chosen.
@@ -47,7 +47,7 @@ class Measured:
     """Hit rates of decode passes on a model's recorded routing.
 
     A policy is chosen by `hit_rates`. `ranges` and `bound` were measured on other requests, so that the printed figures
-    were not used for the choice. With a policy, 98 % of these other requests had a hit rate within the policy's range.
+    are independent of the choice. With a policy, 98 % of these other requests had a hit rate within the policy's range.
     `about` has their number under "ranges".
     """
 
@@ -65,8 +65,8 @@ class Measured:
         The hit rates were measured at several shares of experts with slots; the measured share nearest to `share`
         decides.
 
-        Policies that are below LRU at any measured share are left out. Returns LRU unless the best hit rate is higher
-        by at least LEAST_GAIN, and if LRU was not measured.
+        Policies that are below LRU at any measured share are left out. Returns LRU if it was not measured, or if the
+        best hit rate is not higher than its hit rate by at least LEAST_GAIN.
         """
         lru = self.hit_rates.get("lru", {})
         if not lru:
@@ -191,8 +191,8 @@ class HitCurve:
         return min(1.0, interpolate(self.rates, share))
 
     def corrected(self, reached: Mapping[float, float]) -> HitCurve:
-        """Returns the curve corrected by `reached`, the hit rates of answers on this machine, {share: hit rate}. The
-        points in `reached` are added, and points of the curve within NEAR_SHARE of one of their shares are removed."""
+        """Returns the curve corrected by `reached`, the hit rates of answers on this machine, {share: hit rate}. Adds
+        the points in `reached`, and removes the curve's points whose shares are within NEAR_SHARE of them."""
         if not reached:
             return self
         others = {at: rate for at, rate in self.rates.items() if all(abs(at - share) > NEAR_SHARE for share in reached)}

@@ -1,5 +1,5 @@
-"""Switches prefetching off when it does not save enough time: compares the time per token with and without
-prefetching."""
+"""Compares the time per token with and without prefetching, and switches prefetching off when it does not save enough
+time."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ class Watchdog:
     with the same number of sequences. Other passes do not count. After more than `off_tokens` other passes in a row,
     the trial begins anew with the last pass's number of sequences.
 
-    Prefetching can save at most the time in which the link copies. `link_ns` returns the link's busy time so far in ns.
-    With a `link_ns`, a trial begins only if the link was busy for a median share of at least `busy` of the tokens'
-    times. Prefetching is off until
-    the first trial, and while this share is measured before a later trial. If the share is too small, prefetching stays
-    off, and the share is measured again after a pause. The first `warm_tokens` tokens fill slots and are not counted.
+    Prefetching can save at most the time that the link spends copying. `link_ns` returns the link's busy time so far in
+    ns. With a `link_ns`, a trial begins only if the link was busy for at least the share `busy` of a token's time
+    (median over tokens). Prefetching is off until the first trial, and while this share is measured before a later
+    trial. If the share is too small, prefetching stays off, and the share is measured again after a pause. The first
+    `warm_tokens` tokens fill slots and are not counted.
     """
 
     def __init__(self, options: WatchdogOptions | None = None, link_ns: Callable[[], int] | None = None) -> None:

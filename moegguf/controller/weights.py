@@ -27,7 +27,7 @@ from moegguf.controller.shape import MoeShape
 
 FORMAT_VERSION = 1
 MAX_FILE_BYTES = 4 << 30
-# Keys whose values must be equal in file and model.
+# Keys whose values must be the same in the file and the model.
 SHAPE_KEYS = ("n_layer", "n_expert", "n_expert_used", "layers", "n_embd", "n_vocab")
 
 Arrays = Mapping[str, npt.NDArray[Any]]

@@ -104,8 +104,8 @@ class Drafts:
         self._tokens = np.zeros((n_seq, n_max), np.int32)
 
     def set_tokens(self, sequence: int, n_kept: int, tokens: Sequence[int]) -> None:
-        """Replaces all tokens of a sequence after its first `n_kept` tokens by `tokens`. If `n_kept` is 0, replaces all
-        tokens."""
+        """Replaces all tokens of a sequence after its first `n_kept` tokens with `tokens`. If `n_kept` is 0, replaces
+        all tokens."""
         new = np.asarray(tokens, np.int32)
         self._library.drafts_set_tokens(self._handle, sequence, n_kept, new.ctypes, len(new))
 

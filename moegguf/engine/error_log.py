@@ -39,7 +39,7 @@ class ErrorLog:
         self._errors.clear()
 
     def reason(self) -> str:
-        """Returns the last errors, joined with "; ". Without errors, returns a text that states this."""
+        """Returns the last errors, joined with "; ". If there are none, returns a text that says so."""
         return "; ".join(self._errors) or f"{self._library} gives no reason"
 
 

@@ -1,5 +1,5 @@
-"""The controller of one running model: chooses the policy and the predictor by the options, and decides when to listen
-to the store.
+"""The controller of one running model: chooses the policy and the predictor according to the options, and decides when
+to listen to the store.
 
 If a pool holds every expert, there is nothing to decide: then the controller does not listen, and costs nothing. The
 controller influences slots only through policies, scores, forecasts and requests to prefetch.
@@ -45,7 +45,7 @@ class ControllerOptions:
     """The user's choices, as `Llama` documents them.
 
     The policy "auto" is the policy that was measured to be best for this model. Without a measurement it is next-use;
-    for a single sequence predicted experts are then prefetched, too, while that saves time. `predictor` None chooses
+    for a single sequence, predicted experts are then also prefetched while that saves time. `predictor` None chooses
     the predictor that the policy was measured with. If there is none and prefetching is on, None chooses the best
     predictor that is available. `prefetch` None prefetches only with the policy "auto": if prefetching was measured to
     save time, or, for a single sequence without a given predictor, if nothing was measured.
@@ -79,8 +79,8 @@ class ControllerOptions:
 
 
 class LiveController:
-    """The controller of one model. `controller` is None if the store decides alone, by the policy `native_policy`, and
-    after close().
+    """The controller of one model. `controller` is None if the store decides alone, with the policy `native_policy`,
+    and after close().
 
     `policy_below` is the policy of slots in RAM below a device's slots.
 
@@ -243,7 +243,7 @@ class LiveController:
         time that decisions take.
 
         Prefetching is "off" (also if every expert is in memory), "on", "measuring" (on and off in turns) or "paused"
-        (it did not pay, or a device's link was not busy).
+        (it saved too little, or a device's link was not busy).
         """
         controller = self.controller
         name = self.native_policy

@@ -1,4 +1,4 @@
-"""The sizes of a load, and estimates of the memory that the load takes in addition to its experts: dense weights, KV
+"""The sizes of a load, and estimates of the memory that the load needs in addition to its experts: dense weights, KV
 cache and compute buffers.
 
 `Sizes.of` takes the sizes from the load's options. The estimates use only file headers, so that a context length and a
@@ -97,9 +97,9 @@ def kv_bytes(
     """Returns the size in bytes of a KV cache for `n_ctx` tokens (all sequences together), plus the recurrent states.
     Each of `n_seq_max` sequences has one state and `n_rs_seq` snapshots.
 
-    Layers with a sliding window count with the full length, the largest size that they can have. Multi-head latent
-    attention stores one K row per token and no V if the file has the split matrices; older files store full heads.
-    DeepSeek V4 stores compressed keys (`compressed_kv_bytes`).
+    Layers with a sliding window are counted at full length, their maximum size. Multi-head latent attention stores one
+    K row per token and no V if the file has the split matrices; older files store full heads. DeepSeek V4 stores
+    compressed keys (`compressed_kv_bytes`).
     """
     hp, whole = layout.hparams, partial(number, layout)
     states = n_seq_max * (1 + n_rs_seq) * state_bytes(layout)
@@ -196,12 +196,12 @@ class Sizes:
     n_seq_max: int = 1
     # snapshots of each sequence's recurrent state; before `choose_snapshots`, the largest number that drafts can use
     n_rs_seq: int = 0
-    kv_tokens: int | None = None  # tokens of all sequences together for which the KV cache has room; None: chosen
+    kv_tokens: int | None = None  # number of tokens, over all sequences, that fit in the KV cache; None: chosen
     type_k: int = F16  # types of the KV cache, as ggml's numbers
     type_v: int = F16
     flash_attn: bool | None = False  # None: used if the computing devices support it
     projector: ProjectorHeader | None = None  # header of the projector file; None: no images are read
-    adapter_bytes: int = 0  # bytes of the LoRA adapter; 0 without one
+    adapter_bytes: int = 0  # bytes of the LoRA adapter; 0: there is none
     reader_bytes: int = 0  # bytes of the read buffers of the threads that read mirrors
     pools: bool = False  # True: each text is pooled to one embedding, and must be in one pass
     logits_all: bool = False  # True: every token of a pass has logits
@@ -211,7 +211,7 @@ class Sizes:
     @classmethod
     def of(cls, layout: ExpertLayout, spec: LoadSpec) -> Sizes:
         """Returns the sizes that the options in `spec` specify for this model. Raises OptionError for an impossible
-        context length, and what `read_adapter` raises."""
+        context length, and the errors of `read_adapter`."""
         pools = is_embedding(layout.metadata) if spec.embedding is None else spec.embedding
         return cls(
             n_ctx=None if spec.n_ctx is None else pad_context(spec.n_ctx),
@@ -279,8 +279,8 @@ class Sizes:
         return replace(self, n_ctx=n_ctx, n_batch=n_batch, n_ubatch=n_ubatch, n_seq_max=n_seq_max)
 
     def needs(self, layout: ExpertLayout, n_ubatch: int) -> MemoryNeeds:
-        """Returns estimates of the memory in addition to slots, for passes of `n_ubatch` tokens. The context must be
-        chosen already.
+        """Returns estimates of the memory needed in addition to slots, for passes of `n_ubatch` tokens. The context
+        must be chosen already.
 
         With `on_device`, token embeddings do not count, because they stay in RAM even if devices compute every layer.
         """

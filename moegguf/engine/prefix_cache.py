@@ -4,8 +4,8 @@ contexts outlast the process that computed them.
 The KV cache is kept in blocks of BLOCK_TOKENS tokens. A block's name is a hash of the model, the build, the options
 that change results, the owner, and all tokens up to the block's end. So sequences of one owner with the same beginning
 share blocks. At the end of a prompt or an answer, the tokens after the last full block are kept, too. llama.cpp writes
-and reads a block as the state of a sequence that has only the block's cells. A block does not end within an image but
-after it, and its name depends on the image's hash.
+and reads a block as the state of a sequence that has only the block's cells. A block that would end within an image
+ends after the image instead, and its name depends on the image's hash.
 
 Cells of sliding windows are separate blocks: a sequence can go on if the blocks of the last window are kept. A
 recurrent state cannot be cut, so states are kept only at some ends of prefixes. A state's name, like a block's, is a
@@ -64,7 +64,7 @@ MOST_QUEUED_BYTES = 64 << 20
 MOST_STEP_TOKENS = 512  # limit for the tokens between two states, unless `StateCost.step` needs more
 STEP_COST = 0.05  # share of the time for computing tokens that keeping states may take (a target: `StateCost.step`)
 STATES_SHARE = 0.5  # share of the store's limit that the states of one conversation may take
-FORMAT = 2  # version of the data that are hashed into the names of blocks
+FORMAT = 2  # version of the data that is hashed into the names of blocks
 _NAMES = {CELLS: "", WINDOW: "-window"}  # suffixes of the names of blocks, by the kind of cells
 _STATE = struct.Struct("<2I")  # first fields of a state with cells: number of streams, number of cells
 # first fields of a recurrent state: number of cells, last position, number of sequences
@@ -135,7 +135,7 @@ class _Parts:
         return _Part(name, begin, end, self._positions[begin : end + 1])
 
     def _uncut(self, end: int) -> int:
-        """Returns `end`. If an image lies on both sides of `end`, returns the end of the image instead."""
+        """Returns `end`, or the end of an image if `end` is within that image."""
         return next((image.end for image in self._images if image.begin < end < image.end), end)
 
 
@@ -202,7 +202,7 @@ class PrefixCache:
 
         The last token is never restored. Returns the number of tokens that the sequence has afterwards.
 
-        n_held: number of tokens that the sequence has before.
+        n_held: number of tokens that the sequence has before the call.
 
         owner: owner of the blocks; "" for blocks that everyone shares.
 
@@ -325,8 +325,8 @@ class PrefixCache:
             self._fill_held = on
 
     def store(self, sequence: int, tokens: Tokens, n_new: int, owner: str = "", goes_on: bool = True) -> None:
-        """Queues the blocks of a sequence that are not kept yet, and its state if one is due, to be written to disk.
-        `tokens` are all its tokens; the last `n_new` were just computed.
+        """Queues for writing the sequence's blocks that are not kept yet, and its state if one is due. `tokens` are all
+        its tokens; the last `n_new` were just computed.
 
         goes_on: False at the end of a prompt or an answer, where a later prompt may continue. The tokens after the last
         full block are then written, too.
@@ -467,7 +467,7 @@ class PrefixCache:
         return False
 
     def _wait_for(self, names: Sequence[str]) -> None:
-        """Waits until none of these blocks is queued to be written."""
+        """Waits until none of these blocks is queued for writing any more."""
         if any(name in self._queued for name in names):
             self._pool.submit(lambda: None).result()
 
@@ -499,7 +499,7 @@ class PrefixCache:
         return done
 
     def _keep_cells(self, kind: int, sequence: int, parts: Sequence[_Part]) -> None:
-        """Queues the parts that are not kept yet to be written.
+        """Queues for writing the parts that are not kept yet.
 
         WINDOW: skips parts whose first cell the sequence has lost. CELLS: queues nothing if the first new part has lost
         its first cell, and nothing after a part that cannot be queued.
@@ -604,8 +604,8 @@ class StateCost:
         self._byte_s = 0.0  # seconds to keep a byte of a state; 0: not known yet
 
     def note_pass(self, eval_s: float, n_new: int) -> None:
-        """Notes that a pass computed `n_new` tokens of a sequence. eval_s: seconds that the context has computed so
-        far."""
+        """Notes that a pass computed `n_new` tokens of a sequence. eval_s: seconds that the context has spent computing
+        so far."""
         if eval_s != self._eval_s:  # another pass was computed, so all tokens of the previous one are counted
             if self._n_pass >= BLOCK_TOKENS // 2:
                 self._token_s = self._pass_s / self._n_pass

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 PLACEHOLDER = -1  # stands for an image's token; no token of any model has this id
 STEP_BYTES = 64 << 10
-MAX_JPEG_SEGMENTS = 4096  # most markers that are read to find the first frame
+MAX_JPEG_SEGMENTS = 4096  # maximum number of markers that are read to find the first frame
 JPEG_FRAMES = (0xC0, 0xC1, 0xC2)  # markers of the kinds of frames that are decoded; 0xC2 is progressive
 # markers that may precede a frame: application data, tables, restart interval, comment
 _JPEG_TABLES = (*range(0xE0, 0xF0), 0xC4, 0xDB, 0xDD, 0xFE)
@@ -80,7 +80,7 @@ class ImagePrompt:
     spans: tuple[ImageSpan, ...]
 
     def after(self, tokens: Sequence[int], n_dropped: int = 0) -> ImagePrompt:
-        """Returns a prompt that has `tokens` first, and then this prompt without its first `n_dropped` tokens."""
+        """Returns a prompt that consists of `tokens`, followed by this prompt without its first `n_dropped` tokens."""
         shift = len(tokens) - n_dropped
         spans = tuple(replace(span, begin=span.begin + shift) for span in self.spans)
         return replace(self, tokens=[*tokens, *self.tokens[n_dropped:]], spans=spans)

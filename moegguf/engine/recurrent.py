@@ -1,5 +1,5 @@
-"""Models with a recurrent state: which layers have one, how many bytes it has, and for which architectures llama.cpp
-can roll it back.
+"""Models with a recurrent state: which layers have one, how many bytes it occupies, and for which architectures
+llama.cpp can roll it back.
 
 A context has one state for each sequence, and `n_rs_seq` snapshots of each state. A snapshot is the state before one of
 the last tokens, so that these tokens can be taken back (src/llama-memory-recurrent.cpp). DeepSeek V4 compresses the

@@ -15,8 +15,8 @@ from moegguf.engine.sequences import SequenceTokens
 
 
 class Rollback:
-    """The valid snapshots of a context, which has memory for `n_rs_seq` snapshots of each sequence. `n_ubatch`: most
-    tokens in an ubatch. `own_cells`: True if the sequences of an ubatch must have consecutive numbers."""
+    """The valid snapshots of a context, which has memory for `n_rs_seq` snapshots of each sequence. `n_ubatch`: maximum
+    number of tokens in an ubatch. `own_cells`: True if the sequences of an ubatch must have consecutive numbers."""
 
     def __init__(self, n_rs_seq: int, n_ubatch: int, own_cells: bool = False) -> None:
         self._n_rs_seq = n_rs_seq
@@ -28,9 +28,9 @@ class Rollback:
         )  # sequences that were rolled back: until their next pass their state is a snapshot
 
     def most_lost(self, sequences: Sequence[int]) -> int:
-        """Returns how many of its last tokens each of these sequences can lose after a pass, at most. The pass must end
-        with these sequences, in this order and with equally many tokens. Each sequence before them must have one token
-        in the pass."""
+        """Returns the maximum number of last tokens that each of these sequences can lose after a pass. The pass must
+        end with these sequences, in this order and with the same number of tokens each. Each sequence before them must
+        have one token in the pass."""
         first = sequences[0]
         if self._own_cells and [*sequences] != [*range(first, first + len(sequences))]:
             return 0

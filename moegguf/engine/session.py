@@ -289,8 +289,8 @@ class Session:
         return os.getpid() != self._pid
 
     def raise_failure(self) -> None:
-        """Raises the typed error of the last pass if it failed, or CallbackError if a callback has raised. First warns
-        once of each copy of the model's files that is no longer read because reading it failed."""
+        """Raises the typed error of the last pass if it failed, or CallbackError if a callback has raised. First warns,
+        once for each copy, about copies of the model's files that are no longer read because reading them failed."""
         self._warn_of_dropped()
         failure = self.store.context.take_failure()
         if failure is not None:
@@ -309,7 +309,7 @@ class Session:
                 )
 
     def _drives(self) -> tuple[DriveStats, ...]:
-        """Returns the figures of the model's own files and of each mirror; () without mirrors."""
+        """Returns the figures of the model's own files and of each mirror; () if there are no mirrors."""
         return tuple(
             DriveStats(
                 f"mirror {index}" if index else "file",
@@ -367,9 +367,10 @@ class Session:
     def tiers(self) -> dict[str, dict[str, Any]]:
         """Returns {name of a tier: its figures}, with times in ns. The tier from which layers compute comes first.
 
-        The tiers are "RAM" if the CPU computes all layers with slots; otherwise "VRAM", and "RAM" if slots lie below
-        it. "CPU" follows if a device leaves layers to the CPU, which computes them from separate slots in RAM. "VRAM"
-        counts the look-ups of the layers that devices compute. "RAM" below it counts the look-ups that missed in VRAM.
+        The tiers are "RAM" if the CPU computes all layers with slots; otherwise "VRAM", and "RAM" if there are slots
+        below it. "CPU" follows if a device leaves layers to the CPU, which computes them from separate slots in RAM.
+        "VRAM" counts the look-ups of the layers that devices compute. "RAM" below it counts the look-ups that missed in
+        VRAM.
         """
         names = (VRAM, RAM) if self._on_device else (RAM,)
         found = {name: self.store.tier(tier) for name, tier in zip(names, self.store.tiers, strict=False)}
@@ -388,7 +389,7 @@ class Session:
 
     @property
     def _cpu_slots(self) -> list[DeviceSlots]:
-        """The slots from which the CPU computes layers while devices compute others; empty without such slots."""
+        """The slots from which the CPU computes layers while devices compute others; empty if there are none."""
         return [device for device in self.store.devices if self._on_device and device.name in (None, CPU)]
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Counters and times of one model since its load: `later - earlier` has the counters of the time in between."""
+"""Counters and times of one model since its load: `later - earlier` has the counters of the interval in between."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Lookups:
 
     @property
     def hit_rate(self) -> float:
-        """Share of lookups that found their expert in a slot, or on its way to one; 0.0 without lookups."""
+        """Share of lookups that found their expert in a slot, or on its way to one; 0.0 if there were no lookups."""
         return _ratio(self.hits, self.lookups)
 
 
@@ -231,8 +231,8 @@ class Stats(Lookups):
 
     @property
     def staging_overlap(self) -> float:
-        """Share of the time of staging copies in which no layer waited: 1 - staging_stall_s / staging_copy_s, but not
-        below 0. Waiting for the reads before the copies counts, too. 0.0 without copies."""
+        """Share of the staging copies' time during which no layer waited: 1 - staging_stall_s / staging_copy_s, but not
+        below 0. Waiting for the reads before the copies counts, too. 0.0 if there were no copies."""
         return max(0.0, 1 - _ratio(self.staging_stall_s, self.staging_copy_s)) if self.staging_copy_s else 0.0
 
     def link_bound_share(self, link_bytes_per_s: float) -> float:
@@ -262,7 +262,8 @@ Figures = TypeVar("Figures", "Stats", "TierStats", "DriveStats")
 
 def _combined(now: Figures, before: Figures, operator: Callable[[Any, Any], Any]) -> Figures:
     """Returns `now`, in which `operator` has combined each counter with the same counter of `before`. PRESENT_VALUES
-    stay. Counters of a tier or of a copy of the files are combined only if `before` has this tier or copy, too."""
+    stay unchanged. Counters of a tier or of a copy of the files are combined only if `before` also has this tier or
+    copy."""
     pairs = {each.name: (getattr(now, each.name), getattr(before, each.name)) for each in fields(now)}
     fixed = PRESENT_VALUES | {"name", "device", *PARTS}
     changed = {name: operator(*pair) for name, pair in pairs.items() if name not in fixed}

@@ -3,7 +3,7 @@ process ends.
 
 With a projector the trial also reads an image. The verdict is kept (`known_facts`). It is valid for the same headers of
 the files, the same build and processor, and the same values of OPTIONS. The trial ends before the load begins, so that
-memory is never taken twice. MOEGGUF_TRIAL_LOAD=0 skips the trial; "again" repeats it.
+the two never use memory at the same time. MOEGGUF_TRIAL_LOAD=0 skips the trial; "again" repeats it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ NO_DAMAGE = (
 
 @dataclass(frozen=True)
 class Request:
-    """The load that the trial process has to try, and its limits."""
+    """The load that the trial process must try, and its limits."""
 
     path: str
     options: Mapping[str, Any]  # keywords of `Llama`
@@ -89,7 +89,7 @@ def try_first(
     """Tries the model, with its `projector`, unless its verdict is known or trials are switched off. Calls `waiting`
     meanwhile; an exception of `waiting` ends the trial.
 
-    Raises ModelFormatError for a model whose trial failed, now or earlier. Raises AllocationError if the trial took far
+    Raises ModelFormatError for a model whose trial failed, now or earlier. Raises AllocationError if the trial used far
     more memory than it should, or if the system ended it. Raises ExpertIOError if the mapped file could not be read.
     """
     mode, tried = read_environment().trial_load, _tried(options)
@@ -170,7 +170,7 @@ def _run(request: Request, waiting: Callable[[], object]) -> Outcome:
     """Starts the trial process and waits for its end or the time limit. The trial process also ends if this process
     ends, because its stdin is then closed.
 
-    Raises AllocationError if the trial took far more memory than it should, or if the system ended it. Raises
+    Raises AllocationError if the trial used far more memory than it should, or if the system ended it. Raises
     ExpertIOError if the file could not be read.
     """
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "GGML_NO_BACKTRACE"), "1")

@@ -17,8 +17,8 @@ class Predictor(ABC):
 
     One object serves one model and all of its requests. The methods are called by one thread at a time: `announce`
     before the passes of the announced tokens, and `observe` at each routing event. `predict` may follow each of these
-    calls any number of times. Calls stop while nothing is to be predicted, for example while all experts have slots.
-    A predictor must not change the arrays of an event.
+    calls any number of times. There are no calls while there is nothing to predict, for example while all experts have
+    slots. A predictor must not change the arrays of an event.
     """
 
     name: ClassVar[str]
