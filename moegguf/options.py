@@ -281,7 +281,7 @@ def load_keywords(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def load_options_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Returns {load option: value} for the parameters of a Modelfile or a request that set one. None, 0 and "" set
-    none. Of num_gpu, only None and -1 set none, since 0 means that no layer is on a GPU."""
+    none. For num_gpu, only None and -1 set none, since 0 means that no layer is on a GPU."""
 
     def is_set(name: str) -> bool:
         value = parameters.get(name)

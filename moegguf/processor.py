@@ -18,8 +18,8 @@ class Processor:
 
 
 def read_processor(root: Path = Path("/")) -> Processor:
-    """Returns the first processor in /proc/cpuinfo. If it has no name, it gets the machine's name, which some ARM
-    machines put last; "unknown CPU" if there is neither."""
+    """Returns the first processor in /proc/cpuinfo. If it has no name, uses the machine's name, which some ARM systems
+    list last, or else "unknown CPU"."""
     try:
         text = (root / "proc/cpuinfo").read_text(errors="replace")
     except OSError:

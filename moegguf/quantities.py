@@ -209,8 +209,8 @@ _LONG_H = ((24 * 365, "year"), (24 * 30, "month"), (24 * 7, "week"), (24, "day")
 
 
 def human_bytes(n_bytes: float) -> str:
-    """Formats a number of bytes with a decimal unit: "4.7 GB", "17 GB", "274 MB", "12 B". Numbers from ten on lose
-    their decimal places."""
+    """Formats a number of bytes with a decimal unit: "4.7 GB", "17 GB", "274 MB", "12 B". Numbers of ten or more have
+    no decimal places."""
     for unit, name in _SIZES:
         if n_bytes >= unit:
             value = n_bytes / unit

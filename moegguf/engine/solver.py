@@ -300,7 +300,7 @@ class Pool:
             most = min(most, self.cache.n_bytes // size - self._staging_slots())
         for n_ubatch in self._ubatches(sizes.most_ubatch(layout)):
             if found and found[0] == (layout.n_expert_total, sizes.usual_ubatch):
-                break  # with a usual pass every expert has a slot, so another pass would save nothing
+                break  # every expert has a slot with a usual pass, so another pass would save nothing
             needs = sizes.needs(layout, n_ubatch)
             free_bytes = memory.usable_bytes - self.staging_bytes - needs.total_bytes(0)
             n_slots = min(most, max(0, free_bytes) // (size + needs.slot_work_bytes))

@@ -39,7 +39,7 @@ OPTIONS = frozenset(
      "tensor_split", "type_k", "type_v", "vocab_only", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow",
      "yarn_ext_factor", "yarn_orig_ctx"}
 )  # fmt: skip
-# tokens for which the context has room, most tokens of a batch, and tokens whose experts have slots at once
+# tokens that fit in the context, maximum tokens in a batch, and tokens whose experts have slots at the same time
 N_CTX, N_BATCH, N_SLOT_TOKENS = (256, 8, 4)
 N_IMAGE_TOKENS = 1024  # more room in the context for the trial's image; an image that does not fit is not evaluated
 MAX_IMAGE_THREADS = 4
@@ -77,7 +77,7 @@ class Request:
 Outcome = tuple[str, bool]
 """(reason why the trial failed, or ""; True if the outcome is kept, because another trial would have the same one)."""
 
-NO_VERDICT: Outcome = "", False  # the trial has no result: only the load itself can show if the model works
+NO_VERDICT: Outcome = "", False  # the trial has no result: only the load itself can show whether the model works
 
 
 def try_first(
@@ -180,7 +180,7 @@ def _run(request: Request, waiting: Callable[[], object]) -> Outcome:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # The trial uses the expert store even if the load will not: without the store, the trial could take all
+            # The trial uses the expert store even if the load will not: without the store, the trial could use all
             # memory.
             env=child_environment(MOEGGUF_TRIAL_LOAD="0", MOEGGUF_HOOKS="1", **threads),
             start_new_session=True,

@@ -25,7 +25,7 @@ _SAMPLE_BYTES = 1 << 12
 
 
 def fingerprint(layout: ExpertLayout) -> str:
-    """Returns 32 hex digits of a SHA-256 over the architecture, sizes of the model, and the types, shapes and bytes of
+    """Returns 32 hex digits of a SHA-256 over the architecture, the model's sizes, and the types, shapes and bytes of
     all routers, layer by layer.
 
     Raises ExpertIOError when the file cannot be read.
@@ -52,8 +52,8 @@ def header_digest(shards: tuple[Shard, ...]) -> str:
 
 
 def weights_digest(shards: tuple[Shard, ...]) -> str:
-    """Returns 32 hex digits of a SHA-256 over the inodes, sizes and times of files as their headers were read. The
-    digest also covers up to 4 KiB in the middle of each tensor. Raises ExpertIOError when a file cannot be read.
+    """Returns 32 hex digits of a SHA-256 over the inodes, sizes and times that files had when their headers were read.
+    The digest also covers up to 4 KiB in the middle of each tensor. Raises ExpertIOError when a file cannot be read.
 
     Every write changes a file's change time, except on file systems that keep no change time. On such file systems the
     bytes from the tensors reveal another training or quantisation, because it changes every tensor. A write that

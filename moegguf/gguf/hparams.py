@@ -58,7 +58,7 @@ class Keys:
 
     def number(self, name: str, default: int | None = 0, low: int = 0, high: int = MAX_WIDTH) -> int:
         """Returns the key's whole number. If the key is missing, returns `default`, or raises an error if `default` is
-        None. Raises an error unless the number, also `default`, is from `low` to `high`."""
+        None. Raises an error unless the number, including `default`, is from `low` to `high`."""
         value = self.metadata.get(f"{self.arch}.{name}", default)
         if value is None:
             raise self.fail(name, f"is missing, but every {self.arch} model has it")

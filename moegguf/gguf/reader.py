@@ -85,8 +85,8 @@ class Cursor:
         return n
 
     def keep(self, n: int) -> None:
-        """Counts `n` more bytes as kept in memory. Raises ModelFormatError if all kept bytes are above
-        KEPT_TOTAL_BYTES."""
+        """Counts `n` more bytes as kept in memory. Raises ModelFormatError if the kept bytes exceed KEPT_TOTAL_BYTES in
+        total."""
         self.kept_bytes += n
         if self.kept_bytes > KEPT_TOTAL_BYTES:
             self.fail(f"the key-values may take {KEPT_TOTAL_BYTES} bytes of memory, but take {self.kept_bytes} so far")
@@ -146,7 +146,7 @@ Value = bool | int | float | str | tuple[bool | int | float, ...]
 
 
 def ggml_type(name: str) -> int:
-    """Returns the number of the ggml type `name`, in any case. Raises OptionError for an unknown name."""
+    """Returns the number of the ggml type `name`, in upper or lower case. Raises OptionError for an unknown name."""
     for number, (known, *_) in GGML_TYPES.items():
         if known.lower() == name.lower():
             return number
@@ -200,12 +200,12 @@ class FileVersion:
     @property
     def identity(self) -> tuple[int, ...]:
         """Numbers that differ between files and change with every write, if the file system keeps change times. A
-        program can reset a file's modification time, but not its change time. The change time changes also when the
-        file is renamed, linked, or gets another owner or mode."""
+        program can reset a file's modification time, but not its change time. The change time also changes when the
+        file is renamed or linked, or gets another owner or mode."""
         return self.dev, self.ino, self.n_bytes, self.mtime_ns, self.ctime_ns
 
     def is_as_read(self, fd: int) -> bool:
-        """Returns True if the open file `fd` is the file of this version and is unchanged since then."""
+        """Returns True if the open file `fd` is the file of this version and has not changed since."""
         return FileVersion.of(self.path, os.fstat(fd)).identity == self.identity
 
     def is_changed(self) -> bool:
@@ -219,7 +219,7 @@ class FileVersion:
 class Shard(FileVersion):
     """One file of the model."""
 
-    header_bytes: int = 0  # offset of the tensors' data; the file's size if it ends before
+    header_bytes: int = 0  # offset of the tensors' data; the file's size if the file ends earlier
 
 
 @dataclass(frozen=True)
@@ -366,8 +366,8 @@ def _read_tensor(cur: Cursor, start: int) -> TensorInfo:
 
 
 def _read_tensors(cur: Cursor, n_tensors: int, alignment: int) -> tuple[int, tuple[TensorInfo, ...]]:
-    """Returns the offset of the data section, and all tensors. Raises ModelFormatError if two tensors have one name, or
-    unless the tensors' data lie inside the file, with no gaps except for alignment."""
+    """Returns the offset of the data section, and all tensors. Raises ModelFormatError if two tensors have the same
+    name, or unless the tensors' data lies inside the file, with no gaps except for alignment."""
     entries = dict[str, tuple[int, TensorInfo]]()
     for i in range(n_tensors):
         cur.what = f"tensor {i}"

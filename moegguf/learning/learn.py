@@ -100,10 +100,10 @@ def check_strategies(names: Sequence[str]) -> list[str]:
 
 
 class Learning:
-    """The requests of a trace, split into requests to learn from and requests that judge what was learned.
+    """The requests of a trace, split into requests to learn from and held-out requests that judge what was learned.
 
     `options` replaces training options in BRIEF, predictor by predictor. Raises OptionError for a trace of another
-    model, with too few requests, or without decoded tokens in the judging requests.
+    model, with too few requests, or without decoded tokens in the held-out requests.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Learning:
 
     def learn(self, name: str, report: Report = no_report) -> Learnt:
         """Learns, judges and saves one strategy. Raises OptionError, and StorageError if a file cannot be written. An
-        interruption before the saving leaves the old files unchanged."""
+        interruption before saving leaves the old files unchanged."""
         start = time.monotonic()
         strategy = find_strategy(name)
         learned = {file: self._train(file, report) for file, of in LEARNT_FOR.items() if of == name}
@@ -170,7 +170,7 @@ class Learning:
         return eamc.weights()
 
     def _judge(self, strategy: Strategy, learned: Mapping[str, Weights]) -> dict[str, Any]:
-        """Replays the judging requests with a strategy. Returns the results as facts for the strategy's files."""
+        """Replays the held-out requests with a strategy. Returns the results as facts for the strategy's files."""
         own = str(strategy.predictor)
         shape = self.training.shape
         found = self._replay(strategy, self._predictor(own, learned[own]))
@@ -220,5 +220,5 @@ class Learning:
 
 
 def _right(result: SimResult) -> float:
-    """Returns the share of the predicted experts that the router chose; 0 without predictions."""
+    """Returns the share of the predicted experts that the router chose; 0 if there are no predictions."""
     return round(result.counters["forecast_right"] / max(1, result.counters["forecast_picks"]), 4)

@@ -182,10 +182,10 @@ def logit(share: Floats) -> Floats:
 
 
 class Samples:
-    """The tokens of all requests of a trace in one array. Padding (token id n_vocab) lies before and after each
+    """The tokens of all requests of a trace in one array. Padding (token id n_vocab) comes before and after each
     request. Requests with unknown tokens are left out. Raises OptionError if no request remains.
 
-    seen (n_seen,): the different token ids that occur, ascending, including n_vocab for padding.
+    seen (n_seen,): the distinct token ids that occur, ascending, including n_vocab for padding.
 
     tokens (n,): the tokens as indices into `seen`.
 

@@ -21,7 +21,7 @@ from moegguf.quantities import utc_time
 SAMPLE_BYTES = 1 << 20
 
 _DIGEST = re.compile(r"sha256[:-]([0-9a-fA-F]{64})", re.ASCII)
-_CONTENT_ADDRESS = re.compile(r"(?:sha256-)?([0-9a-f]{64})", re.ASCII)  # name of a file that is named by its SHA-256
+_CONTENT_ADDRESS = re.compile(r"(?:sha256-)?([0-9a-f]{64})", re.ASCII)  # name of a file that is named after its SHA-256
 
 Source = Literal["demo", "path", "folder", "hub", "ollama", "own"]
 

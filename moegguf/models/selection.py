@@ -41,7 +41,7 @@ def select_files(paths: Iterable[str], tag: str = DEFAULT_TAG, *, repo: str = "t
     """Returns the model among `paths` ("folder/name.gguf") that `tag` selects.
 
     `latest` selects Q4_K_M, else Q8_0, else the first path in sorted order. Raises ModelNotFoundError, with the names
-    of up to MAX_LISTED models, if no file fits. Also raises ModelNotFoundError if a shard is missing.
+    of up to MAX_LISTED models, if no file matches. Also raises ModelNotFoundError if a shard is missing.
     """
     known = sorted(paths)
     models = [path for path in known if is_model(path)]
@@ -124,9 +124,9 @@ def _by_file_name(models: Sequence[str], tag: str) -> str | None:
 
 
 def _by_quant(firsts: Sequence[str], quant: str) -> str | None:
-    """Returns the first path that contains the quantisation before a dot or dash, in any case; None if there is none.
-    Searches for a whole word first ("Q4_XS" is not a whole word in "IQ4_XS"), then at any position, as llama.cpp
-    does."""
+    """Returns the first path that contains the quantisation before a dot or dash, in upper or lower case; None if there
+    is none. Searches for a whole word first ("Q4_XS" is not a whole word in "IQ4_XS"), then at any position, as
+    llama.cpp does."""
     for start in (r"(?:^|[./_-])", ""):
         pattern = re.compile(start + re.escape(quant) + "[.-]", re.IGNORECASE)
         if found := next((path for path in firsts if pattern.search(path)), None):

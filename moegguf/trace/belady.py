@@ -115,7 +115,7 @@ def belady(lookups: Lookups, n_slots: int) -> ReplayCounts:
 
 
 def least_misses(lookups: Lookups, n_slots: int, resident: Iterable[int] = ()) -> Ints:
-    """Returns the keys of the experts that must at least be read, in the order of reading. No policy can read fewer
+    """Returns the keys of the fewest experts that must be read, in the order of reading. No policy can read fewer
     experts, with or without bypass.
 
     An expert that must be read twice appears twice. resident: keys of the experts that have slots at the start.

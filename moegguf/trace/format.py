@@ -1,4 +1,4 @@
-"""The trace file: an .npz of blocks, which is written while the model runs and completely checked when it is read.
+"""The trace file: an .npz of blocks, which is written while the model runs and fully checked when it is read.
 
 The file is a zip. Block number i consists of the members NAME.i.npy (i with six digits), with the names and shapes of
 `Trace`'s arrays. A block's pass_start counts from the block's first token. The last member, `header.json`, lists the

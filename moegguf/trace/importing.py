@@ -1,6 +1,6 @@
 """Makes traces from routing that other programs recorded: `moegguf trace import`.
 
-Such a trace has the form of a recorded trace, but no times, weights and router inputs. A prompt is divided into passes
+Such a trace has the form of a recorded trace, but no times, weights or router inputs. A prompt is divided into passes
 of at most PROMPT_PASS tokens, and each later token is a separate pass, as in llama.cpp.
 """
 
@@ -103,7 +103,8 @@ class _Facts:
         return fingerprint(layout)
 
     def get(self, name: str) -> Any:
-        """Returns the value of a fact. If the fact is missing, raises TraceError with the option that gives it."""
+        """Returns the value of a fact. If the fact is missing, raises TraceError, which names the option that sets
+        it."""
         if name not in self._found:
             raise TraceError(
                 f"{name} is needed, but neither in the files nor given; add {_NEEDED[name]}, or --model FILE.gguf."

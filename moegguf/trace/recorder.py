@@ -83,9 +83,9 @@ class _Pass:
 class Recorder:
     """Writes routing to a trace file, which has a temporary name until close().
 
-    If `inputs` is True, the routers' inputs are recorded, too, as far as events have them. The constructor raises
+    If `inputs` is True, the routers' inputs are also recorded, as far as events have them. The constructor raises
     TraceError if `path` cannot be written or `header` is invalid. If writing fails later, only the recording ends, and
-    the model runs on. close() then raises the error.
+    the model keeps running. close() then raises the error.
     """
 
     def __init__(

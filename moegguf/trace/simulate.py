@@ -187,8 +187,8 @@ def layout_of(shape: MoeShape) -> ExpertLayout:
 
 
 def slots_of(shape: MoeShape, share: float) -> int:
-    """Returns the number of slots for a share of all experts, but at least n_expert_used. Raises OptionError if the
-    share is not above 0 and up to 1."""
+    """Returns the number of slots for a share of all experts, but at least n_expert_used. Raises OptionError unless the
+    share is above 0 and at most 1."""
     if not 0 < share <= 1:
         raise OptionError(f"a share of the experts must be above 0 and at most 1 (100%), but is {share}.")
     return max(shape.n_expert_used, round(share * len(shape.layers) * shape.n_expert))
