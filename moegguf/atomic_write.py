@@ -72,7 +72,7 @@ def locked_temporary(folder: Path, prefix: str, suffix: str) -> tuple[int, str]:
 
 
 def remove_abandoned(paths: Iterable[Path]) -> None:
-    """Removes the temporary files in `paths` that no process has locked. Such files come from killed processes."""
+    """Removes the temporary files in `paths` that no process has locked. Such files were left by killed processes."""
     for path in paths:
         with suppress(OSError):
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

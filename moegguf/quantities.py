@@ -177,8 +177,9 @@ def parse_link(text: str) -> Link:
 
 
 def parse_duration(value: str | int | float) -> float:
-    """Parses a number of seconds (also as text), or a Go duration such as "1h30m" or "300ms". Returns seconds, and
-    `math.inf` for negative values and for more than Go's maximum. Raises OptionError for anything else and for NaN."""
+    """Parses a number of seconds (a number or its text), or a Go duration such as "1h30m" or "300ms". Returns seconds,
+    and `math.inf` for negative values and for more than Go's maximum. Raises OptionError for anything else and for
+    NaN."""
     seconds = math.nan
     if isinstance(value, int | float) and not isinstance(value, bool):
         seconds = float(min(max(value, -1), _LONGEST_S + 1)) if value == value else math.nan

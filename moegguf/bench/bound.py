@@ -43,8 +43,8 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class Held:
-    """The experts that are complete in slots at the beginning of a repetition. Each expert is a key as in `Lookups`:
-    (index of its layer among the layers with experts) * n_expert + expert."""
+    """The experts that are completely loaded into slots when a repetition begins. Each expert is identified by its key
+    in `Lookups`: (index of its layer among the layers with experts) * n_expert + expert."""
 
     everywhere: Ints  # experts in a slot of any tier
     computing: Ints  # experts in a slot of the first tier, from which layers compute

@@ -146,8 +146,8 @@ class Feed:
                 )
 
     def tokens(self, n: int, repetition: int) -> list[int]:
-        """Returns `n` tokens for the repetition with this number. The tokens are consecutive tokens of the text, which
-        repeats after its end, or random if there is no text. If the model adds a BOS token, this token replaces the
+        """Returns `n` tokens for the repetition with this number: consecutive tokens of the text, which starts over
+        after its end, or random tokens if there is no text. If the model adds a BOS token, this token replaces the
         first one."""
         if self._text:
             start = repetition * n % len(self._text)
@@ -194,8 +194,8 @@ class Sequences:
         return elapsed_ns
 
     def _batches(self, tokens: Sequence[Sequence[int]], phase: Phase) -> Iterator[list[SequenceTokens]]:
-        """Yields batches of at most `n_batch` tokens. A batch has the tokens of the first sequence, then of the next
-        one, and so on."""
+        """Yields batches of at most `n_batch` tokens. A batch contains the tokens of the first sequence, then of the
+        next one, and so on."""
         room = self.llama.n_batch
         batch: list[SequenceTokens] = []
         for sequence, own in enumerate(tokens):
@@ -241,8 +241,8 @@ def begin(llama: Llama, test: Test, tokens: Sequence[Sequence[int]]) -> Sequence
 def measure(
     sequences: Sequences, test: Test, tokens: Sequence[Sequence[int]], greedy: bool, engine: Engine | None = None
 ) -> Sample:
-    """Runs one repetition after `begin`. `tokens` has the tokens of each sequence. An `engine` generates the answer if
-    the context is not empty. Otherwise each step evaluates a token of each sequence: with `greedy` the most probable
+    """Runs one repetition after `begin`. `tokens` holds the tokens of each sequence. An `engine` generates the answer
+    if the context is not empty. Otherwise each step evaluates a token of each sequence: with `greedy` the most probable
     one, else the one in `tokens`."""
     llama = sequences.llama
     before = llama.stats()

@@ -91,7 +91,7 @@ def _limits_memory(version: int, folder: Path) -> bool:
 
 
 def _set_limit(version: int, folder: Path, n_bytes: int) -> bool:
-    """Sets the memory limit, and switches swap off as far as the kernel allows. Returns whether the limit was set."""
+    """Sets the memory limit, and turns off swap as far as the kernel allows. Returns whether the limit was set."""
     if not _write(folder / ("memory.max" if version == 2 else "memory.limit_in_bytes"), str(n_bytes)):
         return False
     if version == 2:
@@ -102,7 +102,7 @@ def _set_limit(version: int, folder: Path, n_bytes: int) -> bool:
 
 
 def make_group(limit_bytes: int, root: Path = ROOT) -> MemoryGroup:
-    """Makes a memory cgroup with this limit and, if the kernel allows, without swap. The caller has to call `remove` on
+    """Makes a memory cgroup with this limit and, if the kernel allows, without swap. The caller must call `remove` on
     the group. Also removes groups that moegguf made in processes that no longer exist. Raises LimitError if no group
     can be made."""
     name = f"moegguf-{os.getpid()}-{next(_numbers)}"
@@ -148,7 +148,7 @@ def memory_limit(limit_bytes: int | None, root: Path = ROOT) -> Iterator[MemoryG
 
 
 def drop_page_cache(paths: Sequence[str | os.PathLike[str]]) -> int:
-    """Drops the pages of these files from the page cache. Returns the number of bytes that stayed, usually because a
+    """Drops the pages of these files from the page cache. Returns the number of bytes that remained, usually because a
     process maps them.
 
     On systems without posix_fadvise (macOS, Windows), no page is dropped. Returns 0 there, and also if the pages cannot

@@ -1,5 +1,4 @@
-"""Measures individual parts of the store: how long an eviction takes, and how long copies over a simulated link
-take."""
+"""Measures individual parts of the store: how long evictions, and copies over a simulated link, take."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ class Evictions:
             self.store.set_policy(policy)
 
     def ids(self) -> np.ndarray:
-        """Returns random experts for a routing event, (n_expert_used,)."""
+        """Returns random experts for a routing event, shape (n_expert_used,)."""
         return self._rng.permutation(self.shape.n_expert)[: self.shape.n_expert_used].astype(np.int32)
 
     def fits(self) -> bool:
@@ -79,7 +78,7 @@ class Evictions:
 def evictions(_: str, *, slots: int, layers: int, experts: int, used: int, events: int) -> Iterator[Row]:
     """Yields a row of times for each policy.
 
-    A row has the microseconds of a miss that gets a free slot and of a miss that evicts an expert (medians over
+    A row has the microseconds that a miss takes if it gets a free slot, and if it evicts an expert (medians over
     passes), and their difference. Except for the policy ALL_SCORES, a row also has the seconds that a million lookups
     take in one call.
     """

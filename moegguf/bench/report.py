@@ -22,7 +22,7 @@ def report(rows: Sequence[Row], layout: ExpertLayout, doctor: Mapping[str, Facts
     """Returns text in Markdown about one model: machine, drive, file and build, then a table with the figures of each
     system.
 
-    `rows` come from `make_rows`, with the same tests for each system. `doctor` has the sections that `diagnose`
+    `rows` come from `make_rows`, with the same tests for each system. `doctor` holds the sections that `diagnose`
     returns.
     """
     systems = list(dict.fromkeys(row["system"] for row in rows))

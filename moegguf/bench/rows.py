@@ -94,8 +94,8 @@ def imitated_routing(metadata: Mapping[str, object]) -> str:
 
 
 def make_rows(outcomes: Sequence[Outcome], limit_bytes: int | None = None) -> list[Row]:
-    """Returns one row for each test and system of one group of settings. In moegguf's rows, the field `against` has the
-    ratios to each system of `--against`. In the rows of these other systems it is empty."""
+    """Returns one row for each test and system of one group of settings. In moegguf's rows, the field `against` holds
+    the ratios to each system of `--against`. In the rows of these other systems it is empty."""
     groups: dict[int, list[Outcome]] = {}
     for outcome in outcomes:
         groups.setdefault(id(outcome.system), []).append(outcome)

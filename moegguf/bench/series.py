@@ -52,8 +52,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "step-prefetch": {"store": dict.fromkeys(("chunked", "demand_first", "preempt", "overlap"), False)},
     "step-chunks": {"store": dict.fromkeys(("demand_first", "preempt", "overlap"), False)},
     "step-preemption": {"store": {"overlap": False}},
-    # Variants of how a device computes prompts. With "no-staging", a pass has only as many tokens as the slots can
-    # serve. With "staging-N", prompts use N staging tensors instead of the planned number.
+    # Variants that change how a device computes prompts. With "no-staging", a pass has only as many tokens as the slots
+    # can serve. With "staging-N", prompts use N staging tensors instead of the planned number.
     "no-staging": {"store": {"staging": 0}},
     **{f"staging-{n}": {"store": {"staging": n}} for n in range(1, STAGING_TENSORS + 1)},
     # Variants that change only --placement or only --draft.
@@ -68,9 +68,9 @@ Progress = Callable[[str], object]
 class Test:
     """A test with `n_parallel` sequences that are evaluated together. Each of its three token counts may be 0."""
 
-    n_prompt: int  # timed tokens of a sequence's prompt, which are evaluated together
-    n_gen: int  # timed tokens of a sequence, which are evaluated one by one after the prompt
-    n_depth: int = 0  # tokens of a sequence before the timed ones
+    n_prompt: int  # number of timed prompt tokens per sequence, which are evaluated together
+    n_gen: int  # number of timed tokens per sequence that are evaluated one by one after the prompt
+    n_depth: int = 0  # number of tokens per sequence before the timed ones
     n_parallel: int = 1
 
     @property
@@ -107,7 +107,7 @@ class Spec:
     draft: as in `Llama`. Greedy answers are then timed as a whole; None: each token is timed.
 
     simulate_link: a link such as "24GB/s,35us" to a simulated device, which computes with `simulate_threads` threads
-    (0: as many as the CPU). Without vram_cache and placement, the device computes the layers and has the slots.
+    (0: as many as the CPU). Without vram_cache and placement, the device computes the layers and holds the slots.
     """
 
     model: str

@@ -180,9 +180,9 @@ def resume(model: str, *, tokens: int, folder: str) -> Iterator[Row]:
     """Yields a row about the first token of an answer in each of five cases.
 
     In the first case the prompt is computed. In the next three its context is reused: from memory, after the model was
-    unloaded, and after server and worker were killed. The last case is another question with the same beginning. If
-    `folder` has the contexts of an earlier call, the prompt is not computed in the first case either. Raises
-    MoeggufError if another answer to this prompt has logprobs that differ from the first answer's.
+    unloaded, and after the server and the worker were killed. The last case is another question with the same
+    beginning. If `folder` already holds the contexts of an earlier call, the prompt is not computed in the first case
+    either. Raises MoeggufError if another answer to this prompt has logprobs that differ from the first answer's.
     """
     n_vocab = read_layout(model).n_vocab
     prompt = np.random.default_rng(0).integers(1000, n_vocab - 1000, tokens).tolist()

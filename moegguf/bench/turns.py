@@ -134,8 +134,8 @@ def take_turn(llama: Llama, tokens: Sequence[int], turn: Turn) -> Figures:
 
 
 def serve(spec: Spec, lines: Iterable[str]) -> Iterator[Figures]:
-    """Loads a model, and yields an empty result. Then runs the turn in each line of `lines` (a `Turn` as JSON), and
-    yields its figures."""
+    """Loads a model, and yields an empty result. Then runs the turn that each line of `lines` describes (a `Turn` as
+    JSON), and yields its figures."""
     with load(spec) as llama:
         if llama.session is not None:
             llama.session.store.drain()
@@ -146,7 +146,7 @@ def serve(spec: Spec, lines: Iterable[str]) -> Iterator[Figures]:
 
 
 def take_turns(calls: Mapping[Key, Callable[[], Result]], rounds: int) -> dict[Key, list[Result]]:
-    """Calls each function once per round; every second round has the opposite order. Returns {name: results of its
+    """Calls each function once per round; every second round uses the opposite order. Returns {name: results of its
     calls}."""
     results: dict[Key, list[Result]] = {name: [] for name in calls}
     for number in range(rounds):

@@ -133,8 +133,8 @@ class Artifacts:
         return None
 
     def save_uses(self, shape: MoeShape, uses: npt.NDArray[np.float32]) -> None:
-        """Saves how often each expert was used, (n_layer, n_expert), atomically, in `writable_folder()`. If writing
-        fails, warns and saves nothing."""
+        """Saves the table (n_layer, n_expert) of how often each expert was used, atomically, in `writable_folder()`. If
+        writing fails, warns and saves nothing."""
         self._save(USES, "uses", "the uses of experts were", shape, weights.Weights({"uses": uses}))
 
     def _save(self, name: str, kind: str, subject: str, shape: MoeShape, saved: weights.Weights) -> None:

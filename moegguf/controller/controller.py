@@ -195,7 +195,8 @@ class Controller:
 
     @property
     def _refused(self) -> bool:
-        """Returns True if prefetching is off until the watchdog's next trial begins. Nothing is predicted meanwhile."""
+        """Returns True if prefetching is off until the watchdog's next trial begins. Nothing is predicted until
+        then."""
         return self.watchdog is not None and self.watchdog.resting and not self.watchdog.on
 
     def _guarded(self, switch_off: Callable[[str], None], call: Callable[..., None], *arguments: object) -> None:
@@ -294,8 +295,8 @@ class Controller:
 
 
 def name_of(policy_or_predictor: object) -> str:
-    """Returns the `title` of a policy or predictor, or else its `name`. A user's class may have neither; then returns
-    the name of the class."""
+    """Returns the `title` of a policy or predictor, or else its `name`. If a user's class has neither, returns the name
+    of the class."""
     own = type(policy_or_predictor).__name__
     return str(getattr(policy_or_predictor, "title", "") or getattr(policy_or_predictor, "name", "") or own)
 

@@ -52,7 +52,7 @@ class History:
         self.prefill, self.decode = self._reams
         self.il = -1  # number of the layer of the last event
         self.pass_ = -1
-        self.sequence = -1  # number of the last event's request; of several requests, the first one
+        self.sequence = -1  # number of the last event's request, or of the first one if there are several
         self.phase = Phase.PREFILL
         self.new_pass = False  # True: the last event began a pass
         self.new_request = False  # True: the last event had tokens of a request that was not seen before

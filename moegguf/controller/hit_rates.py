@@ -48,7 +48,7 @@ class Measured:
 
     A policy is chosen by `hit_rates`. `ranges` and `bound` were measured on other requests, so that the printed figures
     are independent of the choice. With a policy, 98 % of these other requests had a hit rate within the policy's range.
-    `about` has their number under "ranges".
+    `about` holds their number under "ranges".
     """
 
     fingerprint: str  # fingerprint of the model's routers
@@ -66,7 +66,7 @@ class Measured:
         decides.
 
         Policies that are below LRU at any measured share are left out. Returns LRU if it was not measured, or if the
-        best hit rate is not higher than its hit rate by at least LEAST_GAIN.
+        best hit rate does not exceed LRU's by at least LEAST_GAIN.
         """
         lru = self.hit_rates.get("lru", {})
         if not lru:
@@ -187,7 +187,7 @@ class HitCurve:
     n_expert_used: int = 0
 
     def at(self, share: float) -> float:
-        """Returns the hit rate when this share of all experts has slots, by interpolation."""
+        """Returns the interpolated hit rate for this share of all experts in slots."""
         return min(1.0, interpolate(self.rates, share))
 
     def corrected(self, reached: Mapping[float, float]) -> HitCurve:

@@ -34,7 +34,7 @@ def load_class(name: str, kind: str, base: type[T]) -> type[T]:
     messages.
 
     Raises OptionError if the file is missing or raises an error, or if the class is missing or is not a subclass of
-    `base`. A protocol as `base` requires only its methods.
+    `base`. If `base` is a protocol, the class only needs the protocol's methods.
     """
     path, separator, class_name = name.rpartition(":")
     if not separator or not class_name.isidentifier():

@@ -1,7 +1,7 @@
 """Defines strategies by name, from four papers and other sources. A strategy names an eviction policy, a predictor,
 prefetching options, and switches of the store.
 
-Each of these parts can also be chosen separately. docs/evidence/strategies.md names the place in the papers for each
+Each of these parts can also be chosen separately. docs/evidence/strategies.md cites the place in the papers for each
 part.
 """
 

@@ -163,7 +163,7 @@ class Context:
         self.images = ContextImages()  # images of sequence 0
         # Scale of the LoRA adapter for the next evaluation; 0.0: none.
         self.lora_scale: float = llm.lora_scale if llm._lora_adapter else 0.0
-        self.eval_s = 0.0  # seconds that all evaluations took
+        self.eval_s = 0.0  # total seconds of all evaluations
         self.drafted = Counter[str]()  # counters of drafts, by their names in `Stats`
         # Called with each pass's llama_batch, but not for images.
         self.after_pass: Callable[[Any], object] | None = None
@@ -350,7 +350,7 @@ class Context:
             self.images.spans.append(span)
 
     def open_projector(self) -> Projector | None:
-        """Returns the projector, which the first call loads; None without `mmproj`. Raises ModelFormatError."""
+        """Returns the projector, loading it at the first call; None without `mmproj`. Raises ModelFormatError."""
         with self._projector_lock:  # another thread may count a prompt's tokens at the same time
             if self._projector is None and self._mmproj:
                 self.check_open()
@@ -396,7 +396,7 @@ class Context:
                 yield
                 if session is not None:
                     session.raise_failure()
-            except BaseException as error:  # also KeyboardInterrupt: no token may stay half computed
+            except BaseException as error:  # also KeyboardInterrupt: no token may remain half computed
                 llm._requires_eval = True  # the context's logits are stale
                 if llm._is_stateful:
                     self._drop_failed()

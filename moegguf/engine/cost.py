@@ -25,8 +25,8 @@ prompt of PROMPT_TOKENS and an answer of ANSWER_TOKENS.
 Expected hit rates are ranges. If the model's own routing was measured (`Measured`), 49 in 50 of its requests fall
 within the range. Otherwise the range contains all published hit rates for models of this shape, or for all models if
 there are none. Placements are compared by one curve of hit rates. Within one placement, more slots leave less memory
-for the buffers of passes. The best combination of slots and tokens per pass is chosen before any speed is known, by the
-bytes that a request moves (`request_cost`).
+for the buffers of passes. The best combination of slots and tokens per pass is chosen before any speed is known,
+according to the bytes that a request moves (`request_cost`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ STOP_S = 35e-6  # seconds of a stop at a layer, where the host waits for the rou
 TOLERANCE = 0.15
 LAYER_NODES = 30  # nodes of a layer that read few or no weights: norms, attention, the router
 PICK_NODES = (
-    2  # further small nodes for each expert that a token uses: a view of its output, and an addition to the sum
+    2  # additional small nodes for each expert that a token uses: a view of its output, and an addition to the sum
 )
 PROMPT_TOKENS, ANSWER_TOKENS = 512, 256  # a typical request
 LONG_PROMPT_TOKENS = 4096  # longest prompt that is considered, such as a document or a long conversation
@@ -300,7 +300,7 @@ class HitRates:
     @classmethod
     def of(cls, layout: ExpertLayout) -> HitRates:
         """Returns the known hit rates of a model. `measured` is the first measurement of exactly this model in the
-        search order of `Artifacts`. `of_answers` has the hit rates that its answers have reached on this machine. The
+        search order of `Artifacts`. `of_answers` holds the hit rates that its answers have reached on this machine. The
         model is identified by its routers; if they cannot be read, there is no measurement."""
         if not layout.is_moe:
             return cls(layout)
@@ -330,7 +330,8 @@ class HitRates:
         return published_range(self.layout, n_slots)
 
     def expect(self, n_slots: int, speeds: Speeds | None = None) -> Expected:
-        """Returns the estimate for `n_slots` slots in RAM. With `speeds` it has the tokens per second of the CPU."""
+        """Returns the estimate for `n_slots` slots in RAM. With `speeds`, the estimate includes the CPU's tokens per
+        second."""
         hits, cycle, model = self.range_at(n_slots), self.layout.token_cycle_bytes, ModelBytes.of(self.layout)
         most, least = round(cycle * (1 - hits.low)), round(cycle * (1 - hits.high))
         slow = fast = None

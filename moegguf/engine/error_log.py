@@ -35,7 +35,8 @@ class ErrorLog:
         install(self._callback, None)
 
     def forget(self) -> None:
-        """Forgets earlier errors. Called before an operation, so that `reason` has only errors of that operation."""
+        """Forgets earlier errors. Called before an operation, so that `reason` returns only errors of that
+        operation."""
         self._errors.clear()
 
     def reason(self) -> str:

@@ -25,7 +25,7 @@ class KnownFact:
 
     The fact depends on the processor, because several machines may share a home folder.
 
-    about: further values that the fact depends on; they must be valid in JSON.
+    about: other values that the fact depends on; they must be valid in JSON.
     """
 
     def __init__(self, kind: str, layout: ExpertLayout, about: Any) -> None:

@@ -47,7 +47,7 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True)
 class About:
-    """The header of a block: the model's name for display, and two numbers of tokens."""
+    """The header of a block: the model's name for display, and two token counts."""
 
     model: str
     n_tokens: int  # number of tokens from the beginning of the context to the end of the block
@@ -141,8 +141,8 @@ class KVBlocks:
 
 
 class KvBlockStore:
-    """Stores blocks in `folder`. Old blocks are deleted so that all blocks together take about `limit_bytes` bytes at
-    most. None: a tenth of the disk space that is free or used by this store, at most MOST_AUTO_BYTES. Any thread may
+    """Stores blocks in `folder`. Old blocks are deleted so that all blocks together occupy at most about `limit_bytes`
+    bytes. None: a tenth of the disk space that is free or used by this store, at most MOST_AUTO_BYTES. Any thread may
     use the object."""
 
     def __init__(self, folder: Path, limit_bytes: int | None = None) -> None:
@@ -174,7 +174,7 @@ class KvBlockStore:
         """Returns a block without verifying its bytes; None if the block is missing, the file has a wrong header, or
         the store is off.
 
-        The block's `head` has at least `n_head` bytes of the state, or all bytes of a shorter state.
+        The block's `head` holds at least `n_head` bytes of the state, or all bytes of a shorter state.
         """
         return None if self.is_off else _opened(self._path(name), n_head)
 

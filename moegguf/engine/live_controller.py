@@ -152,8 +152,8 @@ class LiveController:
         )  # fmt: skip
 
     def _choose_tiers(self) -> None:
-        """Sets the policy of slots in RAM below a device, if there are such slots. Afterwards `options` has the policy
-        of the tier that computes. Does nothing if the policy is an object."""
+        """Sets the policy of slots in RAM below a device, if there are such slots. Afterwards `options` holds the
+        policy of the tier that computes. Does nothing if the policy is an object."""
         text = self.options.policy
         if not isinstance(text, str):
             return
@@ -175,7 +175,7 @@ class LiveController:
         user has passed an object instead.
 
         plain: measurements are not used. The policy "auto" is then LRU if the model was measured, else next-use.
-        Nothing predicts unless the options name a predictor or switch prefetching on.
+        Nothing is predicted unless the options name a predictor or switch prefetching on.
         """
         options, auto = self.options, self.options.policy == AUTO
         measured = self._measured = self._measured if plain else self.artifacts.measured()
@@ -230,7 +230,7 @@ class LiveController:
             self.controller.count_token(phase, time.perf_counter_ns(), n_sequences)
 
     def update(self) -> None:
-        """Starts or stops listening, depending on whether there is anything to decide. Call it after pools change their
+        """Starts or stops listening, depending on whether there is anything to decide. Call it after pools change
         size."""
         self._has_absent_experts, listeners = not self.session.store.info()["resident"], self.session.listeners
         needed = self.controller is not None and self._has_absent_experts and self.controller.needs_events
@@ -242,7 +242,7 @@ class LiveController:
         """Returns the names of policy and predictor, and the state of prefetching. With a controller, also returns the
         time that decisions take.
 
-        Prefetching is "off" (also if every expert is in memory), "on", "measuring" (on and off in turns) or "paused"
+        Prefetching is "off" (also if every expert is in memory), "on", "measuring" (alternating on and off) or "paused"
         (it saved too little, or a device's link was not busy).
         """
         controller = self.controller

@@ -68,8 +68,8 @@ class LoadSpec:
         environment, and the environment overrides the defaults.
 
         commands: True for a command or a server, which has more defaults and environment variables (`moegguf.options`).
-        If there is no `store`, `strategy` chooses the options of the store. None counts as not given, except for
-        options in COMMAND_DEFAULTS. Raises BudgetError, OptionError, and the errors of `read_projector`.
+        If there is no `store`, `strategy` chooses the options of the store. An option that is None counts as not given,
+        except for options in COMMAND_DEFAULTS. Raises BudgetError, OptionError, and the errors of `read_projector`.
         """
         chosen = COMMAND_DEFAULTS if commands else {}
         options = {**chosen, **read_load_keywords(commands=commands)}

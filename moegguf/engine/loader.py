@@ -44,7 +44,8 @@ ADVICE_BYTES = 4 << 20
 
 
 class Loader:
-    """Loads one model by its plan. `n_seq_max` is the number of sequences in the context. Raises `Llama`'s errors.
+    """Loads one model according to its plan. `n_seq_max` is the number of sequences in the context. Raises `Llama`'s
+    errors.
 
     options: keywords of llama_cpp.Llama, as the user passed them.
 

@@ -43,7 +43,7 @@ class Memory:
     """A memory for weights, contexts and slots: RAM, or the memory of a device."""
 
     total_bytes: int
-    available_bytes: int  # bytes that this process may still take
+    available_bytes: int  # bytes that this process may still use
     limited_by: str  # "the machine", a cgroup, a device or a budget, for messages
     margin_bytes: int | None = None  # bytes that a budget "auto" leaves free; None: `margin_bytes()` of the free bytes
 
@@ -54,7 +54,7 @@ class Memory:
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes that a budget "auto" may take."""
+        """Bytes that a budget "auto" may use."""
         return max(0, self.available_bytes - self.margin)
 
 
@@ -65,7 +65,8 @@ def margin_bytes(free_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Device:
-    """A device by its name in ggml, with its memory. `index`: its number among the GPUs, as in llama.cpp's main_gpu.
+    """A device, identified by its name in ggml, and its memory. `index`: its number among the GPUs, as in llama.cpp's
+    main_gpu.
 
     `handle`: address of its ggml_backend_dev, or 0.
     """
@@ -170,7 +171,7 @@ def _cgroup_free(version: int, folder: Path) -> int | None:
 
 
 def read_memory(root: Path = ROOT) -> Memory:
-    """Returns the memory that this process may still take: the least that the machine and every cgroup allow."""
+    """Returns the memory that this process may still use: the least that the machine and every cgroup allow."""
     machine = psutil.virtual_memory()
     total, available, limited_by = int(machine.total), int(machine.available), MACHINE
     for version, folder in cgroup_levels("memory", root):

@@ -55,14 +55,14 @@ LOGITS_BYTES = 64 * MIB  # room for the logits of a pass; more if LEAST_LOGITS t
 LEAST_LOGITS = 64
 # limit for the default batch and pass of a load for embeddings, where each input must be in one pass
 POOLED_BATCH_TOKENS = 2048
-HEADS_UBATCH_TOKENS = 32  # most tokens in a pass of the multi-token-prediction heads
+HEADS_UBATCH_TOKENS = 32  # maximum number of tokens in a pass of the multi-token-prediction heads
 # a default context of at most this length may exceed its usual share of memory; also the length that is assumed if the
 # model's header has none
 SMALL_CTX_TOKENS = 4096
 LEAST_CTX_TOKENS = 512
 KV_PARTS = 16  # number of equal steps in which a shared KV cache can shrink to the tokens of one sequence
 DRAFT_TOKENS = (8, 4)  # numbers of drafted tokens to choose from, if each drafted token needs a snapshot of the state
-SNAPSHOT_SHARE = 16  # all snapshots together take at most 1/16 of the free memory
+SNAPSHOT_SHARE = 16  # all snapshots together occupy at most 1/16 of the free memory
 NEVER_FUSED = ("grok",)  # architectures whose attention llama.cpp computes without flash attention
 
 
@@ -87,7 +87,7 @@ class MemoryNeeds:
 
     def with_slots(self, n_slots: int) -> MemoryNeeds:
         """Returns these needs with the scratch memory of `n_slots` slots added to `compute_bytes`, and
-        `slot_work_bytes` 0."""
+        `slot_work_bytes` set to 0."""
         return replace(self, compute_bytes=self.compute_bytes + n_slots * self.slot_work_bytes, slot_work_bytes=0)
 
 
@@ -171,7 +171,7 @@ def pass_bytes(
 
 
 def fixed_bytes(layout: ExpertLayout) -> int:
-    """Returns the estimated bytes of RAM that a load takes with or without devices: vocabulary, copies of the routers,
+    """Returns the estimated bytes of RAM that a load uses with or without devices: vocabulary, copies of the routers,
     libraries and threads."""
     routers = ROUTER_COPIES * layout.hparams.n_embd * layout.n_expert_total
     return layout.n_vocab * VOCAB_TOKEN_BYTES + routers + FIXED_BYTES
@@ -189,7 +189,8 @@ class Sizes:
     parts."""
 
     n_ctx: int | None = None  # 0: the model's own length; None: chosen by `choose_context`
-    # requested tokens of a pass, which a plan lowers if the slots allow fewer; None: chosen together with the slots
+    # requested number of tokens in a pass, which a plan lowers if the slots allow fewer; None: chosen together with the
+    # slots
     n_ubatch: int | None = None
     # None: the tokens of a pass, at least DEFAULT_UBATCH_TOKENS; with `pools`, the context, at most POOLED_BATCH_TOKENS
     n_batch: int | None = None
@@ -238,8 +239,8 @@ class Sizes:
 
     @property
     def usual_ubatch(self) -> int:
-        """Number of tokens of a pass as given or by default, raised to `one_pass_tokens` if necessary. A plan may
-        choose another number to save reading or memory."""
+        """Number of tokens in a pass, given or default, raised to `one_pass_tokens` if necessary. A plan may choose
+        another number to save reading or memory."""
         usual = min(DEFAULT_UBATCH_TOKENS, self.n_batch or DEFAULT_UBATCH_TOKENS)
         return max(self.one_pass_tokens, self.n_ubatch or usual)
 
@@ -387,7 +388,7 @@ def wanted_snapshots(layout: ExpertLayout, spec: LoadSpec) -> int:
 
 
 def choose_snapshots(layout: ExpertLayout, sizes: Sizes, free_bytes: int) -> Sizes:
-    """Returns the sizes with a number of snapshots for which all snapshots together take at most 1/SNAPSHOT_SHARE of
+    """Returns the sizes with a number of snapshots for which all snapshots together occupy at most 1/SNAPSHOT_SHARE of
     `free_bytes`. `reasons` of the result explains only this number, and is empty if no snapshots are wanted."""
     if not sizes.n_rs_seq:
         return replace(sizes, reasons=())

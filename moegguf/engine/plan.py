@@ -60,8 +60,8 @@ class Plan:
     n_batch: int = 512
     kv_tokens: int = 0  # number of tokens, over all sequences, that fit in the KV cache
     streams: bool = False  # True: a pass may use more experts of a layer than there are slots
-    # most tokens of a pass that a device computes from slots if some expert has no slot; longer prompts are staged or
-    # split
+    # maximum number of tokens in a pass that a device computes from slots if some expert has no slot; longer prompts
+    # are staged or split
     slot_tokens: int = NO_LIMIT
     n_staging: int = 0  # staging tensors on each device with slots; each has the full shape of a layer's matrices
     staging_bytes: int = 0  # bytes of the staging tensors on all devices
@@ -216,8 +216,8 @@ def allowed_ubatch(layout: ExpertLayout, n_slots: int, streams: bool = False, sl
 
     streams: True if experts without a slot of their own are streamed or staged, so that there is no limit.
 
-    slot_tokens: most tokens of a pass if some expert has no slot. The device would not compute larger passes as it does
-    with every expert in memory, so that the bits would differ (`slot_sizes.slot_tokens`).
+    slot_tokens: maximum number of tokens in a pass if some expert has no slot. The device would not compute larger
+    passes as it does with every expert in memory, so the bits would differ (`slot_sizes.slot_tokens`).
     """
     if streams or n_slots >= layout.n_expert_total:
         return NO_LIMIT

@@ -86,7 +86,7 @@ class _Part:
     """A range of a sequence's tokens from `begin` up to but not including `end`. `name` is the name of the block with
     these tokens.
 
-    `positions` has the position of each of these tokens, and of the token after them.
+    `positions` holds the position of each of these tokens, and of the token after them.
     """
 
     name: str
@@ -216,7 +216,7 @@ class PrefixCache:
         if self._store.is_off or n_tokens < max(BLOCK_TOKENS, n_held + 2) or tokens[-1] == PLACEHOLDER:
             return n_held
         # Pauses the background reading of experts until the pass after this prompt. If no token is restored, the
-        # reading resumes at once.
+        # reading resumes immediately.
         self._pause_fill(True)
         n_now = n_held
         try:

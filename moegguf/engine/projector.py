@@ -71,8 +71,8 @@ class ImageSpan:
 
 @dataclass(frozen=True, eq=False)
 class ImagePrompt:
-    """A prompt in which texts and images alternate, beginning and ending with a text. `tokens` has the tokens of texts
-    and images; `spans` has the places of the images' tokens, which are PLACEHOLDERs."""
+    """A prompt in which texts and images alternate, beginning and ending with a text. `tokens` holds the tokens of
+    texts and images; `spans` holds the places of the images' tokens, which are PLACEHOLDERs."""
 
     texts: tuple[str, ...]
     images: tuple[Image, ...]

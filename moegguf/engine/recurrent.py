@@ -49,8 +49,8 @@ def number(layout: ExpertLayout, name: str, default: int = 0) -> int:
 
 
 def row_bytes(ggml_type: int, n: int) -> int:
-    """Returns the size in bytes of a row of `n` numbers of this type. The last block counts in full even if the row
-    fills only a part of it."""
+    """Returns the size in bytes of a row of `n` numbers of this type. A last block that the row fills only partly is
+    counted in full."""
     _, block, block_bytes = GGML_TYPES[ggml_type]
     return -(-n // block) * block_bytes
 

@@ -71,8 +71,8 @@ def common_tokens(a: Tokens, b: Tokens) -> int:
 
 class PassBatch:
     """A struct llama_batch for up to `n_max` tokens of any sequences. Like the bindings' batch, it has an attribute
-    `batch` and can be passed to their context. `tokens` has the tokens, and `logits` is 1 for tokens with logits; only
-    the first `batch.n_tokens` entries are in use."""
+    `batch` and can be passed to their context. `tokens` holds the tokens, and `logits` is 1 for tokens with logits;
+    only the first `batch.n_tokens` entries are in use."""
 
     def __init__(self, n_max: int) -> None:
         bindings = library.llama_cpp()

@@ -352,7 +352,7 @@ class Session:
 
     def places(self) -> npt.NDArray[np.uint8]:
         """Returns the `Place` of each expert, shape (n_layer, n_expert). If an expert is in slots of several tiers,
-        VRAM has priority over RAM. Experts of whole layers on a device count as VRAM."""
+        VRAM has priority over RAM. Experts of whole layers on a device are reported as VRAM."""
         places = np.zeros(self.store.shape, np.uint8)
         for tier in reversed(self.store.tiers):
             there = self.store.residency(tier)

@@ -263,7 +263,7 @@ class Pool:
     option: str = "expert_cache"  # name of the option with the budget
     staging_bytes: int = 0  # bytes of the staging tensors on all devices
     staging_within: bool = True  # True: a given budget includes these tensors
-    slot_tokens: int = NO_LIMIT  # most tokens of a pass that is not staged (`plan.allowed_ubatch`)
+    slot_tokens: int = NO_LIMIT  # maximum tokens in a pass that is not staged (`plan.allowed_ubatch`)
 
     def __post_init__(self) -> None:
         """Chooses the context. Raises OptionError for an impossible one."""
@@ -436,7 +436,7 @@ def pass_reason(n_ubatch: int, why: str, wanted: int | None = None) -> str:
 
 
 def _planned(layout: ExpertLayout, sizes: Sizes, memories: Sequence[MemoryPlan], n_ubatch: int, **others: Any) -> Plan:
-    """Returns a plan with these memories. others: further fields of the plan."""
+    """Returns a plan with these memories. others: other fields of the plan."""
     return Plan(
         memories=tuple(memories),
         slot_bytes=slot_bytes(layout),

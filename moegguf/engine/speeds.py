@@ -132,8 +132,8 @@ def expert_read_speed(
     layout: ExpertLayout, seconds: float, store: StoreOptions = StoreOptions(), mirrors: Sequence[str] = ()
 ) -> DiskSpeed:
     """Returns the disk's speed for reads as large as this model's largest matrix of an expert, at most
-    MOST_BLOCK_BYTES. As many threads read as a store has readers. With mirrors, all copies are read at once, and their
-    speeds are added. Raises ModelNotFoundError."""
+    MOST_BLOCK_BYTES. As many threads read as a store has readers. With mirrors, all copies are read at the same time,
+    and their speeds are added. Raises ModelNotFoundError."""
     block_bytes = min(max(matrix.expert_bytes for matrix in layout.matrices), MOST_BLOCK_BYTES)
     paths = [layout.shards[0].path, *(mirror_paths(mirror, layout.shards)[0] for mirror in mirrors)]
 

@@ -83,8 +83,8 @@ class TierStats(Lookups):
 @dataclass(frozen=True)
 class DriveStats:
     """Figures of one copy of the model's files: the file itself (`name` "file"), or a mirror ("mirror 1"). Two fields
-    are present values and not counters: `bytes_per_s`, the measured speed, and `is_dropped`, which is True after a
-    failure of the copy."""
+    are current values, not counters: `bytes_per_s`, the measured speed, and `is_dropped`, which is True after a failure
+    of the copy."""
 
     name: str
     reads: int = 0

@@ -93,7 +93,7 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
     n_tokens: int
     input_ids: npt.NDArray[np.intc]
     _batch: Any
-    # True: the last row of logits does not belong to the context's present tokens, or belongs to another request
+    # True: the last row of logits does not belong to the context's current tokens, or belongs to another request
     _requires_eval: bool
     _grammar: GrammarMask | None = None  # grammar of the request that samples now
     tokenizer_: Any
@@ -178,8 +178,8 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
     def generate(
         self, *arguments: Any, stopping_criteria: Sequence[Any] | None = None, **options: Any
     ) -> Generator[int, Sequence[int] | None, None]:
-        """Yields tokens as in llama-cpp-python. Also ends if a grammar allows no further token; no end-of-text token is
-        yielded then. Raises OptionError if there is no token to begin with."""
+        """Yields tokens as in llama-cpp-python. Also ends, without yielding an end-of-text token, if a grammar allows
+        no further token. Raises OptionError if there is no token to begin with."""
         tokens = arguments[0] if arguments else options.get("tokens", ())
         if not len(tokens) and (options.get("reset", True) or not self.n_tokens):
             raise OptionError("there is nothing to continue, because the prompt has no tokens; give at least one.")

@@ -1,5 +1,5 @@
 """Computes digests that identify a trained model (by its routers), a file (by its header), or a file on this disk with
-its present bytes.
+its current bytes.
 
 What was learned from a model is used for every file with the same routers (`fingerprint`). Routers are small, and
 differ between trainings. They are rarely quantised. So the quantisations of one model usually share a fingerprint, and

@@ -184,7 +184,7 @@ class FileVersion:
 
     @classmethod
     def of(cls, path: Path, info: os.stat_result, **more: int) -> Self:
-        """Returns the FileVersion of the file at `path`, made from the file's status `info`. `more` has the values for
+        """Returns the FileVersion of the file at `path`, made from the file's status `info`. `more` holds the values of
         fields that a subclass adds."""
         return cls(path, info.st_size, info.st_dev, info.st_ino, info.st_mtime_ns, info.st_ctime_ns, **more)
 

@@ -48,7 +48,7 @@ class Catalog:
     paths: True accepts a path as a name, as on a command line, and error messages may then contain paths and commands.
     A server needs False, because otherwise its clients could open any file on the machine.
 
-    given: further models, which are found before the models of all sources except paths.
+    given: additional models, which are found before the models of all sources except paths.
     """
 
     def __init__(self, *, paths: bool = True, given: Sequence[ModelEntry] = ()) -> None:

@@ -3,7 +3,7 @@
 Downloads are verified. Interrupted downloads of files of up to PLAIN_LIMIT_BYTES are resumed. Files get their names
 only when all of them have been fetched. Errors of the Hub become moegguf's errors.
 
-Such a file grows as `blobs/<etag>.incomplete` in the Hugging Face cache and is continued after an interruption, also by
+Such a file grows as `blobs/<etag>.incomplete` in the Hugging Face cache and is continued after an interruption, even by
 another process. A file of full size is read again for its digest. If the digest is right, the blob gets its name. The
 locks are huggingface_hub's, so two programs do not fetch one file at the same time. In the cache, the file's name is a
 link in the commit's snapshot to the blob, as huggingface_hub makes it. Any other folder gets a cache inside it, and
@@ -182,7 +182,7 @@ def open_bytes(file: HubFile, begin: int) -> Iterator[httpx2.Response]:
 
 def with_retries(call: Callable[[], Result], received_bytes: Callable[[], int] = lambda: 0) -> Result:
     """Returns the result of `call`. Repeats the call after transient errors, until TRIES calls in a row have failed and
-    received less than PROGRESS_BYTES each. Then raises the last error. Raises other errors at once."""
+    received less than PROGRESS_BYTES each. Then raises the last error. Raises other errors immediately."""
     n_failures = 0
     while True:
         before = received_bytes()

@@ -198,7 +198,7 @@ def repo_folder(repo: str, cache: Path) -> Path:
 def cached_models(text: str | None = None, hidden: Collection[str] = ()) -> Iterator[ModelEntry]:
     """Yields every complete model in the cache, except models that no tag selects. If several commits have a model of
     the same name, yields the model in the commit of `main`, or else in the newest commit. With `text`, yields only
-    models to which this Hub name may refer. `hidden` has keys of names to leave out."""
+    models to which this Hub name may refer. `hidden` holds keys of names to leave out."""
     name = text and hub_name_of(text)
     seen = set(hidden)
     if text is not None and not name:

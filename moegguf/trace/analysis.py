@@ -291,8 +291,8 @@ class TraceAnalysis:
         self, policy: str, predictor: str, n_slots: int | Sequence[DeviceSlots], options: SimOptions, share: float,
         **others: Any,
     ) -> Row:  # fmt: skip
-        """Replays the trace once, with a new policy and a new predictor of these names. `others` has further fields of
-        the row."""
+        """Replays the trace once, with a new policy and a new predictor of these names. `others` holds the other fields
+        of the row."""
         result = Simulation(self.trace, self.policy(policy), self.predictor(predictor), n_slots, options).run()
         rates = result.n_slots, result.hit_rate, result.decode_hit_rate
         if names_file(policy):  # replaces the class name, which may be the same in two files

@@ -124,8 +124,8 @@ class TierSpan(_Sums):
 class SimResult:
     """The result of a replay.
 
-    `tiers` has counters by tier: "VRAM", "RAM" and, if prompts are staged, "staging". With several devices, "VRAM" is
-    the sum of the devices, and each device also has an entry with its name. `decode_tiers` has the counters of decode
+    `tiers` holds counters by tier: "VRAM", "RAM" and, if prompts are staged, "staging". With several devices, "VRAM" is
+    the sum of the devices, and each device also has an entry with its name. `decode_tiers` holds the counters of decode
     passes only. Both dictionaries are empty if there is only one tier.
     """
 
@@ -203,7 +203,7 @@ def fitted(trace: Trace, n_slots: int) -> Trace:
 def _most_tokens(trace: Trace, n_slots: int, n_layers: int, slot_tokens: int) -> int:
     """Returns the maximum number of tokens that a pass may have with n_slots slots for n_layers layers.
 
-    slot_tokens: a further limit, which applies unless every expert has a slot.
+    slot_tokens: another limit, which applies unless every expert has a slot.
     """
     shape = trace.shape
     longest = int(np.diff(trace.pass_start).max(initial=0))
@@ -368,8 +368,8 @@ class _Meter:
     """Divides the store's counters by phase and request. Reads the counters only when the phase or the request changes.
 
     A pass in which any token decodes counts as a decode pass, with all of its counters. The prompt tokens of such a
-    pass do not count as decoded tokens. A pass with tokens of several requests counts for the request of its first
-    announced token.
+    pass do not count as decoded tokens. A pass with tokens of several requests is counted under the request of its
+    first announced token.
     """
 
     def __init__(self, store: Store, expert_bytes: int) -> None:

@@ -103,7 +103,7 @@ class Trace:
         starts = np.concatenate([[0], np.cumsum(wanted)])[self.pass_start]
         passes = np.flatnonzero(np.diff(starts))
         if np.array_equal(starts[passes + 1] - starts[passes], np.diff(self.pass_start)[passes]):
-            return self.take(passes)  # a fast way, because only whole passes are kept
+            return self.take(passes)  # a faster way, because only whole passes are kept
         tokens = np.flatnonzero(wanted)
         return self.rearranged(tokens, starts[:-1][passes], passes, self.announced_at()[tokens])
 
@@ -121,9 +121,9 @@ class Trace:
         passes: npt.NDArray[np.int64],
         announcements: npt.NDArray[np.int64],
     ) -> Trace:
-        """Returns a trace with the tokens at the indices `tokens`, in this order, divided into new passes. `starts` has
-        the index in `tokens` of the first token of each new pass. For each new pass, `passes` has the number of the old
-        pass whose time the new pass gets.
+        """Returns a trace with the tokens at the indices `tokens`, in this order, divided into new passes. `starts`
+        holds the index in `tokens` of the first token of each new pass. For each new pass, `passes` holds the number of
+        the old pass whose time the new pass gets.
 
         announcements (len(tokens),): equal numbers for tokens that are announced together.
         """

@@ -36,8 +36,8 @@ class Predictor(ABC):
 
     @abstractmethod
     def predict(self, il: int, distance: int) -> Float32s | None:
-        """Returns probabilities (n_expert,) in [0, 1] for layer `il`, which is `distance` layers with experts after the
-        layer observed last.
+        """Returns probabilities (n_expert,) in [0, 1] for layer `il`, which comes `distance` layers with experts after
+        the last observed layer.
 
         Before any routing event of the pass, the first layer with experts has distance 1. Returns None for a layer that
         cannot be predicted now. The order of the probabilities matters more than their size.

@@ -30,8 +30,8 @@ def affinity(shape: MoeShape, weights: Weights) -> StorePredictor:
 
 
 def previous_token(shape: MoeShape) -> StorePredictor:
-    """Makes the predictor by temporal locality (ExpertFlow, section 5.2: TLP): the experts that the last token used in
-    a layer get probability 1, and all others 0.
+    """Makes the predictor that uses temporal locality (ExpertFlow, section 5.2: TLP): the experts that the last token
+    used in a layer get probability 1, and all others 0.
 
     It can predict every layer that was observed at least once, even in an earlier request.
     """
