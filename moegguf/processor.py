@@ -10,7 +10,7 @@ NEEDED_FLAGS = {"avx2", "fma", "f16c"}  # instruction sets that the kernels of `
 
 @dataclass(frozen=True)
 class Processor:
-    """A processor's name, and its instruction sets by Linux's names. `flags` is empty if the instruction sets are
+    """A processor's name, and its instruction sets, named as in Linux. `flags` is empty if the instruction sets are
     unknown."""
 
     model: str

@@ -50,8 +50,8 @@ VOCAB_TOKEN_BYTES = 320
 KV_PAD_TOKENS = 256
 MAX_CTX_TOKENS = (1 << 31) - KV_PAD_TOKENS
 DEFAULT_UBATCH_TOKENS = 512
-MOST_UBATCH_TOKENS = 4096  # limit for the tokens of a pass that a plan chooses; options and images may require more
-LOGITS_BYTES = 64 * MIB  # room for the logits of a pass; more if LEAST_LOGITS tokens, or one per sequence, need more
+MOST_UBATCH_TOKENS = 4096  # maximum tokens in a pass that a plan chooses; options and images may require more
+LOGITS_BYTES = 64 * MIB  # bytes for the logits of a pass; more if LEAST_LOGITS tokens, or one per sequence, need more
 LEAST_LOGITS = 64
 # limit for the default batch and pass of a load for embeddings, where each input must be in one pass
 POOLED_BATCH_TOKENS = 2048

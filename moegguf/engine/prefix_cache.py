@@ -7,12 +7,12 @@ share blocks. At the end of a prompt or an answer, the tokens after the last ful
 and reads a block as the state of a sequence that has only the block's cells. A block that would end within an image
 ends after the image instead, and its name depends on the image's hash.
 
-Cells of sliding windows are separate blocks: a sequence can go on if the blocks of the last window are kept. A
-recurrent state cannot be cut, so states are kept only at some ends of prefixes. A state's name, like a block's, is a
-hash of all tokens before it. A sequence goes on after the longest prefix for which the state and all blocks are kept.
-The distance between two states follows from their cost (`StateCost`). A sequence in memory that has to lose tokens also
-goes back to the nearest earlier state. If a context's memory cannot be divided into such parts, the whole memory of a
-sequence is kept as a state.
+Cells of sliding windows are separate blocks: a sequence can continue if the blocks of the last window are kept. A
+recurrent state cannot be cut, so states are kept only at the ends of some prefixes. A state's name, like a block's, is
+a hash of all tokens before it. A sequence continues after the longest prefix for which the state and all blocks are
+kept. The distance between two states follows from their cost (`StateCost`). A sequence in memory that must lose tokens
+also goes back to the nearest earlier state. If a context's memory cannot be divided into such parts, the whole memory
+of a sequence is kept as a state.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ SCRATCH = MAX_SEQUENCES - 1
 # limit for the bytes that wait to be written; the first block, or a state at an end, may exceed it
 MOST_QUEUED_BYTES = 64 << 20
 MOST_STEP_TOKENS = 512  # limit for the tokens between two states, unless `StateCost.step` needs more
-STEP_COST = 0.05  # share of the time for computing tokens that keeping states may take (a target: `StateCost.step`)
-STATES_SHARE = 0.5  # share of the store's limit that the states of one conversation may take
+STEP_COST = 0.05  # share of the time for computing tokens to spend on keeping states (a target: `StateCost.step`)
+STATES_SHARE = 0.5  # share of the store's limit that the states of one conversation may occupy
 FORMAT = 2  # version of the data that is hashed into the names of blocks
 _NAMES = {CELLS: "", WINDOW: "-window"}  # suffixes of the names of blocks, by the kind of cells
 _STATE = struct.Struct("<2I")  # first fields of a state with cells: number of streams, number of cells
@@ -233,7 +233,7 @@ class PrefixCache:
         return n_now
 
     def truncate(self, sequence: int, tokens: Tokens, n_tokens: int, owner: str = "") -> int:
-        """Shortens a sequence with `tokens` to the first `n_tokens` of them. If its memory cannot be cut there, the
+        """Shortens a sequence that holds `tokens` to their first `n_tokens`. If its memory cannot be cut there, the
         sequence goes back to the nearest earlier end for which the state or window is kept, or is emptied. Returns the
         number of tokens that the sequence then has."""
         with self._context.lock:
@@ -274,8 +274,8 @@ class PrefixCache:
 
         The number is lower if states are kept and the pass would reach the end of a prompt of more than BLOCK_TOKENS
         tokens. The last MOST_STEP_TOKENS tokens are then left to later passes, so that a prompt with an edited end can
-        go on from the state before them. The very last token also gets its own pass, so that a repeated prompt can go
-        on from the state before it.
+        continue from the state before them. The very last token also gets its own pass, so that a repeated prompt can
+        continue from the state before it.
         """
         is_end = 1 < n == n_pending and n_held + n > BLOCK_TOKENS
         if self._state is None or self._store.is_off or not is_end:
@@ -306,7 +306,7 @@ class PrefixCache:
 
     @property
     def _needs_more_than_cells(self) -> bool:
-        """True if a sequence cannot go on from cells of full attention alone."""
+        """True if a sequence cannot continue from cells of full attention alone."""
         return self._has_window or self._state is not None
 
     def _parts(self, owner: str, tokens: Tokens, images: Images) -> _Parts:
@@ -392,7 +392,7 @@ class PrefixCache:
         return self._context.truncate(part.begin, sequence)
 
     def _places(self, parts: _Parts, n_blocks: int, n_live: int) -> Iterator[_Part]:
-        """Yields the parts, possibly empty, at whose ends a sequence can go on, the longest prefix first. Each part
+        """Yields the parts, possibly empty, at whose ends a sequence can continue, the longest prefix first. Each part
         follows at most `n_blocks` full blocks. n_live: number of tokens whose cells are in memory."""
         for n in range(n_blocks, -1, -1):
             begin = parts.blocks[n - 1].end if n else 0
@@ -419,9 +419,9 @@ class PrefixCache:
         return list(last_parts)[::-1]
 
     def _go_back(self, sequence: int, parts: _Parts, n_tokens: int) -> int:
-        """Shortens a sequence to the longest prefix of at most `n_tokens` tokens from which it can go on, and restores
-        the window and state at its end. Cells of full attention must be in memory for the first `n_tokens` tokens.
-        Returns the number of tokens that the sequence then has."""
+        """Shortens a sequence to the longest prefix of at most `n_tokens` tokens from which it can continue, and
+        restores the window and state at its end. Cells of full attention must be in memory for the first `n_tokens`
+        tokens. Returns the number of tokens that the sequence then has."""
         if not self._needs_more_than_cells:
             return n_tokens
         n_blocks = sum(block.end <= n_tokens for block in parts.blocks)
@@ -594,7 +594,7 @@ class PrefixCache:
 
 
 class StateCost:
-    """Chooses the distance between kept states from the time and the disk space that they take."""
+    """Chooses the distance between kept states, based on the time and the disk space that they take."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -653,7 +653,7 @@ def open_prefix_cache(
     store: KvBlockStore,
     recent: RecentExperts | None,
 ) -> PrefixCache | None:
-    """Returns the prefix cache of a model that was loaded by this plan; None if `store` is off, or if the model's
+    """Returns the prefix cache of a model that was loaded with this plan; None if `store` is off, or if the model's
     contexts cannot be kept."""
     options = load_plan.options
     unused = options.get("logits_all") or options.get("embedding") or llm._ctx.memory is None

@@ -268,7 +268,7 @@ class ContextImages:
 
 
 def has_end(data: bytes) -> bool:
-    """Returns False for a JPEG or GIF file without its end mark, and for a JPEG file without a frame that can be
+    """Returns False for a JPEG or GIF file without its end marker, and for a JPEG file without a frame that can be
     decoded. Returns True for all other files.
 
     stb_image does not report a missing end, and fills in the missing pixels.
@@ -301,8 +301,8 @@ def jpeg_frame(data: bytes) -> int:
 
 
 def _gif_has_end(data: bytes) -> bool:
-    """Reads all blocks of a GIF file up to the end mark, and returns True. Bytes between two blocks are skipped, as
-    other decoders do. Raises IndexError if the mark is missing."""
+    """Reads all blocks of a GIF file up to the end marker, and returns True. Bytes between two blocks are skipped, as
+    other decoders do. Raises IndexError if the marker is missing."""
     at = 13 + _table_bytes(data[10])
     while (kind := data[at]) != _GIF_TRAILER:
         at += 1

@@ -13,8 +13,9 @@ from collections.abc import Iterable
 from moegguf.gguf.experts import ExpertLayout
 from moegguf.gguf.reader import GGML_TYPES, Value
 
-# Architectures, by the rule for the layers that have a state (src/models/*.cpp): every layer, all layers except every
-# n-th one, or the layers without heads of keys and values. Nemotron's layers with a feed-forward part have no state.
+# Architectures, grouped by the rule for the layers that have a state (src/models/*.cpp): every layer, all layers except
+# every n-th one, or the layers without heads of keys and values. Nemotron's layers with a feed-forward part have no
+# state.
 EVERY_LAYER = frozenset(("mamba", "mamba2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7", "falcon-h1"))
 INTERVALS = {"qwen3next": 4, "qwen35": 4, "qwen35moe": 4, "qwen4exp": 4, "minimax-01": 8}
 WITHOUT_HEADS = frozenset((
@@ -38,7 +39,8 @@ WIDE_COMPRESSED = 128  # tokens per compressed key of DeepSeek V4, if every toke
 
 
 def number(layout: ExpertLayout, name: str, default: int = 0) -> int:
-    """Returns the metadata value `<arch>.<name>`, the largest one of an array; `default` if the name is missing.
+    """Returns the metadata value `<arch>.<name>`, or its largest element if it is an array; `default` if the name is
+    missing.
 
     Returns 0 for an empty array, and for a value that is not a whole number from 0 to 2^24 - 1.
     """

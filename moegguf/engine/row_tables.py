@@ -1,4 +1,4 @@
-"""Limits the memory of tables that are read row by row, if a memory limit counts their pages.
+"""Limits the memory used by tables that are read row by row, if a memory limit counts their pages.
 
 llama.cpp maps such a table, and the operating system reads the page of each row that a token looks up. Without a memory
 limit, these pages stay as long as nothing else needs the memory. A memory cgroup counts the pages like slots, so that
@@ -79,6 +79,6 @@ def _mapped(path: Path, table: RowTable) -> Iterator[tuple[int, int]]:
 
 
 def _libc_madvise(begin: int, n_bytes: int) -> None:
-    """Drops pages of a read-only mapping from this process's memory. Their content stays in the file."""
+    """Drops pages of a read-only mapping from this process's memory. Their contents remain in the file."""
     madvise = c.CDLL(None, use_errno=True).madvise
     madvise(c.c_void_p(begin), c.c_size_t(n_bytes), mmap.MADV_DONTNEED)

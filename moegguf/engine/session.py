@@ -1,6 +1,6 @@
 """The expert store of one model, with its connection to llama.cpp, its listeners, and the figures of its tiers.
 
-The store is opened before the model and closed after it, because the model's expert tensors have the store's reserved
+The store is opened before the model and closed after it, because the model's expert tensors use the store's reserved
 buffer type. The session keeps the arrays that llama.cpp reads.
 """
 
@@ -99,7 +99,7 @@ def staging_of_pool(n_staging: int, n_pools: int) -> int:
 
 
 def pools_of(layout: ExpertLayout, part: MemoryPlan, needed: int, n_staging: int = 0) -> list[MemoryPlan]:
-    """Returns a memory's part as one pool, or as several pools, each for some of its layers.
+    """Returns a memory's part of the plan as one pool, or as several pools, each for some of its layers.
 
     There are several pools if one pool would be larger than the device's buffers or kernels allow. If several pools
     would have too few slots for a pass, there is one pool with fewer slots instead, and a warning.
@@ -155,7 +155,7 @@ class RoutingListener(Protocol):
 
     @property
     def listen_options(self) -> ListenOptions:
-        """The events and arrays that the store has to send to this listener."""
+        """The events and arrays that the store must send to this listener."""
 
     def announce(self, announcement: Announcement) -> None:
         """Called before tokens are evaluated."""
@@ -245,8 +245,8 @@ class Session:
         self._devices = (c.c_void_p * (len(on_devices) + 1))(*on_devices, None)
 
     def attach_model(self, params: c.Structure) -> None:
-        """Makes llama.cpp give experts the store's reserved buffer type, so that only the store reads them. If the plan
-        divides layers among several memories, also sets the devices."""
+        """Makes llama.cpp use the store's reserved buffer type for experts, so that only the store reads them. If the
+        plan divides layers among several memories, also sets the devices."""
         params.tensor_buft_overrides = c.addressof(self._overrides)
         if self.plan.devices:
             params.devices = c.addressof(self._devices)
@@ -369,7 +369,7 @@ class Session:
 
         The tiers are "RAM" if the CPU computes all layers with slots; otherwise "VRAM", and "RAM" if there are slots
         below it. "CPU" follows if a device leaves layers to the CPU, which computes them from separate slots in RAM.
-        "VRAM" counts the look-ups of the layers that devices compute. "RAM" below it counts the look-ups that missed in
+        "VRAM" counts the lookups of the layers that devices compute. "RAM" below it counts the lookups that missed in
         VRAM.
         """
         names = (VRAM, RAM) if self._on_device else (RAM,)

@@ -275,8 +275,9 @@ class Pool:
     def fit(self) -> Fit:
         """Returns the number of slots, and the tokens of a pass.
 
-        Raises BudgetError, with the minimum, if the budget (or, for "auto", the free memory) is too small. It must hold
-        the experts that one token uses in one layer, and the experts of an image that must be read in one pass.
+        Raises BudgetError, with the minimum, if the budget (or, for "auto", the free memory) is too small. The budget
+        must hold the experts that one token uses in one layer, and the experts of an image that must be read in one
+        pass.
         """
         layout = self.layout
         if not layout.is_moe:
@@ -357,7 +358,7 @@ class Pool:
 
         If the user has set the number of tokens, there is only this choice, even if the memory is too small for it. A
         pass that is longer than usual must leave the margin of the memory free. If no number fits, the first one is the
-        only choice.
+        only candidate.
         """
         sizes, layout, memory = self.sizes, self.layout, self.memory
         ubatches = self._ubatches(most)
@@ -382,7 +383,7 @@ class Pool:
         return allowed_ubatch(self.layout, n_slots, self.streams, self.slot_tokens)
 
     def _ubatches(self, most: int) -> list[int]:
-        """Returns the numbers of tokens in a pass from which to choose: the usual one, then larger, then smaller ones.
+        """Returns the candidate numbers of tokens in a pass: the usual one, then larger, then smaller ones.
 
         Larger and smaller ones are the powers of two, every number up to SMALL_UBATCH_TOKENS, and the limits: `most`,
         and the tokens of an image.

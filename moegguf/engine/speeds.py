@@ -35,7 +35,7 @@ from moegguf.quantities import MIB, Link, parse_size
 
 SECONDS = 0.06  # total seconds for measuring one figure, over all turns
 TURNS = 3  # measurements of each figure, spread over time: other programs work in bursts, and only make figures worse
-DENSE_BYTES = 4 * MIB  # about the bytes of the matrix that stands for the weights of one type outside experts
+DENSE_BYTES = 4 * MIB  # approximate bytes of the matrix that represents the weights of one type outside experts
 LEAST_SHARE = 0.05  # types with a smaller share of the weights outside experts are not measured
 # bytes of the slots on the device, which are used in turn so that caches do not help; in RAM, the minimum
 POOL_BYTES = 96 * MIB
@@ -131,9 +131,9 @@ class KnownSpeeds:
 def expert_read_speed(
     layout: ExpertLayout, seconds: float, store: StoreOptions = StoreOptions(), mirrors: Sequence[str] = ()
 ) -> DiskSpeed:
-    """Returns the disk's speed for reads as large as this model's largest matrix of an expert, at most
-    MOST_BLOCK_BYTES. As many threads read as a store has readers. With mirrors, all copies are read at the same time,
-    and their speeds are added. Raises ModelNotFoundError."""
+    """Returns the disk's speed for reads as large as the largest expert matrix of this model, at most MOST_BLOCK_BYTES.
+    As many threads read as a store has readers. With mirrors, all copies are read at the same time, and their speeds
+    are added. Raises ModelNotFoundError."""
     block_bytes = min(max(matrix.expert_bytes for matrix in layout.matrices), MOST_BLOCK_BYTES)
     paths = [layout.shards[0].path, *(mirror_paths(mirror, layout.shards)[0] for mirror in mirrors)]
 

@@ -71,10 +71,10 @@ class ThreadGovernor:
     number.
 
     Compute threads wait for each other after every operation. If one of them shares a processor with another process,
-    all wait for slices of the scheduler, hundreds of times a token. Fewer threads are then faster, up to a hundred
-    times for a small model. Counts of involuntary context switches do not show this, because a thread that waits for a
-    descheduled one sleeps voluntarily. The processor time that other processes use shows the conflict for any number of
-    own threads.
+    all wait for time slices of the scheduler, hundreds of times per token. Fewer threads are then faster, up to a
+    hundred times for a small model. Counts of involuntary context switches do not show this, because a thread that
+    waits for a descheduled one sleeps voluntarily. The processor time that other processes use shows the conflict,
+    whatever the number of the context's own threads.
     """
 
     def __init__(self, n_cpu: int, n_max: int) -> None:
@@ -126,7 +126,7 @@ class GovernedThreads:
 
     @property
     def n_threads(self) -> int:
-        """The number of threads with which passes compute, as last chosen."""
+        """The number of threads that was last chosen for passes."""
         return self._governor.n_threads
 
     def before_pass(self) -> None:

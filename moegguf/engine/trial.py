@@ -41,7 +41,7 @@ OPTIONS = frozenset(
 )  # fmt: skip
 # tokens that fit in the context, maximum tokens in a batch, and tokens whose experts have slots at the same time
 N_CTX, N_BATCH, N_SLOT_TOKENS = (256, 8, 4)
-N_IMAGE_TOKENS = 1024  # more room in the context for the trial's image; an image that does not fit is not evaluated
+N_IMAGE_TOKENS = 1024  # additional context tokens for the trial's image; an image that does not fit is not evaluated
 MAX_IMAGE_THREADS = 4
 CPU_S, CPU_BYTES_PER_S = (20, 50 << 20)  # limit of computing time: CPU_S, and a second for each 50 MiB of dense weights
 # the limit is longer for an image: the projector's weights are multiplied with each patch, at most MAX_PATCHES times
@@ -51,7 +51,7 @@ WALL_S, DISK_BYTES_PER_S = 90, 5 << 20
 SPARE_BYTES = 1 << 30  # the memory limit is twice the bytes that the trial needs, plus these bytes
 COMPILE_S = 600  # seconds to add to the limits if there is a GPU: its driver may compile kernels at their first use
 POLL_S = 0.1
-# Signals that the file does not cause: the system ends a process for lack of memory, or a user ends it.
+# Signals that the file cannot have caused: the system ends a process for lack of memory, or a user ends it.
 OUTSIDE_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 MARKS = ("ASSERT", "what():", "GGML_ABORT", "fatal error")
 NO_MEMORY = "bad_alloc"  # text of C++'s exception for lack of memory

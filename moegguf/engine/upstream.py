@@ -28,7 +28,7 @@ ADDED_TOKENS = 8  # room for BOS, EOS and a leading space, in addition to one to
 
 class BoundedTokenizer(_bindings.LlamaTokenizer):  # type: ignore[name-defined]  # found at run time
     """llama-cpp-python's tokenizer, but with a buffer for as many tokens as the text has bytes. llama-cpp-python's
-    buffer has the context length that the file claims."""
+    buffer is as long as the context length that the file claims."""
 
     def tokenize(self, text: bytes, add_bos: bool = True, special: bool = True) -> list[int]:
         """Returns the tokens of a text. Raises OptionError for a text that llama.cpp cannot tokenize."""
@@ -188,7 +188,7 @@ class UpstreamLlama(_bindings.Llama):  # type: ignore[name-defined]  # found at 
         )
 
     def _with_grammar_end(self, criteria: Sequence[Any] | None, options: Mapping[str, Any]) -> Sequence[Any] | None:
-        """Returns `criteria`, and a criterion for the end of the request's grammar if it has one."""
+        """Returns `criteria`, with a criterion for the end of the grammar added if the request has a grammar."""
         if options.get("grammar") is None:
             return criteria
 

@@ -173,7 +173,8 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class FileVersion:
-    """A file's path, size and identity at one time. A later change of the file is detected by comparing identities."""
+    """A file's path, size and identity at one point in time. A later change of the file is detected by comparing
+    identities."""
 
     path: Path
     n_bytes: int
@@ -201,7 +202,7 @@ class FileVersion:
     def identity(self) -> tuple[int, ...]:
         """Numbers that differ between files and change with every write, if the file system keeps change times. A
         program can reset a file's modification time, but not its change time. The change time also changes when the
-        file is renamed or linked, or gets another owner or mode."""
+        file is renamed or linked, or its owner or mode changes."""
         return self.dev, self.ino, self.n_bytes, self.mtime_ns, self.ctime_ns
 
     def is_as_read(self, fd: int) -> bool:
@@ -209,7 +210,7 @@ class FileVersion:
         return FileVersion.of(self.path, os.fstat(fd)).identity == self.identity
 
     def is_changed(self) -> bool:
-        """Returns True if the file at this path now has another identity, for example because it was written to or
+        """Returns True if the file at this path now has a different identity, for example because it was written to or
         replaced. Returns False if there is no file now."""
         now = FileVersion.now(self.path)
         return now is not None and now.identity != self.identity
@@ -310,7 +311,7 @@ def _short(name: str) -> str:
 
 
 def _read_header(cur: Cursor) -> tuple[int, int]:
-    """Returns (number of tensors, number of key-values). Raises ModelFormatError for other magic bytes, for a version
+    """Returns (number of tensors, number of key-values). Raises ModelFormatError for wrong magic bytes, for a version
     that cannot be read, and for a count that is too large."""
     magic = cur.take(4)
     if magic != MAGIC:

@@ -70,7 +70,7 @@ class Learnt:
     tokens: int  # number of tokens in the requests for training and validation
     requests: int  # number of requests for training and validation
     seconds: float
-    validation: float | None  # accuracy on the validation requests; None: the predictor was only counted
+    validation: float | None  # accuracy on the validation requests; None: the predictor was counted, not trained
     right: float  # share of the strategy's predicted experts that the router chose
     popularity: float  # `right` of a predictor that always predicts the most used experts
     hits: float  # hit rate with the strategy

@@ -271,8 +271,8 @@ class Samples:
 
 
 class PathTrainee(Trainee):
-    """The network with the chunks of a trace. The requests in `validation` are not used for training, but measure the
-    accuracy after each epoch."""
+    """The network with the chunks of a trace. The requests in `validation` are used not for training, but to measure
+    the accuracy after each epoch."""
 
     def __init__(self, samples: Samples, validation: list[int], options: Options, rng: np.random.Generator) -> None:
         self._training = [sequence for sequence in samples.sequences if sequence not in validation]

@@ -75,7 +75,7 @@ def parameters_of(model: NamedModel) -> dict[str, Any]:
 
 def projector_of(entry: ModelEntry) -> ProjectorHeader | None:
     """Returns the header of an entry's projector. Returns None if there is none or if it is damaged: the model then
-    reads only texts."""
+    accepts only text."""
     with suppress(OSError, MoeggufError):
         return read_projector(entry.mmproj) if entry.mmproj else None
     return None

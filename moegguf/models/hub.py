@@ -3,11 +3,11 @@
 Downloads are verified. Interrupted downloads of files of up to PLAIN_LIMIT_BYTES are resumed. Files get their names
 only when all of them have been fetched. Errors of the Hub become moegguf's errors.
 
-Such a file grows as `blobs/<etag>.incomplete` in the Hugging Face cache and is continued after an interruption, even by
-another process. A file of full size is read again for its digest. If the digest is right, the blob gets its name. The
-locks are huggingface_hub's, so two programs do not fetch one file at the same time. In the cache, the file's name is a
-link in the commit's snapshot to the blob, as huggingface_hub makes it. Any other folder gets a cache inside it, and
-hard links to the blobs.
+A file that can be resumed grows as `blobs/<etag>.incomplete` in the Hugging Face cache and is continued after an
+interruption, even by another process. A file of full size is read again for its digest. If the digest is right, the
+blob gets its name. The locks are huggingface_hub's, so two programs do not fetch the same file at the same time. In the
+cache, the file's name is a link in the commit's snapshot to the blob, as huggingface_hub makes it. Any other folder
+gets a cache inside it, and hard links to the blobs.
 
 huggingface_hub 2.4's own `hf_hub_download` does less. It writes to a file with a random name, deletes that file after a
 failure or an interruption, and no later call continues the file. Over HTTP it checks no digest, and fails after a 5xx
@@ -355,7 +355,7 @@ def _fetch(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Ev
 
 
 def _fetch_plain(file: HubFile, on_bytes: Callable[[int], None], stopped: threading.Event) -> None:
-    """Fetches the whole file into the cache. If a resumed file has a wrong digest, fetches it once more from the
+    """Fetches the whole file into the cache. If a resumed file has the wrong digest, fetches it once more from the
     start."""
     file.blob.parent.mkdir(parents=True, exist_ok=True)
     with _locked(file, on_bytes, stopped):

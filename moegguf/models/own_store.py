@@ -207,7 +207,7 @@ def check_space(folder: Path, n_bytes: int, what: str) -> None:
 
 
 def sets_folder() -> Path:
-    """Returns the folder that has all sets of blobs."""
+    """Returns the folder that holds all sets of blobs."""
     return data_folder() / "sets"
 
 

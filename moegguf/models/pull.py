@@ -2,9 +2,9 @@
 `fetch` takes a pattern for file names, as llama-cpp-python's `from_pretrained` does.
 
 Files get their names after all files of the model are downloaded, and `main` of the Hub's cache is updated last. Only a
-file above PLAIN_LIMIT_BYTES gets its name at once. If two pulls fetch the same file, in one process or in two, one of
-them waits. If the first pull is stopped, the waiting pull continues from the bytes received so far. It fetches a file
-above PLAIN_LIMIT_BYTES from the start.
+file above PLAIN_LIMIT_BYTES gets its name as soon as it is complete. If two pulls fetch the same file, in one process
+or in two, one of them waits. If the first pull is stopped, the waiting pull continues from the bytes received so far.
+It fetches a file above PLAIN_LIMIT_BYTES from the start.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def fetch(
     Downloads into `local_dir`, or else into `cache` (default: the Hub's cache). Files that are already complete there
     are not fetched again. If the list of files cannot be read from the Hub, uses only files that are already there.
     Raises PullError, ModelFormatError for a .gguf file with other contents, and ModelNotFoundError if the repository
-    does not exist or a pattern does not fit.
+    does not exist or a pattern does not match exactly one model or file.
     """
     from huggingface_hub.utils import tqdm
 

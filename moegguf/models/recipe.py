@@ -7,9 +7,9 @@ LICENSE, ADAPTER path (once). A value goes to the end of its line, or is in quot
 end of a line ends the value. `#` starts a comment line. Repeated licenses are joined. REQUIRES has no effect. RENDERER
 and PARSER only cause a warning.
 
-moegguf adds two things to the grammar. DRAFT (once) has the name or path of a draft model, or a value of the option
+moegguf adds two things to the grammar. DRAFT (once) takes the name or path of a draft model, or a value of the option
 `draft`. A line of four or more quotes begins a value, and the same line ends the value. Such a value may contain triple
-quotes; `render` writes it if no other form reads back.
+quotes; `render` uses this form if no other form can be read back.
 """
 
 from __future__ import annotations

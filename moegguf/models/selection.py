@@ -116,8 +116,8 @@ def _shard(path: str) -> ShardName:
 
 
 def _by_file_name(models: Sequence[str], tag: str) -> str | None:
-    """Returns the path of the file whose name is `tag`, or None. ".gguf", shard numbers and case are optional: the tag
-    may have them or not."""
+    """Returns the path of the file whose name is `tag`, or None. The tag may omit ".gguf" and shard numbers, and its
+    case does not matter."""
     wanted = tag.lower().removesuffix(".gguf")
     names = ((path, _base(_stem(path)).lower(), _base(_shard(path).prefix).lower()) for path in models)
     return next((path for path, *known in names if wanted in known), None)
@@ -162,7 +162,7 @@ def _bits(path: str) -> int:
 
 def _projector(model: str, paths: Iterable[str]) -> str | None:
     """Returns the path of a projector in the model's folder, or in the nearest folder above that has one; None if there
-    is none. Out of several, returns the projector whose bit width is closest to the model's."""
+    is none. If there are several, returns the projector whose bit width is closest to the model's."""
     folder = model.split("/")[:-1]
     found = []
     for path in paths:

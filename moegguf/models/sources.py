@@ -145,7 +145,7 @@ def _first_files(files: Iterable[Path]) -> list[Path]:
 
 
 def hub_cache() -> Path:
-    """Returns the cache's folder by huggingface_hub's rules. Unlike huggingface_hub, this function reads the
+    """Returns the cache's folder according to huggingface_hub's rules. Unlike huggingface_hub, this function reads the
     environment at each call."""
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")

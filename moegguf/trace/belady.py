@@ -98,7 +98,7 @@ def _next_use(keys: Ints, events: Ints, never: int) -> Ints:
 
 def belady(lookups: Lookups, n_slots: int) -> ReplayCounts:
     """Returns the counts of a replay that starts with empty slots and evicts the expert whose next use is farthest in
-    the future. No policy can have more hits under the rules above.
+    the future. No policy can have more hits under the rules of this module.
 
     The experts of the current event are never evicted. Raises OptionError if an event needs more than `n_slots`
     experts, or if `n_slots` is below 1.

@@ -231,7 +231,7 @@ def partial_of(path: Path) -> Path:
 class TraceWriter:
     """Writes a trace block by block to PATH.partial, which `close` renames to PATH.
 
-    If the recording is killed, PATH is as it was before. Raises TraceError if a write fails, if PATH is not a file that
+    If the recording is killed, PATH remains unchanged. Raises TraceError if a write fails, if PATH is not a file that
     can be replaced, or if a block has wrong shapes.
     """
 

@@ -87,7 +87,7 @@ class _Facts:
         self._found: dict[str, tuple[Any, str]] = {}
 
     def add(self, source: str, facts: Mapping[str, Any]) -> None:
-        """Adds facts. Raises TraceError if one of them has another value than an earlier fact of this name."""
+        """Adds facts. Raises TraceError if one of them has a different value from an earlier fact of this name."""
         for name, value in facts.items():
             known, where = self._found.setdefault(name, (value, source))
             if known != value:

@@ -1,8 +1,8 @@
 """Records announcements and routing events into a trace file, block by block, while the model computes.
 
-An announcement has the tokens that are evaluated next. For each event, the recorder usually only copies the event's
-arrays; the arrays of a block are built once per block. Only one thread may call announce() and observe(). Any thread
-may call label().
+An announcement contains the tokens that are evaluated next. For each event, the recorder usually only copies the
+event's arrays; the arrays of a block are built once per block. Only one thread may call announce() and observe(). Any
+thread may call label().
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Recorder:
         self._writer = TraceWriter(path, shape, weights=True, inputs=inputs)
 
     def announce(self, announcement: Announcement) -> None:
-        """Keeps a copy of the announcement, which has the tokens that are evaluated next."""
+        """Keeps a copy of the announcement, which contains the tokens that are evaluated next."""
         copied: dict[str, Any] = announcement._asdict()
         for name in ("tokens", "sequences", "phases", "outputs"):
             copied[name] = None if copied[name] is None else copied[name].copy()

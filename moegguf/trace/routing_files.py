@@ -61,7 +61,7 @@ class Routing:
 
 @dataclass(frozen=True)
 class RoutingFile:
-    """The requests in one file, and facts about the model. `facts` may have `layers` (a tuple), and numbers with the
+    """The requests in one file, and facts about the model. `facts` may contain `layers` (a tuple), and numbers with the
     names of `MoeShape`'s fields."""
 
     requests: list[Routing]
@@ -155,8 +155,8 @@ def _checked(arrays: Arrays) -> RoutingFile:
 
 
 def _agree(facts: dict[str, Any], fact: str, found: int, name: str) -> None:
-    """Adds `fact`, whose value `found` follows from the shape of the array `name`. Raises TraceError if `facts` has
-    another value for `fact`."""
+    """Adds `fact`, whose value `found` follows from the shape of the array `name`. Raises TraceError if `facts` has a
+    different value for `fact`."""
     if facts.setdefault(fact, found) != found:
         raise TraceError(f"{fact} is {facts[fact]}, but {name} has {found} of them in its last axis; save both anew.")
 

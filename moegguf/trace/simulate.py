@@ -113,7 +113,7 @@ class TierSpan(_Sums):
 
     @classmethod
     def of(cls, figures: Mapping[str, int]) -> TierSpan:
-        """Returns the counters from the figures of `Store.tier`, which count since the store was opened."""
+        """Returns the counters from the figures of `Store.tier`, which have been counted since the store was opened."""
         n_bytes = figures["bytes_missed"] + figures["bytes_prefetched"]
         hits = figures["hits_ready"] + figures["hits_late"]
         counted = figures["lookups"], hits, figures["evictions"], n_bytes, figures["copy_ns"], figures["stall_ns"]

@@ -35,11 +35,11 @@ class TraceHeader:
 class Trace:
     """Routing of n_pass passes over n_tokens tokens, in the order in which they were evaluated.
 
-    An announcement has the tokens of one or more passes, and comes before they are evaluated. pass_sequence,
+    An announcement contains the tokens of one or more passes, and comes before they are evaluated. pass_sequence,
     pass_phase, pass_first_token and pass_ns have the same meaning as the fields `sequence`, `phase`, `first_token` and
     `time_ns` of `RoutingEvent`.
 
-    If passes have tokens of several requests or phases, token_sequence and token_phase have the request and phase of
+    If passes have tokens of several requests or phases, token_sequence and token_phase hold the request and phase of
     each token. pass_sequence and pass_phase then belong to the whole announcement. Otherwise token_sequence and
     token_phase are None. `sequence_of` and `phase_of` work in both cases.
     """
