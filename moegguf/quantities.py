@@ -147,7 +147,7 @@ class Link:
     """A link between two memories, such as RAM and VRAM."""
 
     bytes_per_s: float  # bandwidth
-    latency_s: float = 0.0  # seconds that each copy takes in addition
+    latency_s: float = 0.0  # additional seconds that each copy takes
 
     def __str__(self) -> str:
         return f"{self.bytes_per_s / 1e9:g}GB/s,{self.latency_s * 1e6:g}us"

@@ -79,7 +79,7 @@ class Eamc:
         which keeps the entries diverse (appendix B.1).
 
         Returns True if the rEAM was added. Returns False, and adds nothing, for an rEAM that could never match: one
-        without counts, with NaN, infinite or negative counts, or of another shape.
+        without counts, with NaN, infinite or negative counts, or of the wrong shape.
         """
         if ream.shape != self._table:
             return False

@@ -20,7 +20,7 @@ from moegguf.errors import OptionError
 from moegguf.gguf.experts import ExpertLayout
 
 VERSION = 1
-LEAST_GAIN = 0.005  # smaller differences of hit rates are treated as noise between traces
+LEAST_GAIN = 0.005  # smaller differences between hit rates are treated as noise between traces
 NEAR_SHARE = 0.05  # two shares of experts in memory that differ by at most this count as equal
 
 T = TypeVar("T")
@@ -99,7 +99,7 @@ class Measured:
 
 def interpolate(rates: Mapping[float, float], share: float) -> float:
     """Returns the hit rate at `share`, clamped to [0, 1], by linear interpolation of `rates`, {share: hit rate}. The
-    hit rate is 0 at share 0, and 1 at share 1 unless `rates` has another value there."""
+    hit rate is 0 at share 0, and 1 at share 1 unless `rates` has a different value there."""
     share = min(max(share, 0.0), 1.0)
     for (x0, y0), (x1, y1) in pairwise(((0.0, 0.0), *sorted(rates.items()), (1.0, 1.0))):
         if share <= x1 and x1 > x0:

@@ -28,8 +28,8 @@ class PrefetchOptions:
     predictors in Python the nearest layer always goes first.
     """
 
-    # Number of layers with experts to predict ahead. In the store this applies only to predictors that need router
-    # inputs; all others predict as far as they reach.
+    # Number of layers with experts to predict ahead. In the store, predictors that need no router inputs ignore this
+    # number and predict as far as they reach.
     window: int = 2
     # True: each layer is predicted again whenever a nearer layer is routed; False: only once per pass (`Forecast`)
     again: bool = True

@@ -82,7 +82,7 @@ class Watchdog:
         self._previous_ns: int | None = None
         self._n_sequences = 1  # number of sequences in each pass that the trial compares
         self._n_last_sequences = 1  # number of sequences in the last pass
-        self._n_others = 0  # number of passes in a row that had another number of sequences
+        self._n_others = 0  # number of consecutive passes with a different number of sequences
 
     @property
     def resting(self) -> bool:

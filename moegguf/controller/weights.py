@@ -43,7 +43,7 @@ class Weights:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def array(self, name: str, *shape: int) -> npt.NDArray[np.float32]:
-        """Returns the array `name` as float32. Raises ValueError if it is missing, has another shape or holds numbers
+        """Returns the array `name` as float32. Raises ValueError if it is missing, has the wrong shape or holds numbers
         that are not finite."""
         found = self.arrays.get(name)
         if found is None or found.shape != shape:

@@ -53,9 +53,9 @@ from moegguf.quantities import Link, format_bytes
 
 KERNEL_SHARE = 0.65
 CPU_LAYER_S = 60e-6  # seconds to move a layer's activations to the CPU and back
-# seconds of a small graph node on the CPU, with its barrier; in small models such nodes take 0.1 ms per layer
+# seconds that a small graph node takes on the CPU, with its barrier; in small models such nodes take 0.1 ms per layer
 CPU_NODE_S = 2.2e-6
-STOP_S = 35e-6  # seconds of a stop at a layer, where the host waits for the router's choice
+STOP_S = 35e-6  # seconds that a stop takes at a layer, where the host waits for the router's choice
 # allowed difference between measured and predicted tokens per second, as a share of the predicted speed
 TOLERANCE = 0.15
 LAYER_NODES = 30  # nodes of a layer that read few or no weights: norms, attention, the router
@@ -101,10 +101,10 @@ class Speeds:
     device_bytes_per_s: float
     copies: Link  # copies of missed experts from RAM to the device; the latency counts once for all misses of a layer
     cpu_bytes_per_s: float
-    stop_s: float = STOP_S  # seconds of a stop at a layer
+    stop_s: float = STOP_S  # seconds that a stop takes at a layer
     cpu_layer_s: float = CPU_LAYER_S  # seconds to move a layer's activations to the CPU and back
-    device_node_s: float = 0.0  # seconds of a small graph node on the device
-    cpu_node_s: float = CPU_NODE_S  # seconds of a small graph node on the CPU
+    device_node_s: float = 0.0  # seconds that a small graph node takes on the device
+    cpu_node_s: float = CPU_NODE_S  # seconds that a small graph node takes on the CPU
     disk_bytes_per_s: float = 1e9  # speed of reading experts that are not in memory
     source: str = ""  # origin of these speeds, in words
     device_dense_bytes_per_s: float = 0.0  # speed for weights outside experts; 0: as fast as experts

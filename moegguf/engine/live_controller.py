@@ -57,7 +57,7 @@ class ControllerOptions:
     lockstep: bool = False
 
     def __post_init__(self) -> None:
-        """Raises OptionError for an unknown name, a class that cannot be used, or an object of another kind."""
+        """Raises OptionError for an unknown name, a class that cannot be used, or an object of the wrong kind."""
         if isinstance(self.policy, str):
             parse_policies(self.policy) if "=" in self.policy else check_policy(self.policy)
         elif not isinstance(self.policy, Policy):
@@ -199,7 +199,7 @@ class LiveController:
         return ControllerChoice(policy, predictor, prefetch)
 
     def announce(self, announcement: Announcement) -> None:
-        """Passes the tokens that are evaluated next to the controller. Runs on the event thread."""
+        """Passes to the controller the tokens that are evaluated next. Runs on the event thread."""
         assert self.controller is not None
         self.controller.announce(announcement)
 

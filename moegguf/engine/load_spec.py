@@ -38,7 +38,7 @@ class LoadSpec:
     n_batch: int | None = None
     n_ubatch: int | None = None  # None: chosen together with the slots
     n_seq_max: int = 1
-    kv_tokens: int | None = None  # tokens of all sequences together; None: chosen to fit the memory
+    kv_tokens: int | None = None  # total tokens of all sequences; None: chosen to fit the memory
     type_k: int = F16  # types of the KV cache, as ggml's numbers
     type_v: int = F16
     flash_attn: bool | None = False  # None: used if the computing devices support it

@@ -28,7 +28,7 @@ VRAM_MARGIN_BYTES = 1 << 30  # bytes to leave free on a shared device: displays 
 OWN_MARGIN_BYTES = 384 << 20
 # a device with at most this many bytes in use, for its driver and context, counts as used by this process only
 IDLE_BYTES = 768 << 20
-_NO_LIMIT = 1 << 62  # limits from this number on mean "no limit"; cgroup v1 writes a number near 2^63
+_NO_LIMIT = 1 << 62  # limits of at least this number mean "no limit"; cgroup v1 writes a number near 2^63
 # if the load average of the last minute, divided by the CPUs, is above this, a warning says that speeds are too low
 BUSY_SHARE = 0.25
 _BUSY = ("user", "nice", "system", "irq", "softirq", "steal")  # fields of psutil's cpu_times that count busy time

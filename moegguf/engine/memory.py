@@ -239,8 +239,8 @@ class Sizes:
 
     @property
     def usual_ubatch(self) -> int:
-        """Number of tokens in a pass, given or default, raised to `one_pass_tokens` if necessary. A plan may choose
-        another number to save reading or memory."""
+        """Number of tokens in a pass, given or default, raised to `one_pass_tokens` if necessary. A plan may choose a
+        different number to save reading or memory."""
         usual = min(DEFAULT_UBATCH_TOKENS, self.n_batch or DEFAULT_UBATCH_TOKENS)
         return max(self.one_pass_tokens, self.n_ubatch or usual)
 

@@ -51,7 +51,7 @@ class Plan:
     slot_bytes: int
     n_experts: int  # number of experts in all layers except whole_layers
     n_ctx: int
-    n_ubatch: int  # tokens of a pass
+    n_ubatch: int  # maximum number of tokens in a pass
     # memory in addition to the slots, in RAM or on devices; without a device, compute_bytes includes the slots' scratch
     # memory
     needs: MemoryNeeds = NO_NEEDS

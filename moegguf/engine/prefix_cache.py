@@ -568,7 +568,7 @@ class PrefixCache:
         last = self._state_ends.get(sequence, 0)
         n_since = place.end - last if last <= place.end else place.end
         n_bytes = self._memory.state_bytes(self._state, sequence)
-        # False if the state is at another position, such as after drafted tokens
+        # False if the state is at a different position, such as after drafted tokens
         is_there = self._memory.end(self._state, sequence) == place.positions[-1]
         if not is_there or n_since < (2 if is_end else self._state_cost.step(n_bytes, place.end)):
             return None
@@ -598,7 +598,7 @@ class StateCost:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._eval_s = self._pass_s = 0.0  # seconds of all passes, and of the last one
+        self._eval_s = self._pass_s = 0.0  # total seconds of all passes, and seconds of the last one
         self._n_pass = 0  # tokens of the last pass
         self._token_s = 0.0  # seconds to compute a token of a prompt; 0: not known yet
         self._byte_s = 0.0  # seconds to keep a byte of a state; 0: not known yet

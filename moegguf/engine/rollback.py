@@ -58,13 +58,13 @@ class Rollback:
         return self._n_back.get(sequence, 0)
 
     def note_restored(self, sequence: int) -> None:
-        """Notes that a sequence has lost tokens. It can lose no more tokens until its next pass."""
+        """Notes that a sequence has lost tokens. The sequence can lose no more tokens until its next pass."""
         self._n_back.pop(sequence, None)
         self._restored.add(sequence)
 
     def can_copy(self, sequence: int) -> bool:
-        """Returns True if the state of a sequence can be copied. After a rollback, llama.cpp would copy
-        another state."""
+        """Returns True if the state of a sequence can be copied. After a rollback, llama.cpp would copy a different
+        state."""
         return sequence not in self._restored
 
     def note_shared(self, *sequences: int) -> None:

@@ -93,7 +93,7 @@ def open_store(
 
 
 def staging_of_pool(n_staging: int, n_pools: int) -> int:
-    """Returns the number of staging tensors in each of the `n_pools` pools of a device that is planned with
+    """Returns the number of staging tensors in each of the `n_pools` pools of a device for which the plan has
     `n_staging`. The number is at least 1, or 0 if `n_staging` is 0."""
     return max(1, n_staging // n_pools) if n_staging else 0
 

@@ -301,7 +301,7 @@ class Pool:
             most = min(most, self.cache.n_bytes // size - self._staging_slots())
         for n_ubatch in self._ubatches(sizes.most_ubatch(layout)):
             if found and found[0] == (layout.n_expert_total, sizes.usual_ubatch):
-                break  # every expert has a slot with a usual pass, so another pass would save nothing
+                break  # every expert has a slot with a usual pass, so a different one would save nothing
             needs = sizes.needs(layout, n_ubatch)
             free_bytes = memory.usable_bytes - self.staging_bytes - needs.total_bytes(0)
             n_slots = min(most, max(0, free_bytes) // (size + needs.slot_work_bytes))
@@ -354,9 +354,10 @@ class Pool:
         return best_fit(self.layout, found, self.sizes.n_ctx or PROMPT_TOKENS)
 
     def _given_fits(self, n_slots: int, most: int) -> list[Fit]:
-        """Returns the pairs of `n_slots` and a number of tokens in a pass, at most `most`, from which to choose.
+        """Returns the candidates to choose from: pairs of `n_slots` and a number of tokens in a pass, which is at most
+        `most`.
 
-        If the user has set the number of tokens, there is only this choice, even if the memory is too small for it. A
+        If the user has set the number of tokens, it is the only candidate, even if the memory is too small for it. A
         pass that is longer than usual must leave the margin of the memory free. If no number fits, the first one is the
         only candidate.
         """

@@ -1,8 +1,8 @@
 """Tries a model in a separate process the first time that its file is loaded. If llama.cpp aborts, only the separate
 process ends.
 
-With a projector the trial also reads an image. The verdict is kept (`known_facts`). It is valid for the same headers of
-the files, the same build and processor, and the same values of OPTIONS. The trial ends before the load begins, so that
+With a projector the trial also reads an image. The verdict is kept (`known_facts`). It is valid for the same file
+headers, the same build and processor, and the same values of OPTIONS. The trial ends before the load begins, so that
 the two never use memory at the same time. MOEGGUF_TRIAL_LOAD=0 skips the trial; "again" repeats it.
 """
 
@@ -51,7 +51,7 @@ WALL_S, DISK_BYTES_PER_S = 90, 5 << 20
 SPARE_BYTES = 1 << 30  # the memory limit is twice the bytes that the trial needs, plus these bytes
 COMPILE_S = 600  # seconds to add to the limits if there is a GPU: its driver may compile kernels at their first use
 POLL_S = 0.1
-# Signals that the file cannot have caused: the system ends a process for lack of memory, or a user ends it.
+# Signals that are not blamed on the file: the system ends a process for lack of memory, or a user ends it.
 OUTSIDE_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 MARKS = ("ASSERT", "what():", "GGML_ABORT", "fatal error")
 NO_MEMORY = "bad_alloc"  # text of C++'s exception for lack of memory

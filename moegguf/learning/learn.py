@@ -86,7 +86,7 @@ def most_tokens(n_layer: int, n_embd: int, strategies: Iterable[str], wanted: in
 
 
 def needs_inputs(strategies: Iterable[str]) -> bool:
-    """Returns whether any of these strategies is learned from the routers' inputs."""
+    """Returns whether any of these strategies learns from the routers' inputs."""
     return any(find_strategy(name).predictor == MLP for name in strategies)
 
 

@@ -312,8 +312,8 @@ def _as_now(entry: ModelEntry) -> ModelEntry:
 
 
 def with_adapter(entry: ModelEntry, path: str | Path) -> ModelEntry:
-    """Returns the model with a LoRA adapter. Raises ModelFormatError for a file that is not an adapter for models of
-    this architecture, ModelNotFoundError if the file is missing."""
+    """Returns the model with the LoRA adapter at `path` added. Raises ModelFormatError for a file that is not an
+    adapter for models of this architecture, ModelNotFoundError if the file is missing."""
     adapter = Path(path).expanduser().absolute()
     read_adapter(adapter, read_layout(entry.path).arch)
     return replace(entry, adapter=adapter, weights=weights_digest(entry.files, adapter))

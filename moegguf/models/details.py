@@ -37,8 +37,8 @@ def details(entry: ModelEntry) -> Details:
     template = entry.template or layout.chat_template
     tool_template = None if entry.template else layout.tool_template
     total, _ = parameters(layout)
-    # Ollama's rules: a model with pooling computes embeddings, any other model completes text. Our rule: a model with
-    # pooling type RANK ranks texts.
+    # Ollama's rules: a model with pooling computes embeddings, and any other model completes text. Our rule: a model
+    # with pooling type RANK ranks texts.
     if (pooling := metadata.get(f"{layout.arch}.pooling_type")) is not None:
         capabilities = ["rerank" if pooling == POOLING_RANK else "embedding"]
     else:

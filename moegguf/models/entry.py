@@ -60,7 +60,7 @@ class ModelEntry(NamedModel):
     source: Source
     files: tuple[Path, ...]  # the shards in order
     size_bytes: int
-    # hex digits that identify the files and the adapter (`weights_digest`), equal for all names of the files
+    # hex digits that identify the files and the adapter (`weights_digest`), the same for all names of the files
     weights: str
     modified: datetime  # last change, as an aware datetime in UTC
     mmproj: Path | None = None  # a projector for images

@@ -1,7 +1,7 @@
 """Fetches from the Hub: a repository's list of files, the headers of a model, and whole files.
 
-Downloads are verified. Interrupted downloads of files of up to PLAIN_LIMIT_BYTES are resumed. Files get their names
-only when all of them have been fetched. Errors of the Hub become moegguf's errors.
+Downloads are verified. Interrupted downloads of files of up to PLAIN_LIMIT_BYTES are resumed. These files get their
+names only when all files have been fetched. Errors of the Hub become moegguf's errors.
 
 A file that can be resumed grows as `blobs/<etag>.incomplete` in the Hugging Face cache and is continued after an
 interruption, even by another process. A file of full size is read again for its digest. If the digest is right, the

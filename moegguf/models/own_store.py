@@ -225,7 +225,7 @@ class BlobStore:
         return self.folder / blob_name(digest)
 
     def has(self, digest: str) -> bool:
-        """Returns whether the blob is there, which means that it is complete. Raises ModelNameError."""
+        """Returns whether the blob exists, which means that it is complete. Raises ModelNameError."""
         path = self.folder / blob_name(digest)
         return path.is_file() and not path.is_symlink()
 

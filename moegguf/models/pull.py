@@ -106,8 +106,9 @@ def fetch(
 
     Downloads into `local_dir`, or else into `cache` (default: the Hub's cache). Files that are already complete there
     are not fetched again. If the list of files cannot be read from the Hub, uses only files that are already there.
-    Raises PullError, ModelFormatError for a .gguf file with other contents, and ModelNotFoundError if the repository
-    does not exist or a pattern does not match exactly one model or file.
+    Raises PullError, and ModelFormatError for a .gguf file with other contents. Raises ModelNotFoundError if the
+    repository does not exist, if `filename` selects no model or several, or if one of `others` does not match exactly
+    one file.
     """
     from huggingface_hub.utils import tqdm
 

@@ -44,7 +44,7 @@ class SimOptions:
     link_bytes_per_s: float = 0.0  # speed of the link from the file; 0: reads take no time
     link_latency_s: float = 0.0
     layer_compute_us: float = 0.0  # computing time of a layer for each token
-    layer_pass_us: float = 0.0  # computing time of a layer for each pass, in addition
+    layer_pass_us: float = 0.0  # additional computing time of a layer for each pass
     store: StoreOptions = field(default_factory=StoreOptions)
     n_ram_slots: int = 0  # slots in RAM below the slots of devices
     ram_policy: str = LRU.name  # name of the native policy for the slots in RAM
@@ -109,7 +109,7 @@ class TierSpan(_Sums):
     evictions: int = 0
     bytes_in: int = 0  # bytes that were read or copied into the tier's slots
     copy_ns: int = 0  # time of copies into the tier's slots
-    stall_ns: int = 0  # time that layers waited for this tier; for RAM, the time of waiting for reads from the file
+    stall_ns: int = 0  # time that layers waited for this tier; for RAM, the time spent waiting for reads from the file
 
     @classmethod
     def of(cls, figures: Mapping[str, int]) -> TierSpan:
