@@ -25,13 +25,18 @@ class Lookups:
     A lookup is one distinct (layer, expert) in one pass. While every expert is in memory, the router's ids are not
     read, and the choices of several tokens count as distinct.
 
-    Attributes: lookups: experts that passes needed. hits_ready: lookups that found the whole expert in a slot.
-        hits_late: lookups that found the expert on its way to a slot. misses: lookups that found neither. evictions:
-        experts that left their slots for other experts. bytes_missed: bytes that were moved into the slots for misses;
-        in `Stats`, bytes that were read from the file. bytes_prefetched: bytes that were moved into the slots for
-        prefetches; in `Stats`, bytes that were read from the file. stall_s: seconds that compute threads spent waiting
-        for experts. slots_used: slots that hold an expert now. n_slots: slots that can be used now. pool_bytes: memory
-        of these slots.
+    Attributes:
+        lookups: experts that passes needed.
+        hits_ready: lookups that found the whole expert in a slot.
+        hits_late: lookups that found the expert on its way to a slot.
+        misses: lookups that found neither.
+        evictions: experts that left their slots for other experts.
+        bytes_missed: bytes moved into the slots for misses; in `Stats`, bytes that were read from the file.
+        bytes_prefetched: bytes moved into the slots for prefetches; in `Stats`, bytes that were read from the file.
+        stall_s: seconds that compute threads spent waiting for experts.
+        slots_used: slots that hold an expert now.
+        n_slots: slots that can be used now.
+        pool_bytes: memory of these slots.
     """
 
     lookups: int = 0
@@ -99,21 +104,34 @@ class Stats(Lookups):
 
     Lookups and slots are the figures of the tier from which layers compute.
 
-    Attributes: tokens: evaluated tokens. passes: evaluated passes. reads: reads of the file. read_retries: reads that
-        failed and were repeated. read_errors: reads that failed for good. prefetch_requested: experts that were
-        requested ahead of their use. prefetch_started: prefetches whose first read began. prefetch_useful: prefetched
-        experts that were complete when they were looked up. prefetch_late: prefetched experts that were incomplete when
-        they were looked up. prefetch_wasted: prefetched experts that were evicted without a use. prefetch_dropped:
-        prefetches that never started: too late, already there, or no free slot. events_dropped: routing events that
-        were dropped because the listener was too slow. hook_s: time of the store's work at routers, without stalls.
-        read_s: time of reads, summed over the threads that read. upload_s: time of writing experts into slots, summed
-        over threads. eval_s: time of all passes. n_experts: experts of the model, over all layers. n_threads: number of
-        threads that was last chosen for passes. staging_bytes: memory of the tensors in which prompts are staged on
-        devices. bytes_staged: bytes that were copied into these tensors. staging_copy_s: time of these copies.
-        staging_stall_s: time that layers waited for these copies and the reads before them. draft_passes: evaluations
-        of a sequence with a draft. drafted_tokens: tokens of these drafts. accepted_tokens: drafted tokens that were
-        then also sampled. tiers: figures of each tier; the tier from which layers compute comes first. drives: figures
-        of each copy of the file, if the model has mirrors.
+    Attributes:
+        tokens: evaluated tokens.
+        passes: evaluated passes.
+        reads: reads of the file.
+        read_retries: reads that failed and were repeated.
+        read_errors: reads that failed for good.
+        prefetch_requested: experts that were requested ahead of their use.
+        prefetch_started: prefetches whose first read began.
+        prefetch_useful: prefetched experts that were complete when they were looked up.
+        prefetch_late: prefetched experts that were incomplete when they were looked up.
+        prefetch_wasted: prefetched experts that were evicted without a use.
+        prefetch_dropped: prefetches that never started: too late, already there, or no free slot.
+        events_dropped: routing events that were dropped because the listener was too slow.
+        hook_s: time that the store spent working at routers, without stalls.
+        read_s: time of reads, summed over the threads that read.
+        upload_s: time of writing experts into slots, summed over threads.
+        eval_s: time of all passes.
+        n_experts: experts of the model, over all layers.
+        n_threads: number of threads that was last chosen for passes.
+        staging_bytes: memory of the tensors in which prompts are staged on devices.
+        bytes_staged: bytes that were copied into these tensors.
+        staging_copy_s: time of these copies.
+        staging_stall_s: time that layers waited for these copies and the reads before them.
+        draft_passes: evaluations of a sequence with a draft.
+        drafted_tokens: tokens of these drafts.
+        accepted_tokens: drafted tokens that were then also sampled.
+        tiers: figures of each tier; the tier from which layers compute comes first.
+        drives: figures of each copy of the file, if the model has mirrors.
     """
 
     tokens: int = 0
