@@ -146,8 +146,8 @@ def device_copies(device: str, n_bytes: int, n_at_once: int) -> list[Callable[[]
 
 
 def elapsed_s(copies: Sequence[Callable[[], None]]) -> float:
-    """Calls all functions at the same time, the first one in this thread and each other one in its own thread. Returns
-    the seconds until all have ended."""
+    """Calls all functions at the same time, the first one in this thread and each of the others in its own thread.
+    Returns the seconds until all have ended."""
     threads = [threading.Thread(target=copy) for copy in copies[1:]]
     start_s = time.perf_counter()
     for thread in threads:

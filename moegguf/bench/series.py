@@ -34,7 +34,7 @@ FLASH_ATTN = {"auto": -1, "off": 0, "on": 1}  # {option: value of llama.cpp's pa
 CHOICES = {"system": SYSTEMS, "feed": ("random", "text", "greedy"), "flash_attn": tuple(FLASH_ATTN)}
 KILLED = "killed by the memory limit"
 
-# leaves out moegguf's own strategy, whose name already names a system
+# leaves out moegguf's own strategy, whose name is already a system's name
 DECIDING = [name for name in STRATEGIES if name != OWN]
 VARIANTS: dict[str, dict[str, Any]] = {
     # Variants with one feature off. ProMoE's early preemption consists of two features here. Misses are read before all

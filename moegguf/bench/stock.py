@@ -22,8 +22,7 @@ from moegguf.native import library
 from moegguf.processor import read_processor
 from moegguf.settings import cache_folder
 
-# The pinned release crashes with a segmentation fault in its first matrix product with AMX (llama.cpp pull request
-# 26954).
+# The pinned release segfaults in its first matrix product with AMX (llama.cpp pull request 26954).
 FLAGS = "-mno-amx-tile -mno-amx-int8"
 
 

@@ -55,7 +55,7 @@ class Measured:
     hit_rates: Mapping[str, Mapping[float, float]]  # {policy: {share of experts in slots: hit rate}}
     predictors: Mapping[str, str] = field(default_factory=dict)  # {policy: predictor that the policy was measured with}
     prefetch: str = "none"  # predictor with which a live run prefetches; "none": it does not prefetch
-    # Facts about the measurement, such as its numbers of requests and tokens
+    # Facts about the measurement, such as the numbers of requests and tokens
     about: Mapping[str, str | int] = field(default_factory=dict)
     ranges: Mapping[str, Mapping[float, tuple[float, float]]] = field(default_factory=dict)  # {policy: {share: range}}
     bound: Mapping[float, float] = field(default_factory=dict)  # {share in slots: hit rate of Belady's optimal policy}

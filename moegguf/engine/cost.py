@@ -311,8 +311,8 @@ class HitRates:
 
     def curve(self) -> HitCurve:
         """Returns the curve of hit rates for the policy that was measured to be best with slots for half of the
-        experts. Without a measurement, returns the published curve for models of this shape. Hit rates that answers
-        have reached here correct the curve."""
+        experts. Without a measurement, returns the published curve for models of this shape. The curve is corrected by
+        the hit rates that answers have reached on this machine."""
         found = published_curve(self.layout.n_expert, self.layout.n_expert_used)
         if self.measured and self.measured.hit_rates:
             policy, n = self.measured.choose(0.5).policy, self.measured.about.get("requests", "some")

@@ -167,7 +167,7 @@ class KvBlockStore:
             self._turn_off(error)
 
     def holds(self, name: str) -> bool:
-        """Returns True if there is a file with this name and the store is not off."""
+        """Returns True if there is a file with this name and the store is on."""
         return not self.is_off and os.path.exists(self._path(name))
 
     def open(self, name: str, n_head: int = 0) -> StoredBlock | None:

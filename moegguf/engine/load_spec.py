@@ -194,8 +194,8 @@ def parse_mirrors(given: str | os.PathLike[str] | Sequence[str | os.PathLike[str
 
 
 def _cache_type(name: str, given: str | int) -> int:
-    """Returns ggml's number of a type of the KV cache. Raises OptionError for a type with which llama.cpp
-    would abort."""
+    """Returns ggml's number of a type of the KV cache. Raises OptionError for a type that would make llama.cpp
+    abort."""
     try:
         number = ggml_type(given) if isinstance(given, str) else given
     except OptionError:

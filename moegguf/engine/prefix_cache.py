@@ -62,7 +62,7 @@ SCRATCH = MAX_SEQUENCES - 1
 # limit for the bytes that wait to be written; the first block, or a state at an end, may exceed it
 MOST_QUEUED_BYTES = 64 << 20
 MOST_STEP_TOKENS = 512  # limit for the tokens between two states, unless `StateCost.step` needs more
-STEP_COST = 0.05  # share of the time for computing tokens to spend on keeping states (a target: `StateCost.step`)
+STEP_COST = 0.05  # time spent keeping states, as a share of the time for computing tokens (a target: `StateCost.step`)
 STATES_SHARE = 0.5  # share of the store's limit that the states of one conversation may occupy
 FORMAT = 2  # version of the data that is hashed into the names of blocks
 _NAMES = {CELLS: "", WINDOW: "-window"}  # suffixes of the names of blocks, by the kind of cells

@@ -236,8 +236,8 @@ class Stats(Lookups):
         return max(0.0, 1 - _ratio(self.staging_stall_s, self.staging_copy_s)) if self.staging_copy_s else 0.0
 
     def link_bound_share(self, link_bytes_per_s: float) -> float:
-        """Returns the time that computing and copying the missed bytes would need one after the other at this link
-        speed, as a share of the measured time.
+        """Returns the time that computing and copying the missed bytes would need in sequence at this link speed, as a
+        share of the measured time.
 
         1: only the processor and the link limit the speed. More than 1: some bytes were copied while layers were
         computed. The time of computing is the evaluation time without stalls; the share is (compute + bytes missed /

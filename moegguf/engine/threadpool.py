@@ -26,7 +26,8 @@ MEMORY_S = 10.0  # seconds for which a measured time per token is valid
 # a different number of threads is used if its time per token is below this share of the time with as many threads as
 # free processors
 GAIN = 0.95
-# use of a processor by other processes, as a share: above 0.4 it loses its compute thread, below 0.25 it gets one again
+# use of a processor by other processes, as a share: above 0.4 the processor loses its compute thread, and below 0.25 it
+# gets one again
 LOWER_AT, RAISE_AT = (0.4, 0.25)
 
 

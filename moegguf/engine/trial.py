@@ -32,7 +32,7 @@ from moegguf.gguf.projector import ProjectorHeader
 from moegguf.settings import read_environment
 
 COMMAND = child_command("moegguf.engine.trial_process")
-# Keywords of `Llama` that can make llama.cpp run other code. The trial ignores all other keywords of the load.
+# Keywords of `Llama` that can make llama.cpp run different code. The trial ignores all other keywords of the load.
 OPTIONS = frozenset(
     {"embedding", "flash_attn", "kv_overrides", "lora_path", "lora_scale", "main_gpu", "n_gpu_layers", "offload_kqv",
      "op_offload", "pooling_type", "rope_freq_base", "rope_freq_scale", "rope_scaling_type", "split_mode", "swa_full",

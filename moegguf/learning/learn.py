@@ -3,7 +3,7 @@ folder.
 
 Some requests are left out of the training. The simulator replays these requests with a strategy to measure two figures:
 the share of the predicted experts that the router chose, and the hit rate. The first is saved together with the share
-of a predictor that always predicts the most used experts, the second with the hit rate of LRU alone.
+of a predictor that always predicts the most used experts, and the second with the hit rate of LRU alone.
 """
 
 from __future__ import annotations

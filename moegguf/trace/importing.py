@@ -113,7 +113,7 @@ class _Facts:
 
     def shape(self, n_rows: int) -> MoeShape:
         """Returns the model's shape. `n_rows` is the number of layers in the first request. Without the fact `layers`,
-        they are numbered from 0. Raises TraceError."""
+        the layers are numbered from 0. Raises TraceError."""
         known = {name: value for name, (value, _) in self._found.items()}
         layers = known.setdefault("layers", tuple(range(n_rows)))
         if layers[0] < 0 or any(b <= a for a, b in pairwise(layers)):

@@ -1,6 +1,6 @@
 """Reads routing that other programs have recorded, from files with arrays or tables.
 
-Arrays are in npz, npy or safetensors files, tables in CSV or JSONL files.
+Arrays are in npz, npy or safetensors files, and tables in CSV or JSONL files.
 
 A file with arrays holds one request. It has an array `expert_ids` with the axes (token, layer, expert of the token), or
 an array `router_logits` with the axes (token, layer, expert). `_OPTIONAL` lists the optional arrays. A .npy file holds

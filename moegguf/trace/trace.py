@@ -157,8 +157,8 @@ class Trace:
         )
 
     def of_tokens(self, tokens: npt.NDArray[np.int64]) -> dict[str, Any]:
-        """Returns {name: array} for the arrays of this trace with one entry per token. They have only the entries at
-        the indices `tokens`, in this order. Arrays that the trace lacks are None."""
+        """Returns {name: array} for the arrays of this trace with one entry per token. The arrays have only the entries
+        at the indices `tokens`, in this order. Arrays that the trace lacks are None."""
         rows = {"tokens": self.tokens, "token_sequence": self.token_sequence, "token_phase": self.token_phase}
         columns = {"expert_ids": self.expert_ids, "weights": self.weights, "inputs": self.inputs}
         found = {name: None if array is None else array[tokens] for name, array in rows.items()}
