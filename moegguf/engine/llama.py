@@ -134,8 +134,9 @@ class Llama(UpstreamLlama):
             trace: the path of a file in which to record routing, or a `TraceOptions`.
             n_seq_max: number of sequences, of `n_ctx` tokens each, that the context holds, for `moegguf.Engine`; this
                 class itself uses one. The property `n_seq_max` is 1 for models that can only have one.
-            kv_tokens: total number of tokens, over all sequences, for which the context has memory; at least n_ctx.
-                None: n_seq_max * n_ctx, or less if experts need the memory (`moegguf.engine.memory.choose_context`).
+            kv_tokens: total number of tokens, over all sequences, for which the context has memory; at least
+                n_ctx. None: n_seq_max * n_ctx, or less if experts need the memory
+                (`moegguf.engine.memory.choose_context`).
             n_ctx: tokens of context; 512 by default, as in llama-cpp-python. None (used by commands): the length that
                 leaves the most memory to experts; 0: the model's own length.
             flash_attn: fused attention, which rounds differently: True, False (llama-cpp-python's default), or None:
