@@ -1,14 +1,14 @@
-"""Measurements of docs/evidence/batches.md: answers to several requests at once, and bounds of the possible gain.
+"""Measurements for docs/evidence/batches.md: answers to several requests at once, and bounds on the possible gain.
 
     python -m predictors.study.evidence batches -m demo --expert-cache 25% --batch 1,2,4,8,16 --schedule fifo,expertflow
     python -m predictors.study.evidence bound --routing random,qwen3-30b --batch 1,8
     python -m predictors.study.evidence passes -m model.gguf --batch 1,8
 
-`batches` answers the demo's questions, `--batch` at once, and uses a new process for each measurement. `bound` computes
-the least bytes that any eviction can read for requests that decode together, and the bytes of the store's own eviction.
-Its routing is drawn at random, or experts are reused as published of a model. `passes` computes tokens of several
-sequences together with every expert in memory. It uses one thread, since other work on the machine changes the
-processor time of one thread least.
+`batches` answers the demo's questions, `--batch` at a time, with a new process for each measurement. `bound` computes,
+for requests that decode together, the fewest bytes that any eviction can read, and the bytes that the store's own
+eviction reads. Its routing is drawn at random, or reuses experts as often as published for a model. `passes` computes
+tokens of several sequences together with every expert in memory. It uses one thread, because other work on the machine
+disturbs the processor time of a single thread least.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _asked() -> list[str]:
 
 
 def batches(measurements: Sequence[Batch], rounds: int) -> str:
-    """Runs every measurement once per round, and returns their table. Raises CalledProcessError."""
+    """Runs every measurement once per round, and returns a table of the results. Raises CalledProcessError."""
     found: dict[Batch, list[dict[str, float]]] = {each: [] for each in measurements}
     for _ in range(rounds):
         for each, figures in found.items():

@@ -65,7 +65,7 @@ def _model() -> Any:
 def _speeds(names: Sequence[str], step: str, title: str) -> Any:
     """Plots each system's speed relative to the base, for each model: the median over requests, and its interval.
 
-    The base is "none" if the step has this system, else the step's first system.
+    The base is the system "none" if the step has it, and otherwise the step's first system.
     """
     figure, axes = pyplot.subplots(len(names), squeeze=False, sharex=True, layout="constrained")
     height = 0.4

@@ -3,11 +3,11 @@
     python -m predictors.study.regenerate --model laboratory
     python -m predictors.study.regenerate --model demo --only link-promoe
 
-Makes the model, records the requests and trains the predictors, unless their files exist. Then it takes one step after
+Makes the model, records the requests and trains the predictors, unless their files exist. Then runs the steps one after
 another. A step writes predictors/results/MODEL/NAME.json: figures, the command, the commit, the machine, and a key. The
 key identifies the version of the code, the recording of the reporting requests, and the settings. A result whose key
-has not changed is not computed again (unless --again is given), so a new run continues an interrupted one. A page marks
-a result with another key as recorded with an earlier version.
+has not changed is not computed again (unless --again is given), so a new run continues an interrupted one. Pages mark a
+result with a different key as recorded by an earlier version.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from predictors.study.synthesize import shape_of
 # figures stay exactly the same.
 CODE_VERSION = 2
 CARD = "laboratory-model"  # name of the result with the laboratory model's card; no step computes it
-# Matches a JSON list without lists or objects inside, which is then written on one line
+# Matches a JSON list that contains no list or object; such a list is written on one line
 LIST = re.compile(r"\[[^][{}]*\]")
 SHARES = (0.125, 0.19, 0.25, 0.4, 0.5, 0.64)
 SHARE = 0.25
@@ -147,8 +147,8 @@ def scored(name: str) -> list[str]:
 
 
 def learned(bench: Bench) -> dict[str, Any]:
-    """Returns the validation accuracy of ProMoE's networks after each epoch, averaged over the networks, and the number
-    of weights in one network's matrices."""
+    """Returns two figures of ProMoE's networks: the validation accuracy after each epoch, averaged over the networks,
+    and the number of weights in one network's matrices."""
     facts = json.loads((bench.predictors / "mlp.json").read_text("utf-8"))["training"]
     shape = bench.reporting.trace.shape
     curve = facts["curve"]

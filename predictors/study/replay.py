@@ -1,7 +1,7 @@
-"""A replay that counts pass by pass, and a baseline without a predictor that prefetches every expert of the next layer.
+"""A replay that counts pass by pass, and a baseline that needs no predictor: it prefetches the whole next layer.
 
-The simulator itself counts only by request and phase. The 99th percentile of latencies and the time to the first token
-need the counts of each pass.
+The simulator itself counts only by request and phase, but the 99th percentile of latencies and the time to the first
+token need counts for each pass.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def _pools(trace: Trace, size: int) -> Iterator[list[Indices]]:
 
 
 class _Predicted:
-    """Splits a round as the scheduler would on a running model: by the routing so far and by the round's tokens."""
+    """Splits a round as the scheduler would on a running model: based on the routing so far and the round's tokens."""
 
     def __init__(self, trace: Trace, paths: Callable[[], RoutingPaths], batch_size: int) -> None:
         self._trace = trace
