@@ -1,8 +1,8 @@
 """Chooses the shared neurons, and divides the others into clusters of equal size. Neurons that are active for the same
-tokens come into one cluster.
+tokens go into the same cluster.
 
-One clustering uses each neuron once. If the model needs more experts, the neurons are clustered again by other tokens.
-A neuron then belongs to several experts, just as several experts of a trained model share some knowledge.
+One clustering uses each neuron once. If the model needs more experts, the neurons are clustered again with other
+tokens. A neuron then belongs to several experts, just as several experts of a trained model share some knowledge.
 
 The methods are from MoEfication (Zhang et al., 2022, section 3.2, co-activation graph split) and from CMoE (Pei et al.,
 2025, section 3.1: shared neurons, then balanced k-means). MoEfication counts activations that are not 0, but the
