@@ -3,7 +3,7 @@
 Usage: python tools/check_machine.py            prints a sentence for each missing thing; exit status 1 if any
        python tools/check_machine.py --requirements X  prints the requirements of the build ("build") or of an extra
        python tools/check_machine.py --chromium        installs Chromium from Debian's packages if root runs this
-Runs without options on any Python 3, so that an old Python prints a helpful error, too.
+Without options, this runs on any Python 3, so that even an old Python prints a helpful error.
 """
 
 import os

@@ -65,7 +65,7 @@ class Trial:
     library: Path | None  # folder of an existing build; None: the trial builds one
 
     def steps(self) -> Iterator[Step]:
-        """Yields the steps of the trial, in order. A given `library` is not built."""
+        """Yields the steps of the trial, in order. The build is left out if `library` is given."""
         yield Step("facts", self._facts, SHORT_S)
         if self.library is None:
             yield Step("build", self._build, SHORT_S)

@@ -1,12 +1,13 @@
-"""Fails where a docstring or a comment breaks a rule of plain English: `make lint` runs this.
+"""Fails if a docstring or comment breaks a rule of plain English. `make lint` runs this.
 
 python -m tools.prose                 # the packages that are in order, as `make lint` does
 python -m tools.prose PATH ...        # other files and folders
 python -m tools.prose --counts .      # only the number of findings of each package
 
-CONTRIBUTING.md, "Plain English", has the rules and examples. This program finds breaches that can be found without
-understanding a sentence. It finds openings without a subject and phrases that make a reader search. It finds sentences
-of more than MOST_WORDS words, and class docstrings that describe more than MOST_FIELDS fields in one paragraph.
+CONTRIBUTING.md, "Plain English", has the rules and examples. This program finds only breaches that can be detected
+without understanding a sentence: openings without a subject, and phrases that make a reader search. It also finds
+sentences of more than MOST_WORDS words, and class docstrings that describe more than MOST_FIELDS fields in one
+paragraph.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ _DIRECTIVE = re.compile(r"^(?:type:|noqa|mypy:|ruff:|pragma|!|clang-format|NOLIN
 
 @dataclass(frozen=True)
 class Text:
-    """A docstring or comment, and the place where it stands."""
+    """A docstring or comment, and its location."""
 
     path: str
     line: int
@@ -203,7 +204,7 @@ def package_of(path: str) -> str:
 
 
 def main() -> int:
-    """Prints the findings. Returns 1 where there are any."""
+    """Prints the findings. Returns 1 if there are any, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("places", nargs="*", default=IN_ORDER)
     parser.add_argument("--counts", action="store_true", help="print the number of findings of each package")

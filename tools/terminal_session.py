@@ -1,4 +1,4 @@
-"""Records a session in a terminal as an SVG picture. Needs the packages of the extra "test".
+"""Records a terminal session as an SVG image. Needs the packages of the extra "test".
 
     python -m tools.terminal_session docs/session.svg
 
@@ -34,7 +34,7 @@ STEPS = (
     (SHELL, "moegguf run demo --expert-cache 90%"),
     (CHAT, "What does moegguf do?"),
     (CHAT, "Who are you?"),
-    (CHAT, "/regen"),  # makes the last answer again, whose experts are still in memory
+    (CHAT, "/regen"),  # generates the last answer again, whose experts are still in memory
     (CHAT, "/experts"),
     (CHAT, "/bye"),
 )

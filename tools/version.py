@@ -31,7 +31,8 @@ def version_of(tag: str) -> str:
 
 
 def read_version(root: Path = ROOT) -> str:
-    """Returns the version in PLACES. Raises ValueError if two places have different versions, or none has one."""
+    """Returns the version in PLACES. Raises ValueError if two places have different versions, or if no place has
+    one."""
     found = {
         (name, version)
         for name, before in PLACES

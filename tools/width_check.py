@@ -1,4 +1,4 @@
-"""Lists the operations whose results change their bits with the number of rows that the CPU computes together.
+"""Lists the operations whose results, compared bit by bit, depend on the number of rows that the CPU computes together.
 
 ggml computes the operations of the supported architectures' graphs for 1, 2, 3, 4, 7, 8, 16, 33, 64 and 512 rows
 (tokens). The program compares the bits of every row with the bits of the row computed alone. Products use every
@@ -12,7 +12,7 @@ compares every token's output, and every returned state, with the results for th
 Usage: python tools/width_check.py [--only REGEX] [--threads N] [--all] [--model FILE]
 The program lists each operation with a changed row: the widths, and the number of changed rows at each width. `--all`
 lists the other operations too. The exit status is 1 if a row changes. With a model, the program lists the operations of
-the model's graph, and the checked operations that stand for each. The exit status is then 1 if one is not checked.
+the model's graph, and the checked operation that covers each. The exit status is then 1 if one is not checked.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class Graph:
         return self.input(kinds[values.dtype], values.shape, np.ascontiguousarray(values).tobytes())
 
     def op(self, name: str, *arguments: Any) -> c.c_void_p:
-        """Returns the node that ggml_<name> makes. Numbers other than C ints must be ctypes values."""
+        """Returns the node that ggml_<name> creates. Numbers other than C ints must be ctypes values."""
         return Ggml._pointer(getattr(self._base, f"ggml_{name}"), self._contexts[0], *arguments)
 
     def change(self, name: str, *arguments: Any) -> None:

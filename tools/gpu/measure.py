@@ -91,7 +91,7 @@ def expert_room_bytes(case: Case, layout: ExpertLayout) -> int:
 
 
 def n_cpu_moe(case: Case, layout: ExpertLayout) -> int:
-    """Returns the value for -ncmoe: the number of first layers whose experts llama.cpp computes on the CPU.
+    """Returns the value for -ncmoe: the number of leading layers whose experts llama.cpp computes on the CPU.
 
     Layers without experts are counted, too.
     """
@@ -135,7 +135,7 @@ def read(llm: Llama, prompt: Sequence[int]) -> float:
 
 
 def decode(llm: Llama, n_tokens: int) -> tuple[list[int], float]:
-    """Decodes greedily. Returns the tokens and the seconds for all of them."""
+    """Decodes greedily. Returns the tokens, and the seconds for all of them together."""
     settle(llm)
     tokens = []
     start = time.perf_counter()

@@ -1,8 +1,8 @@
 """Makes a folder for a GPU machine without a network: for the whole trial, or for the short run with a built library.
 
-The trial's folder has an archive of the patched sources, and wheels. The GPU machine needs a compiler, cmake, ninja and
-Python 3.12. `gpu_trial.py` in the folder is a copy of `start.py`, which unpacks the sources and wheels, and starts
-`tools/gpu_trial.py` of the sources.
+The trial's folder contains an archive of the patched sources, and wheels. The GPU machine needs a compiler, cmake,
+ninja and Python 3.12. `gpu_trial.py` in the folder is a copy of `start.py`, which unpacks the sources and wheels, and
+starts `tools/gpu_trial.py` from the sources.
 
 python -m tools.gpu.pack FOLDER        # the folder of the short run, with the library of `make check-cuda`
 """
@@ -36,7 +36,8 @@ NOT_BUILT = re.compile(
     r"ggml/src/ggml-(blas|cann|et|hexagon|hip|metal|musa|opencl|openvino|rpc|sycl|virtgpu|webgpu|zdnn|zendnn)/.*"
 )
 
-# Dependencies of moegguf that the test models, tests and measurements import. BESIDE has the other packages they need.
+# Dependencies of moegguf that the test models, tests and measurements import. BESIDE lists the other packages they
+# need.
 PRODUCT = (
     "diskcache",
     "gguf",
@@ -98,9 +99,9 @@ def sources() -> Iterator[tuple[str, Path]]:
 
 
 def stripped_library(library: Path, folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yields (path in the archive, file) for the files of a build. Libraries and programs have no symbol tables.
+    """Yields (path in the archive, file) for the files of a build, and for libgomp.
 
-    The stripped copies are written to `folder`. libgomp is added.
+    Libraries and programs are stripped of unneeded symbols; the stripped copies are written to `folder`.
 
     Raises subprocess.CalledProcessError, FileNotFoundError.
     """

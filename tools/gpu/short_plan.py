@@ -15,7 +15,7 @@ from typing import Any, Literal
 from tools.gpu.case import N_FIRST, Case
 from tools.gpu.rig import GB
 
-TOTAL_S = 545.0  # time of all steps; the call itself takes some seconds more
+TOTAL_S = 545.0  # time for all steps; the call itself takes a few seconds more
 ANSWER, PROMPT, EQUAL = "answer, t/s", "prompt, t/s", "bits are equal"
 SAME = "tokens as of llama.cpp, resident"  # figure: number of first tokens that equal llama.cpp's tokens
 STOP = "a stop, us"  # figure: us that a layer adds because it waits for experts, without the time to copy them

@@ -2,7 +2,7 @@
 
 The hidden state of the model begins with three parts of equal width, which the routers read. `shared` is equal for all
 tokens and `token` differs: both come from the token's embedding. The first layer's attention or delta net writes
-`slow`. Later layers change none of the three.
+`slow`. Later layers leave all three unchanged.
 
 The attention of the first layer has one active head. Its queries and keys come from `shared`, so they are equal for
 every token, and only RoPE distinguishes positions. A pair of dimensions rotates by `angle` per token. The score at
@@ -57,7 +57,7 @@ OPEN_GATE = 1.2784645
 
 @dataclass(frozen=True)
 class SlowRouting:
-    """Makes the tensors by which a random model's routing has the locality. `qtype` is the token embeddings' type."""
+    """Makes the tensors that give a random model's routing its locality. `qtype` is the token embeddings' type."""
 
     shape: Shape
     locality: Locality
