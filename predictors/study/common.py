@@ -46,7 +46,7 @@ class Study(TraceAnalysis):
         return Oracle(self.trace) if name == ORACLE else super().new_predictor(name)
 
     def paths(self, name: str) -> RoutingPaths:
-        """Returns new routing paths of this name, for the token scheduler. Raises OptionError."""
+        """Returns new routing paths with this name, for the token scheduler. Raises OptionError."""
         return make_paths(name, self.trace.shape, self.artifacts)
 
 

@@ -114,7 +114,8 @@ def probabilities(routers: Routers, il: int, inputs: Float32s) -> Float32s:
 
 
 def _scores(routers: Routers, router: Router, inputs: Float32s) -> Float32s:
-    """Returns the scores (n_expert,) by which the router chooses experts; -inf for experts of excluded groups."""
+    """Returns the scores (n_expert,) that decide which experts the router chooses; -inf for experts of excluded
+    groups."""
     logits = router.matrix @ inputs
     if router.logit_bias is not None:
         logits += router.logit_bias

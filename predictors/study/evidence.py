@@ -179,7 +179,7 @@ def synthetic(routing: str, shape: MoeShape, n_tokens: int, n_requests: int) -> 
 
 
 def together_in_passes(trace: Trace, n_requests: int) -> Trace:
-    """Returns a trace in which each pass has one token of every request. All requests must be equally long."""
+    """Returns a trace in which each pass has one token of every request. All requests must have the same length."""
     if n_requests == 1:
         return trace
     n_tokens = trace.n_tokens // n_requests

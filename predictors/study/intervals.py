@@ -1,4 +1,4 @@
-"""Computes paired intervals of figures by bootstrap over requests: each draw has the same requests for all systems."""
+"""Computes paired intervals of figures by bootstrap over requests: each draw uses the same requests for all systems."""
 
 from __future__ import annotations
 

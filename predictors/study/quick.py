@@ -2,10 +2,10 @@
 
     python -m predictors.study.quick -o build/evidence-quick
 
-Records the routing of the demo model over questions that it was not trained on, or reads the trace
-of --trace. Replays policies, strategies and predictors on it. Writes tables as CSV and Markdown,
-plots as PNG and SVG, and manifest.json, which names the version, the trace and the simulated times.
-The simulator's time is virtual, so only the recording depends on the machine. Plots need matplotlib.
+Records the routing of the demo model for questions that it was not trained on, or reads the trace of --trace. Replays
+policies, strategies and predictors on it. Writes tables as CSV and Markdown, plots as PNG and SVG, and manifest.json,
+which names the version, the trace and the simulated times. The simulator's time is virtual, so only the recording
+depends on the machine. Plots need matplotlib.
 """
 
 from __future__ import annotations

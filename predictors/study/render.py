@@ -2,8 +2,8 @@
 
     python -m predictors.study.render
 
-A table stands between `<!-- table: MODEL/NAME -->` and `<!-- end -->`. A test compares every table with the results.
-The plots need matplotlib (the extra `lab`).
+Each table is between `<!-- table: MODEL/NAME -->` and `<!-- end -->`. A test compares every table with the results. The
+plots need matplotlib (the extra `lab`).
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ def costs_table(model: str) -> str:
 
 
 def plot(name: str) -> str:
-    """Returns the Markdown that shows the plot of this name."""
+    """Returns the Markdown that shows the plot with this name."""
     return f"![{PLOTS[name]}]({name}.svg)"
 
 

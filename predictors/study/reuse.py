@@ -1,5 +1,5 @@
-"""Computes statistics about the reuse of experts in a trace: how often experts are used, and how soon again, within
-requests and across requests.
+"""Computes statistics about the reuse of experts in a trace: how often experts are used, and how soon they are used
+again, within requests and across requests.
 
 MoE-Infinity (section 4.2, figure 2) finds that use is skewed within a request and uniform across requests. Policies
 that follow the current request can help only if this is true. Any short sample looks skewed. The skew within requests

@@ -110,8 +110,9 @@ def _replays(trace: Trace, slots: dict[float, int], policy: Callable[[], AnyPoli
 
 
 def _pools(trace: Trace, size: int) -> Iterator[list[Indices]]:
-    """Yields the rounds of each group of `size` successive requests. A round has the indices of one decoded token of
-    each request. The rounds end when the shortest request ends. Requests that do not fill a last group are left out."""
+    """Yields the rounds of each group of `size` successive requests. A round consists of the indices of one decoded
+    token per request. The rounds end when the shortest request ends. Requests that do not fill a last group are left
+    out."""
     decoding = (trace.pass_phase == Phase.DECODE) & (np.diff(trace.pass_start) == 1)
     tokens = [trace.pass_start[:-1][decoding & (trace.pass_sequence == sequence)] for sequence in trace.sequences()]
     tokens = [of for of in tokens if len(of)]

@@ -32,7 +32,7 @@ class NextToken(NamedTuple):
 
 
 class SequenceGroups(RoutingListener):
-    """Divides the sequences into two groups with similar predicted paths, which compute in turns.
+    """Divides the sequences into two groups with similar predicted paths, which take turns computing.
 
     No sequence waits for more than 2 * N_GROUPS - 2 steps.
 

@@ -101,7 +101,7 @@ class Bench:
         return self._after_choosing(None)
 
     def some(self, n_counted: int) -> Workload:
-        """Returns a workload with about `n_counted` counted requests, equally many of each kind of text."""
+        """Returns a workload with about `n_counted` counted requests, the same number for each kind of text."""
         return self._after_choosing(n_counted)
 
     def _after_choosing(self, n_counted: int | None) -> Workload:
