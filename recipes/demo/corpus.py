@@ -157,7 +157,7 @@ def usable(text: str) -> bool:
 
 def select(documents: Iterable[Document]) -> list[Document]:
     """Returns the documents of the corpus in the order of their digests. Drops texts that begin like an earlier one,
-    and cuts long texts. When a kind has `max_chars` characters, drops its further texts."""
+    and cuts long texts. Drops all further texts of a kind that already has `max_chars` characters."""
     left = {kind: facts.max_chars for kind, facts in KINDS.items()}
     seen: set[str] = set()
     chosen = []

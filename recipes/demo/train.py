@@ -1,5 +1,4 @@
-"""The training loop for all stages. A stage has a budget of wall time, and its learning rate falls until this time is
-used up."""
+"""The training loop for all stages. A stage has a budget of wall time, which also determines its learning rate."""
 
 import json
 import os
