@@ -60,7 +60,7 @@ class Fault:
 
 
 def read_faults() -> list[Fault]:
-    """Returns the faults of tools/faults.toml, in order. A fault without `file` or `tests` has the value of its
+    """Returns the faults of tools/faults.toml, in order. A fault without `file` or `tests` inherits the value of its
     group."""
     groups = tomllib.loads((ROOT / "tools/faults.toml").read_text(encoding="utf-8"))["group"]
     rows = [{"file": group["file"], "tests": group["tests"], **fault} for group in groups for fault in group["fault"]]

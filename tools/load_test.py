@@ -138,7 +138,8 @@ class Answer:
 
 @dataclass
 class Outcome:
-    """The counts and measurements of a run. Each memory sample has two sizes: the server's, and its workers' sum."""
+    """The counts and measurements of a run. Each memory sample has two sizes: the server's, and the total of its
+    workers."""
 
     clients: int
     seconds: float = 0.0

@@ -1,7 +1,7 @@
-"""Compares the processor time of one product of experts between moegguf's kernels and llama.cpp's, in turns.
+"""Compares the processor time of one product of experts between moegguf's kernels and llama.cpp's.
 
-Three processes with one thread each stay loaded and compute in turns. The first uses llama.cpp's kernels from the same
-build (MOEGGUF_KERNELS=upstream), the second moegguf's fastest kernels for this processor, and the third moegguf's
+Three processes with one thread each stay loaded and take turns computing. The first uses llama.cpp's kernels from the
+same build (MOEGGUF_KERNELS=upstream), the second moegguf's fastest kernels for this processor, and the third moegguf's
 kernels for processors without AVX-512. A layer has 128 experts of 768 x 2048, and a token uses 8 of them. A prompt has
 512 tokens. Each decoded token uses different random experts, so that most weights come from memory, not from a cache.
 

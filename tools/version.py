@@ -1,7 +1,7 @@
 """Prints, checks or sets the version, which is written in several files.
 
 python -m tools.version               # prints the version; fails if two files differ
-python -m tools.version --is v0.2.0   # fails unless the files have the tag's version and CHANGELOG.md a section of it
+python -m tools.version --is v0.2.0   # fails unless the files have the tag's version and CHANGELOG.md describes it
 python -m tools.version --set v0.2.0  # writes the tag's version into the files: the first step of a release
 """
 

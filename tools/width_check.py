@@ -617,7 +617,7 @@ def advance_convolution(
 ) -> tuple[Array, Array]:
     """Advances a convolution (see Advance) of x [N_STATES, n_tokens, n].
 
-    The state has the last inputs of each sequence.
+    The state holds the last inputs of each sequence.
     """
     graph = ggml.graph()
     part = x[list(sequences), begin:end]

@@ -1,8 +1,8 @@
 """Compares the logits of several sequences between moegguf with slots for some experts and plain llama.cpp.
 
 `python -m tools.gpu.batches '<case as JSON>'` computes the same passes twice, in two processes. Sequences join one
-after another, one is replaced, and some passes have several tokens of each sequence. For each number of sequences, the
-program prints as JSON whether both systems' logits are bit-identical.
+after another, one is replaced, and some passes contain several tokens of each sequence. For each number of sequences,
+the program prints as JSON whether both systems' logits are bit-identical.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Runs one measurement: `python -m tools.gpu.measure '<case as JSON>'` prints a JSON object for each part.
 
 moegguf and plain llama.cpp use the same build and the same calls: load, prompts, then greedy decoding token by token.
-The store's pending work ends before each timed part. If the case has `hold` and a limit, the process first allocates
-the device's memory above the limit, to imitate a smaller card.
+Each timed part begins after the store's pending work has ended. If the case has `hold` and a limit, the process first
+allocates the device's memory above the limit, to imitate a smaller card.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ SAME = "tokens as of llama.cpp, resident"  # figure: number of first tokens that
 STOP = "a stop, us"  # figure: us that a layer adds because it waits for experts, without the time to copy them
 
 # Remedies: experimental changes that a library may have behind a switch, and the bit of each. `moegguf_switches`
-# returns the bits of all remedies in the library. The variable MOEGGUF_SWITCHES has the bits of those that are on.
+# returns the bits of all remedies in the library. The variable MOEGGUF_SWITCHES holds the bits of the remedies that are
+# on.
 SWITCHES = {"a": 1, "b": 2, "c": 4, "d": 8, "e": 16, "f": 32}
 
 Kind = Literal["facts", "micro", "measure", "batches", "tests"]
@@ -39,7 +40,7 @@ class Part:
 
     name: str
     kind: Kind
-    arguments: tuple[str, ...] = ()  # command-line arguments of `micro` or pytest
+    arguments: tuple[str, ...] = ()  # command-line arguments for `micro` or pytest
     case: Case | None = None
     predicted: Predicted = field(default_factory=dict)
     switches: str = ""  # letters of the remedies that are on; "-": all off; "": MOEGGUF_SWITCHES is not set

@@ -69,7 +69,7 @@ def ends(plan: Sequence[Step], total_s: float) -> Iterator[tuple[Step, float]]:
 def to_repeat(plan: Sequence[Step], outcomes: Mapping[str, Outcome]) -> set[str]:
     """Returns the names of calls that a second run repeats.
 
-    These are calls that neither succeeded nor lacked memory, and all calls of a part whose turns differ.
+    These are calls that have not succeeded, unless memory was too small, and all calls of a part whose turns differ.
     """
     found = set[str]()
     for step in plan:

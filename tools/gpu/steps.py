@@ -58,7 +58,8 @@ class State:
         self._write()
 
     def forget(self, names: Sequence[str]) -> None:
-        """Deletes the outcomes of these steps, so that they run again. "model/" stands for all that begin with it."""
+        """Deletes the outcomes of these steps, so that they run again. "model/" stands for all steps whose names begin
+        with it."""
         for name in [name for name in self.outcomes if is_among(name, names)]:
             del self.outcomes[name]
         self._write()

@@ -1,6 +1,6 @@
 """Formats the trial's results as a Markdown table.
 
-Each row has the fastest variant of a system (a way to run llama.cpp or moegguf) for one model and memory limit.
+Each row shows the fastest variant of a system (a way to run llama.cpp or moegguf) for one model and memory limit.
 """
 
 from __future__ import annotations

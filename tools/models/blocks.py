@@ -38,9 +38,9 @@ ROUTER_SKEW = 0.15
 class BlockPools:
     """Pools of random blocks, one for each (type, standard deviation). A pool is made at its first use.
 
-    A pool has about POOL_BYTES or less. A chunk is one matrix: it starts at its own block of the pool and wraps around.
-    The number of blocks is prime. So no two chunks start at the same block while a model has fewer chunks than a pool
-    has blocks. The rows of a chunk that is larger than its pool begin at different blocks, too.
+    A pool occupies at most about POOL_BYTES. A chunk is one matrix: it starts at its own block of the pool and wraps
+    around. The number of blocks is prime, so no two chunks start at the same block while a model has fewer chunks than
+    a pool has blocks. The rows of a chunk that is larger than its pool begin at different blocks, too.
     """
 
     def __init__(self, plan: list[Tensor], seed: int) -> None:
@@ -214,9 +214,9 @@ def _iq4_xs(rng: np.random.Generator, scale: NDArray[np.float32]) -> Bytes:
 
 
 def _mxfp4(rng: np.random.Generator, scale: NDArray[np.float32]) -> Bytes:
-    """Returns MXFP4 blocks. Each scale is rounded up or down to a power of two at random.
+    """Returns MXFP4 blocks. Each scale is rounded at random up or down to a power of two.
 
-    The probabilities keep the expected square of the scale.
+    The probabilities preserve the expected square of the scale.
     """
     exponent = np.floor(np.log2(scale))
     rest = (scale / np.exp2(exponent)) ** 2  # a value from 1 to 4

@@ -22,7 +22,7 @@ class Wide:
 Value = bool | int | float | Sequence[int] | Wide
 Keys = dict[str, Value]
 
-SQRT_SOFTPLUS = 4  # llama.cpp's number of this gating function, which the gguf package may lack
+SQRT_SOFTPLUS = 4  # llama.cpp's number for this gating function, which the gguf package may lack
 
 
 def architecture_keys(shape: Shape) -> Keys:

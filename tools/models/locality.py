@@ -1,4 +1,4 @@
-"""Published measurements of how much real models reuse experts from token to token, and a random process that fits.
+"""Published measurements of expert reuse from token to token in real models, and a random process fitted to them.
 
 The process draws router logits for each layer and expert. The experts with the largest logits are chosen. A logit is a
 sum of three independent Gaussian parts. The constant part is the popularity of the expert. The slow part is the topic,
@@ -69,9 +69,9 @@ LOCALITIES = {
 
 
 def popularity(n_expert: int, rng: np.random.Generator) -> npt.NDArray[np.float32]:
-    """Returns the popularity of each expert in one layer: quantiles of a standard Gaussian in random order.
+    """Returns the popularity of each expert in one layer (n_expert,): quantiles of a standard Gaussian in random order.
 
-    The constant part of a logit is this popularity times a factor: (n_expert,).
+    The constant part of a logit is this popularity times a factor.
     """
     quantiles = [NormalDist().inv_cdf((i + 0.5) / n_expert) for i in range(n_expert)]
     return rng.permutation(np.array(quantiles, np.float32))

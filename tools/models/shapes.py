@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# ARCHS has the optional fields of Shape that must be positive, for each architecture.
+# ARCHS lists, for each architecture, the optional fields of Shape that must be positive.
 DELTA_NET = ("ssm_d_conv", "ssm_d_inner", "ssm_d_state", "ssm_dt_rank", "ssm_n_group")
 ARCHS: dict[str, tuple[str, ...]] = {
     "qwen2moe": ("n_ff_shexp",),
