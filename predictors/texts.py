@@ -50,7 +50,7 @@ class Texts:
 
 
 def cache_folder() -> Path:
-    """Returns the folder that keeps the fetched packages. Creates it if it does not exist."""
+    """Returns the folder for fetched packages. Creates the folder if it does not exist."""
     folder = platformdirs.user_cache_path("moegguf") / "lab"
     folder.mkdir(parents=True, exist_ok=True)
     return folder

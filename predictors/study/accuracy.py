@@ -94,7 +94,7 @@ class Tally:
     """Counts of one predictor by distance and MoE layer.
 
     tokens (n_distance, n_row, 4): sums over the predictions that were made. The four columns count used experts,
-    rightly predicted experts, predictions in which all experts were right, and predictions in which any was right.
+    correctly predicted experts, predictions in which all experts were right, and predictions in which at least one was.
 
     ranks (n_distance, n_row, n_rank, 6): how often the prediction at a rank was of each kind. The kinds are NOT_DUE,
     NO_PREDICTION, and an expert (WRONG or RIGHT, plus ABSENT when the LRU cache lacked the expert).

@@ -52,7 +52,7 @@ class Claim:
     def resolved(self, model: str) -> str:
         """Returns the text of the figures on one model, with all questions answered.
 
-        If no figure is recorded, returns a note with the missing step.
+        If no figure is recorded, returns a note that names the missing step.
         """
         try:
             return text_of(self.figure, model)

@@ -24,9 +24,9 @@ PredictorNames = Annotated[
 
 
 class Study(TraceAnalysis):
-    """An analysis of a trace with two more predictors, the oracle and the fresh-gate control.
+    """A trace analysis with two more predictors, the oracle and the fresh-gate control.
 
-    Routing paths for the token scheduler are also available.
+    Also provides routing paths for the token scheduler.
     """
 
     @classmethod

@@ -115,7 +115,7 @@ def batches_table(found: Mapping[Batch, Sequence[Mapping[str, float]]]) -> str:
     """Returns a Markdown table with a row for each batch and schedule.
 
     Its columns are the experts of a layer that a pass needs, the hits, bytes, memory and speed. The last column is the
-    speed divided by the speed in the first row, round by round, as median (least to greatest).
+    speed divided by the speed in the first row, round by round, as a median (minimum to maximum).
     """
     lines = ["| at once | schedule | experts a pass | hits | MB a token | peak MB | t/s | against the first |"]
     lines.append("|---" * 8 + "|")
@@ -146,7 +146,7 @@ class Bound:
         """Returns the figures by name.
 
         experts: mean number of distinct experts of a layer in a pass. hit_rate and mb_per_token: the highest hit rate
-        and the least MB per token that any eviction can reach (Belady's). own_mb_per_token: MB per token with the
+        and the fewest MB per token that any eviction can reach (Belady's). own_mb_per_token: MB per token with the
         store's eviction by next use. No expert is prefetched.
         """
         trace = together_in_passes(synthetic(self.routing, shape, self.n_tokens, self.batch), self.batch)

@@ -22,7 +22,7 @@ STYLE = {"svg.hashsalt": "moegguf", "svg.fonttype": "none", "font.size": 8, "axe
 
 
 def draw(folder: Path) -> None:
-    """Writes each plot whose results are recorded. Equal results make files with equal bytes."""
+    """Writes each plot whose results are recorded. Equal results produce identical files."""
     with pyplot.rc_context(STYLE):
         if read_result(f"{LABORATORY}/hits") and read_result(f"{LABORATORY}/accuracy"):
             _save(_model(), folder / "laboratory-model.svg")
@@ -41,7 +41,7 @@ def _save(figure: Any, path: Path) -> None:
 def _model() -> Any:
     """Plots the laboratory model's LRU hit rates by share of experts, and skip's accuracy by distance.
 
-    Both plots also have published values of other models.
+    Both plots also show published values of other models.
     """
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(7.2, 2.6))
     own = {float(share): rate for share, rate in figures(f"{LABORATORY}/hits")["lru"].items()}

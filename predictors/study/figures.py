@@ -81,7 +81,7 @@ def wholes(of: Mapping[str, Any]) -> list[float]:
 
 
 def spread(values: Sequence[float], decimals: int = 2) -> str:
-    """Returns the text "median (least to greatest)"."""
+    """Returns the text "median (minimum to maximum)"."""
     low, middle, high = (f"{value:.{decimals}f}" for value in (min(values), median(values), max(values)))
     return f"{middle} ({low} to {high})"
 
@@ -281,7 +281,7 @@ def _saved(name: str, keys: Sequence[str]) -> float:
 
 
 def _recovered(of: Mapping[str, Sequence[float]]) -> int | None:
-    """Returns the number of requests after the kind of text changes, before recovery; None if there was no recovery.
+    """Returns the number of requests from a change of the kind of text until recovery; None if there was no recovery.
 
     A request's time is divided by its time when the collection already knows the kind. Recovery begins with the first
     of RUN successive requests for which the mean of this ratio is at most WITHIN.

@@ -141,8 +141,8 @@ def _step(variant: str) -> System:
 
 
 # The steps of ProMoE's figure 13, beginning with its base. Misses wait for prefetches until early preemption is added.
-# Reordered inference concerns only prompts here (the store's sweep), because the simulator computes a layer of a
-# decoded token at once.
+# Reordered inference affects only prompts here (the store's sweep), because the simulator computes a layer of a decoded
+# token at once.
 ABLATION = {
     "LRU, waiting for all of a layer": System("lru", store=BARE),
     "+ prefetching": _step("step-prefetch"),
@@ -343,8 +343,8 @@ def collection(trace: Trace, n_entries: int) -> Eamc:
 def write_collections(folder: Path, traces: Sequence[Trace], n_entries: int | None = None) -> None:
     """Writes MoE-Infinity's collection to the file in `folder` that `Artifacts` reads.
 
-    The collection has `n_entries` entries of each trace, or one entry per request if n_entries is None. If n_entries is
-    0, the function only removes the file.
+    The collection has `n_entries` entries from each trace, or one entry per request if n_entries is None. If n_entries
+    is 0, the function only removes the file.
     """
     path = folder / "eamc.safetensors"
     path.unlink(missing_ok=True)

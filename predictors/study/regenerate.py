@@ -1,4 +1,4 @@
-"""Regenerates the results that docs/evidence.md shows. `make evidence` runs it, which takes some hours.
+"""Regenerates the results that docs/evidence.md shows. `make evidence` runs this program, which takes several hours.
 
     python -m predictors.study.regenerate --model laboratory
     python -m predictors.study.regenerate --model demo --only link-promoe
@@ -267,7 +267,7 @@ def batches(paper: str) -> Step:
 
 
 def scheduler(bench: Bench) -> dict[str, Any]:
-    """Compares ExpertFlow's scheduler with other orders of requests: first in first out, random, and an oracle. The
+    """Compares ExpertFlow's scheduler with other orders of requests: first in, first out; random; and an oracle. The
     figures include the distinct experts per pass, the hit rates, and the experts read per token."""
     study = bench.reporting
     found = {}
@@ -330,8 +330,8 @@ def look_up(bench: Bench) -> dict[str, Any]:
 
 
 def shift(bench: Bench) -> dict[str, Any]:
-    """Replays MoE-Infinity's strategy on requests of each kind of text. A first replay begins with a collection of the
-    other kinds only. In a second replay, the collection also has requests of this kind."""
+    """Replays MoE-Infinity's strategy on requests of each kind of text. The first replay begins with a collection of
+    only the other kinds. In the second replay, the collection also contains requests of this kind."""
     learning = bench.learning
     found = {}
     labels = learning.trace.header.labels

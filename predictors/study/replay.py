@@ -43,7 +43,7 @@ class NextLayer(Controller):
 
 
 class Replay(Simulation):
-    """A replay with counts of each pass. If `next_layer` is True, `NextLayer` replaces the controller and its
+    """A replay with counts for each pass. If `next_layer` is True, `NextLayer` replaces the controller and its
     predictor."""
 
     next_layer = False

@@ -29,8 +29,8 @@ Used = npt.NDArray[np.bool_]
 class Skew:
     """The unevenness with which experts are used, averaged over MoE layers."""
 
-    # Size of the smallest set of experts that together have at least the share COVERED of a layer's uses. The size is a
-    # share of the layer's experts.
+    # Size of the smallest set of experts that together account for at least the share COVERED of a layer's uses. The
+    # size is a share of the layer's experts.
     covering: float
     entropy: float  # entropy of the distribution of uses, divided by the entropy of uniform use; 1: uniform
 
@@ -89,8 +89,8 @@ def _paths(decode: Trace) -> dict[int, Used]:
 
 
 def _resampled(paths: list[Used], rng: np.random.Generator) -> Counts:
-    """Returns counts as in `Reuse.counts`, for made-up requests. They have the lengths of the real ones, but their
-    tokens are drawn from all requests."""
+    """Returns counts as in `Reuse.counts`, for made-up requests. They are as long as the real ones, but their tokens
+    are drawn from all requests."""
     if not paths:
         return np.zeros((0, 1, 1), np.int64)
     tokens = np.concatenate(paths)

@@ -89,7 +89,7 @@ def experts_per_batch(paths: Paths, batches: Sequence[Indices | slice]) -> float
 
 
 def balanced_groups(paths: Paths, n_groups: int, seed: int) -> list[Indices]:
-    """Divides tokens by balanced K-means of their paths. Returns the ascending indices of each group's tokens. Group
+    """Divides tokens by balanced K-means on their paths. Returns the ascending indices of each group's tokens. Group
     sizes differ by at most one.
 
     The function makes STARTS clusterings from random centroids (the paper makes one), and returns the clustering whose

@@ -4,7 +4,7 @@ A path is the set of experts that a token uses in each layer. The paper's networ
 predictions come from the token-id table or from the sequence's most recent tokens.
 
 Balanced K-means (section 3.3.3) splits all running sequences into groups with similar predicted paths. Each step
-computes one group. When all groups have computed, the sequences are split anew. The paper merges and re-indexes the KV
+computes one group. When all groups have computed, the sequences are split again. The paper merges and re-indexes the KV
 cache. This is not necessary here, because llama.cpp finds the cells of a sequence by its id.
 
 With n sequences in groups of at most m, no sequence waits more than 2 * ceil(n / m) - 2 steps between two of its own
@@ -43,7 +43,7 @@ class RoutingPaths:
         self._paths: dict[int, Float32s | None] = {}
 
     def observe(self, event: RoutingEvent) -> None:
-        """Receives a layer's routing of one or several sequences. The base class ignores it."""
+        """Receives a layer's routing for one or several sequences. The base class ignores it."""
 
     def expect(self, sequence: int, tokens: Int32s) -> None:
         """Receives the tokens that a sequence evaluates in its next step. A caller passes each token only once. The

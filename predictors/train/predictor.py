@@ -112,8 +112,8 @@ def report_step(step: str, share: float) -> None:
 
 
 def manifest(args: argparse.Namespace, training: Trace, heldout: Trace) -> dict[str, Any]:
-    """Returns facts for repeating a training run: options, digests of the data, seeds, software. Contains no times and
-    no paths."""
+    """Returns facts for repeating a training run: options, digests of the data, seeds, software. The facts contain no
+    times or paths."""
     options = ["--predictor", args.predictor, "--heldout", f"{args.heldout:g}", "--seed", str(args.seed)]
     options += [word for setting in args.set for word in ("--set", setting)]
     return {
