@@ -96,7 +96,7 @@ def stages(sources: Sources, args: argparse.Namespace) -> list[train.Stage]:
 def measure(
     model: DemoModel, sources: Sources, progress: dict[str, train.Progress], path: Path, earlier: list[str]
 ) -> card.Figures:
-    """Returns the figures of the card, measured on the trained model and on the finished file."""
+    """Returns the figures for the card, measured on the trained model and on the finished file."""
     shape, conversations = model.shape, read_conversations()
     losses, load = evaluate.torch_losses(model, sources.corpus)
     return card.Figures(

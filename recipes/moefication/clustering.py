@@ -34,7 +34,7 @@ def order_neurons(contributions: Tensor, n_shared: int, n_expert: int, n_ff_exp:
 
 
 def balanced_clusters(rows: Tensor, n_clusters: int, seed: int = 0) -> Tensor:
-    """Returns the cluster of each row, by k-means of the rows scaled to length 1. All clusters have the same number of
+    """Returns the cluster of each row, by k-means on the rows scaled to length 1. All clusters have the same number of
     rows. The number of rows must be a multiple of n_clusters."""
     rows = functional.normalize(rows, dim=1)
     start = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:n_clusters]

@@ -148,10 +148,10 @@ def smoothed(contributions: Tensor) -> Tensor:
 
 
 def _balance(layer: Mixture, order: Tensor, x: Tensor, contributions: Tensor) -> Tensor:
-    """Returns a factor for each neuron of the dense network, by which the outputs of its copies are multiplied.
+    """Returns, for each neuron of the dense network, a factor for the outputs of its copies.
 
-    The chosen experts may contain several copies of a neuron, or none. With the factor, the copies together contribute
-    about as much as the neuron in the dense network, by least squares over the tokens.
+    The chosen experts may contain several copies of a neuron, or none. The factor is fitted by least squares over the
+    tokens, so that the copies together contribute about as much as the neuron does in the dense network.
     """
     weights = layer.weights(x).repeat_interleave(layer.n_ff_exp, dim=-1)
     ones = weights.new_ones(len(x), layer.n_ff_shexp)
