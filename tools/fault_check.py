@@ -33,8 +33,8 @@ LONGEST_RUN_S = 600
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault that replaces `old` by `new` in `file`. `tests` are arguments of pytest; at least one of these tests must
-    fail."""
+    """A fault that replaces `old` with `new` in `file`. `tests` are arguments of pytest; at least one of these tests
+    must fail."""
 
     name: str
     file: str

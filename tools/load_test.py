@@ -132,7 +132,7 @@ class Answer:
 
     @property
     def content(self) -> tuple[str, str, int]:
-        """Returns text, finish reason and number of tokens, which must not depend on timing."""
+        """Returns the text, finish reason and number of tokens, which must not depend on timing."""
         return self.text, self.finish_reason, self.n_tokens
 
 

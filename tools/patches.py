@@ -39,7 +39,7 @@ def added_lines(patch: Path) -> int:
 def problems_of_headers() -> Iterator[str]:
     """Yields an error text for each fault in patches/series, in a patch's header or in patches/README.md.
 
-    One more error text is yielded if the patches add too many lines.
+    Yields one more error text if the patches add too many lines.
     """
     listed = vendor.series()
     present = sorted(vendor.PATCHES.glob("*.patch"))

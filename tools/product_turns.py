@@ -62,7 +62,8 @@ def turns(ggml: Ggml, ggml_type: int, is_interleaved: bool, n_tokens: int, n_pas
 
 
 def work(name: str, is_interleaved: bool) -> None:
-    """Runs one turn for each line of stdin, a key of PASSES. Prints the turn's mean processor seconds per pass."""
+    """Reads keys of PASSES from stdin, one per line. Runs a turn for each key, and prints the turn's mean processor
+    seconds per pass."""
     silence()
     ggml = Ggml(1)
     started = {

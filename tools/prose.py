@@ -185,7 +185,8 @@ def files_in(place: Path) -> Iterator[Path]:
 
 
 def findings_in(places: Sequence[str], root: Path = ROOT) -> Iterator[Finding]:
-    """Yields a finding for each text that breaks a rule, in these files and folders. They are relative to `root`."""
+    """Yields a finding for each text in these files and folders that breaks a rule. The paths are relative to
+    `root`."""
     for place in places:
         for path in files_in(root / place):
             name = path.relative_to(root).as_posix()
@@ -198,7 +199,7 @@ def findings_in(places: Sequence[str], root: Path = ROOT) -> Iterator[Finding]:
 
 
 def package_of(path: str) -> str:
-    """Returns the folder that a file is counted in: its folder within moegguf/, else its topmost folder."""
+    """Returns the folder that a file is counted in: its folder within moegguf/, else its top-level folder."""
     folders = path.split("/")[:-1]
     return "/".join(folders[: 2 if folders[:1] == ["moegguf"] else 1])
 

@@ -113,7 +113,7 @@ def native_size(source: str) -> Size:
 
 
 def package_of(path: str) -> str:
-    """Returns the package of a file: its folder within moegguf/, else its topmost folder."""
+    """Returns the package of a file: its folder within moegguf/, else its top-level folder."""
     folders = path.split("/")[:-1]
     return "/".join(folders[: 2 if folders[0] == "moegguf" else 1])
 

@@ -75,7 +75,7 @@ def record() -> pyte.Screen:
 
 
 def drawn(screen: pyte.Screen) -> str:
-    """Returns the screen as SVG, without the lines at its end that are empty or hold only the shell's prompt."""
+    """Returns the screen as SVG, without trailing lines that are empty or hold only the shell's prompt."""
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), legacy_windows=False)
     last = max(row for row, line in enumerate(screen.display) if line.strip() not in ("", SHELL.strip()))
     for row in range(last + 1):

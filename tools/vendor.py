@@ -68,7 +68,7 @@ def sha256(path: Path) -> str:
 
 
 def fetch(pin: dict[str, str]) -> Path:
-    """Returns the checked source distribution, downloaded when it is missing. Raises VendorError."""
+    """Returns the checked source distribution, and downloads it if it is missing. Raises VendorError."""
     given = os.environ.get("MOEGGUF_LLAMA_SDIST")
     path = Path(given) if given else cache_path(pin)
     if not given and not path.exists():

@@ -53,7 +53,7 @@ def write_version(version: str, root: Path = ROOT) -> None:
 
 
 def check_tag(tag: str, root: Path = ROOT) -> str:
-    """Returns the version of a tag. Raises ValueError unless the files and CHANGELOG.md have it."""
+    """Returns the version of a tag. Raises ValueError unless the files and CHANGELOG.md contain it."""
     version = version_of(tag)
     if (written := read_version(root)) != version:
         raise ValueError(f"the tag is {tag}, but the files have version {written}; run tools.version --set {tag}")

@@ -55,7 +55,7 @@ def cuda(architecture: str) -> Backend:
 def to_carry(backend: Backend) -> Backend:
     """Returns `backend` as a small build for the processors of today's servers, not for this machine's processor.
 
-    The servers are Xeon since Sapphire Rapids and EPYC since Genoa. The build lacks CUDA's kernels of flash attention,
+    The servers are Xeon since Sapphire Rapids and EPYC since Genoa. The build lacks CUDA's flash attention kernels,
     which the measurements do not use.
     """
     extensions = ("AVX512", "AVX512_VBMI", "AVX512_VNNI", "AVX512_BF16")
@@ -64,7 +64,7 @@ def to_carry(backend: Backend) -> Backend:
 
 
 def nvcc() -> Path:
-    """Returns the path of CUDA's compiler. Raises FileNotFoundError with a sentence for the user."""
+    """Returns the path of CUDA's compiler. Raises FileNotFoundError with a message for the user."""
     found = os.environ.get("CUDACXX") or shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
     if found is None:
         raise FileNotFoundError(

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-N_FIRST = 64  # number of first tokens of an answer, timed separately because many experts are not in slots yet
+N_FIRST = 64  # tokens at the start of an answer, timed separately because many experts are not in slots yet
 
 
 @dataclass(frozen=True)

@@ -191,7 +191,7 @@ def is_complete(llm: Llama) -> bool | None:
 def predictions(llm: Llama) -> dict[str, float]:
     """Returns the predicted tokens per second of each placement and of the "chosen" one.
 
-    The result is empty if the plan has compared no placements.
+    The result is empty if the plan compared no placements.
     """
     decided = getattr(llm.plan, "placement", None) if llm.session is not None else None
     if decided is None:
@@ -201,7 +201,7 @@ def predictions(llm: Llama) -> dict[str, float]:
 
 
 def device_of(case: Case) -> str:
-    """Returns ggml's name of the case's device. If the case has a link, adds a simulated device and returns its
+    """Returns ggml's name for the case's device. If the case has a link, adds a simulated device and returns its
     name."""
     return add_link_device(parse_link(case.link)) if case.link else case.device
 

@@ -50,7 +50,8 @@ PRODUCT = (
     "xxhash",
 )
 BESIDE = ("markupsafe", "pyyaml", "tqdm", "pytest", "iniconfig", "packaging", "pluggy", "pygments")
-# Compiled packages depend on the version of Python, so the short run uses the packages that the GPU machine has.
+# Compiled packages depend on the version of Python, so the short run uses the packages that are installed on the GPU
+# machine.
 COMPILED = ("markupsafe", "numpy", "psutil", "pyyaml", "safetensors", "xxhash")
 PYTHON = "3.12"
 PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (28, 27, 17, 12, 5)] + [
@@ -138,7 +139,7 @@ def _fetch_wheels(folder: Path, wanted: Sequence[str]) -> None:
 def pack(folder: Path) -> int:
     """Makes the trial's folder and returns its size in bytes.
 
-    Raises ValueError if `folder` has other files, or becomes too large.
+    Raises ValueError if `folder` contains other files, or becomes too large.
     """
     _make(folder, START)
     _fetch_wheels(folder / WHEELS, requirements())
@@ -150,7 +151,7 @@ def pack(folder: Path) -> int:
 def pack_short_run(folder: Path, library: Path) -> int:
     """Makes the short run's folder with the built libraries in `library`. Returns the folder's size in bytes.
 
-    Raises ValueError if `folder` has other files, or becomes too large.
+    Raises ValueError if `folder` contains other files, or becomes too large.
     """
     _make(folder, SHORT_RUN)
     _fetch_wheels(folder / WHEELS, [line for line in requirements() if _name(line) not in COMPILED])

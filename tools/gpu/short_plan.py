@@ -17,8 +17,8 @@ from tools.gpu.rig import GB
 
 TOTAL_S = 545.0  # time for all steps; the call itself takes a few seconds more
 ANSWER, PROMPT, EQUAL = "answer, t/s", "prompt, t/s", "bits are equal"
-SAME = "tokens as of llama.cpp, resident"  # figure: number of first tokens that equal llama.cpp's tokens
-STOP = "a stop, us"  # figure: us that a layer adds because it waits for experts, without the time to copy them
+SAME = "tokens as of llama.cpp, resident"  # figure: number of leading tokens that equal llama.cpp's
+STOP = "a stop, us"  # figure: us that waiting for experts adds per layer, not counting the time to copy them
 
 # Remedies: experimental changes that a library may have behind a switch, and the bit of each. `moegguf_switches`
 # returns the bits of all remedies in the library. The variable MOEGGUF_SWITCHES holds the bits of the remedies that are
@@ -45,7 +45,7 @@ class Part:
     predicted: Predicted = field(default_factory=dict)
     switches: str = ""  # letters of the remedies that are on; "-": all off; "": MOEGGUF_SWITCHES is not set
     needs_card: bool = False  # the part is skipped on a simulated device
-    counts_calls: bool = False  # calls of CUDA's runtime are counted, which takes a little time
+    counts_calls: bool = False  # calls to CUDA's runtime are counted, which takes a little time
     model: str = ""  # name of the model, whose file must be complete before the part begins
     n_layer: int = 0  # number of layers in which a token may wait for experts; 0: not given
     limit_s: float = 40.0
@@ -73,7 +73,7 @@ class Setting:
     holds: bool  # true: the process allocates the card's other memory; false: only sizes follow from the limit
     sizes: Mapping[str, Any]
     n_slots: int  # slots of a large pool; on a real card, byte offsets of F16 slots need more than 32 bits
-    n_experts: int  # experts in products: of step S1's small pools, and of step M2 if simulated
+    n_experts: int  # experts in the products of step S1's small pools, and of step M2 on a simulated device
     n_columns: int  # columns of an expert's matrix in the products of step S1
 
     @property

@@ -1,9 +1,9 @@
 """Makes random quantised weights (pools of blocks with mean zero) and the few tensors that stay F32.
 
 The mean must be zero. Plain random Q4_0 bytes have a mean of -0.5 steps. Every matrix would then have one common
-direction, and the router would choose only a few experts. So the values of Q4_0, Q5_0, Q8_0, MXFP4, F16 and BF16 are
-drawn symmetrically around zero. In Q4_K and Q5_K, each minimum is half the range of the values. Q6_K, IQ4_NL and IQ4_XS
-have scales with random signs.
+direction, and the router would choose only a few experts. The values of Q4_0, Q5_0, Q8_0, MXFP4, F16 and BF16 are
+therefore drawn symmetrically around zero. In Q4_K and Q5_K, each minimum is half the range of the values. Q6_K, IQ4_NL
+and IQ4_XS have scales with random signs.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class BlockPools:
 
 
 def random_blocks(qtype: QType, n_blocks: int, std: float, seed: int) -> Bytes:
-    """Returns blocks (n_blocks, bytes per block) whose weights have mean zero and standard deviation about `std`."""
+    """Returns blocks (n_blocks, bytes per block) whose weights have a mean of zero and a standard deviation of about
+    `std`."""
     rng = np.random.default_rng([seed, int(qtype), zlib.crc32(repr(std).encode())])
     spread = rng.uniform(0.75, 1.25, n_blocks).astype(np.float32)
     return BLOCK_MAKERS[qtype](rng, spread * (std / _unit_std(qtype)))

@@ -170,7 +170,7 @@ def table(shape: Shape) -> Named:
 
 
 def table_heads(shape: Shape) -> list[int]:
-    """Returns the number of the n-gram table's rows for each hash function: consecutive primes above `ple_vocab_base`.
+    """Returns the number of rows in the n-gram table for each hash function: consecutive primes above `ple_vocab_base`.
 
     The table is padded to a multiple of ROW_MULTIPLE rows.
     """
