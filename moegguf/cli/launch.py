@@ -28,23 +28,23 @@ POLL_S = 0.1
 LOG = "launch.log"
 KEY_PLACEHOLDER = "YOUR_KEY"  # printed in place of an API key
 
-Name = Annotated[str | None, typer.Argument(metavar="NAME", help="A program; without one, they are listed.")]
-Words = Annotated[list[str] | None, typer.Argument(metavar="WORDS", help="After `--`: the program's own arguments.")]
+Name = Annotated[str | None, typer.Argument(metavar="NAME", help="The program. Without NAME, the programs are listed.")]
+Words = Annotated[list[str] | None, typer.Argument(metavar="WORDS", help="The program's own arguments, after `--`.")]
 ModelName = Annotated[
     str | None,
     typer.Option(
         "--model", "-m", metavar="MODEL", autocompletion=complete_model,
-        help="The model; it is fetched where it is missing.  [default: the one that is loaded, or the newest]",
+        help="The model, which is fetched if it is missing.  [default: the loaded model, or the newest]",
     ),
 ]  # fmt: skip
-Config = Annotated[bool, typer.Option("--config", help="Print the program's settings, and start nothing.")]
+Config = Annotated[bool, typer.Option("--config", help="Print the program's settings and start nothing.")]
 
 
 def launch(name: Name = None, words: Words = None, model: ModelName = None, config: Config = False) -> int:
     """Start a coding agent or a chat program with a model of this server.
 
-    The server is started for that time where none is running. Files of other programs are not changed: their settings
-    are in their environment, or printed for you to paste.
+    If no server is running, one is started for the session. The files of other programs are not changed: settings are
+    passed in the environment, or printed for you to paste.
     """
     if name is None:
         for known, each in CLIENTS.items():

@@ -163,10 +163,10 @@ def model_argument(help: str, metavar: str = "MODEL", **settings: Any) -> Any:
 
 
 Model = Annotated[str, model_argument(
-    "A name (`moegguf list` shows those here; those of `moegguf library` and hf.co/USER/REPOSITORY:QUANT are fetched),"
-    " a GGUF file (of a split model the first), or `demo`.")]  # fmt: skip
-Prefix = Annotated[str, typer.Argument(metavar="PREFIX", help="Only names that begin with this.")]
-AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, for scripts.")]
+    "A name from `moegguf list` or `moegguf library`, hf.co/USER/REPOSITORY:QUANT, a GGUF file (of a split model,"
+    " the first file), or `demo`.")]  # fmt: skip
+Prefix = Annotated[str, typer.Argument(metavar="PREFIX", help="Only models whose names begin with PREFIX.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, for scripts.")]
 Insecure = Annotated[bool, typer.Option("--insecure", hidden=True, help="Accepted, as Ollama has it; no effect.")]
 
 

@@ -25,9 +25,12 @@ WITHOUT_FLAG = [
     for option in OPTIONS.values()
     if option.variable and option.name not in (*SERVER_FLAGS, *LOAD_FLAGS, *BUDGET_FLAGS)
 ]
-Models = Annotated[list[str] | None, model_argument("Loaded at once: names, or GGUF files (by their names).")]
+Models = Annotated[
+    list[str] | None,
+    model_argument("Models to load at the start: names, or GGUF files, which are served under their file names."),
+]
 PORT = Flag(
-    "port", "--port", "N", OFTEN, "Another port; 0 takes a free one.", None, int | None, {"min": 0, "max": 65535}
+    "port", "--port", "N", OFTEN, "Port to listen on. 0: any free port.", None, int | None, {"min": 0, "max": 65535}
 )
 
 
@@ -36,9 +39,9 @@ class ServeCommand(Command):
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Writes the environment variables of options that have no flag in this command, and of huggingface_hub."""
-        with formatter.section("Environment (OLLAMA_NAME is read where MOEGGUF_NAME is not set)"):
+        with formatter.section("Environment (OLLAMA_NAME is used if MOEGGUF_NAME is not set)"):
             formatter.write_dl([(f"MOEGGUF_{option.variable}", option.help) for option in WITHOUT_FLAG])
-            formatter.write_text("HF_TOKEN HF_HOME HF_HUB_CACHE HF_ENDPOINT HF_HUB_OFFLINE as for huggingface_hub")
+            formatter.write_text("HF_TOKEN HF_HOME HF_HUB_CACHE HF_ENDPOINT HF_HUB_OFFLINE: as in huggingface_hub")
 
 
 @flags(
