@@ -598,7 +598,7 @@ def plan_layers(task: Task) -> Plan:
     if on_device > device.free_bytes:
         raise BudgetError(
             f"whole layers, context and buffers take {format_bytes(on_device)}, but {format_bytes(device.free_bytes)}"
-            f" of {device.name}'s memory are free; give less with vram_cache, lower n_ctx (--ctx), or take placement"
+            f" of {device.name}'s memory are free; give less with vram_cache, lower n_ctx (--ctx), or use placement"
             " 'cpu'."
         )
     reasons = (

@@ -24,7 +24,7 @@ MAX_STRINGS = 1 << 22  # maximum number of strings in one array
 MAX_ALL_STRINGS = 1 << 23  # maximum number of strings in all arrays of a file
 KEPT_TOTAL_BYTES = 12 << 20  # maximum number of bytes for a file's key-values in memory
 CHUNK_BYTES = 1 << 20
-FETCH_AGAIN = "the file is damaged or incomplete, fetch it again"
+FETCH_AGAIN = "the file is damaged or incomplete: fetch it again"
 
 
 @dataclass
@@ -240,7 +240,7 @@ class GgufFile:
         """Returns the error for a tensor that breaks a rule."""
         return ModelFormatError(
             f"{self.name}: tensor '{tensor.name}', data at offset {tensor.offset}: {rule};"
-            " the file cannot be run, convert or fetch it again."
+            " the file cannot be run: convert or fetch it again."
         )
 
 

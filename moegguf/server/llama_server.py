@@ -430,7 +430,7 @@ async def _set_adapters(request: HttpRequest) -> Response:
     scales."""
     scales: dict[str, float] | None = request.app.state.lora_scales
     if scales is None:
-        raise HttpError(501, "replicas share no scales; send `lora` with each request")
+        raise HttpError(501, "replicas do not share the scales of LoRA adapters; send `lora` with each request")
     body = parse_fields({"lora": parse_value(await read_bytes(request))}, _AdaptersBody)
     entry, *_ = await _selected(request)
     scale = scale_of(entry, body.lora)

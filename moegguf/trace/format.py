@@ -91,13 +91,15 @@ class FileHeader(BaseModel, strict=True):
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if any(not 0 < block.n_pass <= block.n_tokens or block.inputs > self.inputs for block in self.blocks):
-            raise ValueError("blocks have at least a pass, and a token per pass, and inputs only where recorded")
+            raise ValueError(
+                "a block must have at least one pass, at least one token per pass, and inputs only if `inputs` is true"
+            )
         if (self.n_pass, self.n_tokens) != _sizes(self.blocks):
             raise ValueError(
-                f"n_pass and n_tokens are {self.n_pass} and {self.n_tokens}, but the blocks have other sums"
+                f"n_pass and n_tokens must be the sums over the blocks, not {self.n_pass} and {self.n_tokens}"
             )
         if self.inputs and self.shape.n_embd == 0:
-            raise ValueError("n_embd is 0, but inputs were recorded")
+            raise ValueError("n_embd must be above 0, because inputs were recorded")
         return self
 
     @property
@@ -334,7 +336,7 @@ def _read(archive: zipfile.ZipFile, max_bytes: int) -> Trace:
     batches = any(block.batches for block in header.blocks)
     spec = _spec(moe, header.n_pass, header.n_tokens, weights=header.weights, inputs=header.inputs, batches=batches)
     if _spec_bytes(spec) > max_bytes:
-        raise TraceError(f"holds {_spec_bytes(spec)} bytes, at most {max_bytes} are allowed; record a shorter one.")
+        raise TraceError(f"it has {_spec_bytes(spec)} bytes, but at most {max_bytes} are allowed; record less.")
     # np.zeros, because blocks may lack inputs. Pages of zeros that are never written take no memory.
     arrays: dict[str, Any] = {name: np.zeros(shape, dtype) for name, (dtype, shape) in spec.items()}
     first_pass = first_token = 0

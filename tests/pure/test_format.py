@@ -143,10 +143,10 @@ def test_read_rejects_files_that_are_not_traces(tmp_path: Path, data: bytes) -> 
     [
         ({"format": "other"}, "format: Input should be 'moegguf-trace'"),
         ({"version": 1}, "version: Input should be 2, but is 1"),
-        ({"n_pass": 5}, "n_pass and n_tokens are 5 and 8, but the blocks have other sums"),
+        ({"n_pass": 5}, "n_pass and n_tokens must be the sums over the blocks, not 5 and 8"),
         ({"labels": {"x": "y"}}, "labels"),
         ({"settings": {"a": True}}, "settings.a"),
-        ({"blocks": [[6, 8, 1, 0]]}, "blocks have at least"),
+        ({"blocks": [[6, 8, 1, 0]]}, "a block must have at least"),
         ({"blocks": [[6, 8, 0, 1]]}, "damaged or incomplete"),
         ({"blocks": [[6, 8, 0, 0]] * 1000, "n_pass": 6000, "n_tokens": 8000}, "damaged or incomplete"),
         ({"blocks": [[6, 9, 0, 0]], "n_tokens": 9}, "pass_start must go from 0 to 9"),

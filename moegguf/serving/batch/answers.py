@@ -153,7 +153,7 @@ class Requests:
         the line has changed since the check."""
         raw = os.pread(self._file.fileno(), line.n_bytes, line.offset)
         if hash(raw) != line.content_hash:
-            raise BatchFileError(f"line {line.number} of the requests has changed; start anew.")
+            raise BatchFileError(f"line {line.number} of the requests was changed; restore it, or start anew.")
         request = json.loads(raw)
         return request["url"], json.dumps(self._with_defaults(request["body"])).encode()
 
