@@ -860,8 +860,8 @@ class _SlotsPlanner:
         on = device_of_layers(self._n_layer, split, n_gpu_layers)
         if not any(d != ON_CPU and n for d, n in zip(on, self._n_experts, strict=True)):
             raise OptionError(
-                f"with vram_cache devices compute layers, but n_gpu_layers is {n_gpu_layers}, which puts no layer with"
-                " experts on one; give more, or leave vram_cache out."
+                f"vram_cache needs a layer with experts on a device, but n_gpu_layers {n_gpu_layers} puts none there;"
+                " give a larger n_gpu_layers, or leave vram_cache out."
             )
         return split, on
 

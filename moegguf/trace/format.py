@@ -162,12 +162,12 @@ def check(trace: Trace) -> None:
         ((trace.pass_first_token >= -1).all(), "pass_first_token", "must be at least -1"),
         (((tokens >= -1) & (tokens < n_vocab)).all(), "tokens", f"must be from -1 to below {n_vocab}"),
         (((ids >= -1) & (ids < n_expert)).all(), "expert_ids", f"must be from -1 to below {n_expert}"),
-        (uniform, "expert_ids", "must be as many for each token of a layer, followed by -1"),
+        (uniform, "expert_ids", "must hold the same number of experts for each token of a layer, followed by -1"),
     ]
     for holds, name, rule in rules:
         _require(holds, name, rule)
     _require((trace.phase_of <= max(Phase)).all(), "token_phase", f"must be at most {max(Phase):d}")
-    _require(_computes_last_tokens(trace), "expert_ids", "must be those of a pass's last tokens where some are missing")
+    _require(_computes_last_tokens(trace), "expert_ids", "must be those of a pass's last tokens if some are missing")
 
 
 def _require(holds: Any, name: str, rule: str) -> None:

@@ -186,7 +186,7 @@ def put(at: Any, value: Any) -> Callable[[Any], None]:
     ("damage", "rule"),
     [
         (changed("expert_ids", put((0, 0, 0), 16)), "expert_ids must be from -1 to below 16"),
-        (changed("expert_ids", put((0, 0, 1), -1)), "expert_ids must be as many"),
+        (changed("expert_ids", put((0, 0, 1), -1)), "expert_ids must hold the same number of experts"),
         (changed("expert_ids", put((0, 1), -1)), "expert_ids must be those of a pass's last tokens"),
         (changed("expert_ids", lambda a: a.astype(np.int32)), "must be int16"),
         (changed("expert_ids", lambda a: a.reshape(-1, *a.shape[1:][::-1])), "must be int16"),
