@@ -631,7 +631,8 @@ def device_of_layers(n_layer: int, tensor_split: Sequence[float], n_gpu_layers: 
     split = np.asarray(tensor_split, np.float32)
     if split.size == 0 or not np.isfinite(split).all() or (split < 0).any() or split.sum() == 0:
         raise OptionError(
-            f"tensor_split is {list(tensor_split)}, but must have a number for each device, 0 or more, and one above 0."
+            f"tensor_split is {list(tensor_split)}, but must have a number for each device, each 0 or more and at"
+            " least one above 0."
         )
     bounds = np.cumsum(split, dtype=np.float32)
     bounds /= bounds[-1]

@@ -343,7 +343,7 @@ class BlobWriter(AbstractContextManager["BlobWriter"]):
         found = f"sha256-{self._sha.hexdigest()}"
         if found != self._path.name:
             raise ModelFormatError(
-                f"the digest of the bytes is {found}, but {self._path.name} was announced; send again."
+                f"the digest of the bytes is {found}, but {self._path.name} was announced; send the file again."
             )
         with disk_errors(self._failed):
             self._file.flush()

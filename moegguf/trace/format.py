@@ -257,9 +257,13 @@ class TraceWriter:
         batches = block.token_sequence is not None
         spec = _spec(self.shape, block.n_pass, block.n_tokens, weights=self.weights, inputs=has_inputs, batches=batches)
         if has_inputs and not self.inputs:
-            raise TraceError(f"{self.path.name}: a block has inputs, but the writer takes none; open it with inputs.")
+            raise TraceError(
+                f"{self.path.name}: a block has inputs, but the writer takes none; open the writer with inputs."
+            )
         if len(self._blocks) == MAX_BLOCKS:
-            raise TraceError(f"{self.path.name}: a trace has at most {MAX_BLOCKS} blocks, now reached; begin another.")
+            raise TraceError(
+                f"{self.path.name}: a trace may have {MAX_BLOCKS} blocks, and has them now; begin another trace."
+            )
         for name, (dtype, shape) in spec.items():
             array = getattr(block, name)
             if array is None or array.dtype != dtype or array.shape != shape:

@@ -174,7 +174,7 @@ async def chunks(request: HttpRequest) -> AsyncGenerator[bytes]:
 def too_large(limit: int) -> BodyRefusedError:
     """Returns the error for a body of more than `limit` bytes, with status 413."""
     most = f"{limit} bytes" if limit % MIB else f"{limit // MIB} MiB"
-    return BodyRefusedError(413, f"request body too large: at most {most} are taken; send less")
+    return BodyRefusedError(413, f"request body too large: at most {most} are accepted; send less")
 
 
 # JSON
